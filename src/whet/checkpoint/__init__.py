@@ -1,0 +1,1 @@
+"""Saving a run, continuing it, and shipping what it made."""

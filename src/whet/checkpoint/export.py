@@ -1,0 +1,103 @@
+"""Export: a folder that others can load, loaded back and compared before it is called done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.core.errors import RunFailedError, WhetError, disk_error
+from whet.core.files import atomic_dir, hash_file, need_space, write_json
+from whet.model.lora import language_model, merge
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference of a logit, relative to the largest logit, that rounding in a merge explains."""
+_POSITIONS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What was compared between the trained model and the exported folder."""
+
+    kind: str
+    verified: bool
+    conversations: int
+    tokens: int
+    max_logit_difference: float
+    same_next_token: float
+    files: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def export(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, probes: Sequence[Sequence[int]], kind: str, folder: Path
+) -> Certificate:
+    """Write `model` as `kind` (merged or adapter) to `folder`. Merging changes `model`: it is the last thing done.
+
+    `probes` are conversations as ids; the exported model must give the logits of the trained one on them.
+    """
+    if kind == "adapter" and not hasattr(model, "peft_config"):
+        raise WhetError("export: this run trained the whole model, so there is no adapter; use --to merged")
+    model.eval()
+    wanted = _logits(language_model(model), probes)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    try:
+        need_space(folder, size if kind == "merged" else 2**26, "the export")
+        with atomic_dir(folder) as temporary:
+            (merge(model) if kind == "merged" else model).save_pretrained(temporary)  # type: ignore[operator]
+            tokenizer.save_pretrained(temporary)
+            certificate = _certify(temporary, model, wanted, probes, kind)
+            write_json(temporary / "certificate.json", certificate.as_dict())
+            if not certificate.verified:
+                raise RunFailedError(
+                    f"{folder}: the exported model is not the trained one: logits differ by "
+                    f"{certificate.max_logit_difference:.3g}, the next token agrees in "
+                    f"{certificate.same_next_token:.1%}. Nothing was exported; the checkpoints are untouched"
+                )
+    except Exception as error:
+        raise disk_error(error, "exporting", folder) or error from None
+    return certificate
+
+
+def _certify(folder: Path, model: nn.Module, wanted: Tensor, probes: Sequence[Sequence[int]], kind: str) -> Certificate:
+    loaded = _load_back(folder, kind).to(wanted.device)
+    found = _logits(loaded, probes)
+    difference = (found - wanted).abs().max().item()
+    agree = (found.argmax(dim=-1) == wanted.argmax(dim=-1)).double().mean().item()
+    dtype = next(loaded.parameters()).dtype
+    allowed = _TOLERANCE.get(dtype, 0.1) * max(1.0, wanted.abs().max().item())
+    files = {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))}
+    return Certificate(kind, difference <= allowed and agree > 0.95, len(probes), len(wanted), difference, agree, files)
+
+
+def _load_back(folder: Path, kind: str) -> nn.Module:
+    """As any user of the folder would load it."""
+    if kind == "adapter":
+        from peft import AutoPeftModelForCausalLM
+
+        return language_model(AutoPeftModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+@torch.inference_mode()
+def _logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
+    """Logits at the last positions of each probe, one conversation at a time, with transformers' own attention."""
+    model.eval()
+    attention = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    device = next(model.parameters()).device
+    each = max(1, _POSITIONS // max(1, len(probes)))
+    rows = [model(input_ids=torch.tensor([list(ids)], device=device)).logits[0, -each:].float() for ids in probes]
+    model.set_attn_implementation(attention)  # type: ignore[operator]
+    return torch.cat(rows)

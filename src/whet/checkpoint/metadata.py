@@ -1,0 +1,54 @@
+"""Reading torch's distributed checkpoints without trusting them.
+
+Their `.metadata` is a pickle, and unpickling runs whatever code the file names. This reader allows the handful of
+types that a checkpoint consists of and nothing else.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from whet.core.errors import WhetError
+
+_MODULES = ("torch.distributed.checkpoint.metadata",)
+_NAMES = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if "." not in name and (is_dtype or module in _MODULES or (module, name) in _NAMES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader, with the restricted unpickler."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, FileNotFoundError, AttributeError, ImportError) as error:
+            raise WhetError(
+                f"{path}: not the metadata of a checkpoint ({error}). Delete the checkpoint and use an older one"
+            ) from None
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -1,0 +1,53 @@
+"""The `whet` command. Heavy libraries are imported by the verbs that use them, so that help is instant."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from whet import __version__
+from whet.cli import chat, config, demo, evaluate, export, prepare, report, train
+
+app = typer.Typer(
+    name="whet",
+    help="Fine-tune language models on conversations, and prove that what was trained is what you meant.\n\n"
+    "New here? `whet demo` fine-tunes a small real model on this machine in a few minutes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"whet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def whet(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fine-tune language models on conversations."""
+
+
+for name, function in (
+    ("demo", demo.demo),
+    ("prepare", prepare.prepare),
+    ("train", train.train),
+    ("eval", evaluate.evaluate),
+    ("chat", chat.chat),
+    ("export", export.export),
+    ("report", report.report),
+    ("config", config.config),
+):
+    app.command(name)(function)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,71 @@
+"""What every command shares: options, the one JSON object, errors as paragraphs, exit codes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from whet.core.errors import WhetError, disk_error
+
+P = ParamSpec("P")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors and the result.")]
+Recipe = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Change single settings, such as train.steps=100.", show_default=False
+    ),
+]
+
+
+def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
+    """Make a command of a function that returns its result: JSON, quietness and errors are handled here."""
+
+    @functools.wraps(function)
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
+        from whet.core import console
+
+        as_json = bool(kwargs.get("as_json"))
+        if kwargs.get("quiet"):
+            console.be_quiet()
+        try:
+            result = function(*args, **kwargs)
+        except KeyboardInterrupt:
+            console.show_error("interrupted")
+            raise typer.Exit(130) from None
+        except (WhetError, OSError) as error:
+            known = error if isinstance(error, WhetError) else disk_error(error, "working", ".")
+            if known is None:
+                raise
+            _fail(known, as_json)
+        else:
+            if as_json and result is not None and _rank() == 0:
+                console.write_result(result)
+
+    return command
+
+
+def _fail(error: WhetError, as_json: bool) -> None:
+    from whet.core import console
+
+    rank = _rank()
+    console.show_error(str(error) if rank == 0 else f"rank {rank}: {error}")
+    if as_json and rank == 0:
+        console.write_result({"error": str(error), "exit_code": error.exit_code})
+    sys.stdout.flush()
+    raise typer.Exit(error.exit_code) from None
+
+
+def _rank() -> int:
+    import os
+
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,39 @@
+"""`whet config`"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from whet.cli.common import Json, verb
+
+
+@verb
+def config(
+    prefix: Annotated[str, typer.Argument(metavar="[KEY]", help="Only keys that start so, such as train.")] = "",
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Explain every setting: its type, its default, and what it does."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from whet.config import Config
+    from whet.core.config import knobs
+    from whet.core.errors import WhetError
+
+    found = [knob for knob in knobs(Config) if knob.key.startswith(prefix)]
+    if not found:
+        raise WhetError(f"no setting starts with '{prefix}'; `whet config` lists them all")
+    if not as_json:
+        table = Table(box=None, pad_edge=False, header_style="bold", highlight=False)
+        for title in ("key", "type", "default", "meaning"):
+            table.add_column(title, overflow="fold")
+        for knob in found:
+            table.add_row(knob.key, knob.type, knob.default, knob.sentence)
+        Console().print(table, markup=False)
+    return {
+        "settings": [
+            {"key": knob.key, "type": knob.type, "default": knob.default, "meaning": knob.sentence} for knob in found
+        ]
+    }

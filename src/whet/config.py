@@ -1,0 +1,76 @@
+"""The whole configuration: the sections of every package in one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from whet.checkpoint.config import CheckpointConfig, ExportConfig
+from whet.core.config import Section, impossible, load_config
+from whet.core.run import RunConfig
+from whet.core.yaml import dump_yaml
+from whet.data.config import DataConfig
+from whet.infer.config import EvalConfig
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.train.config import TrainConfig
+
+
+class Config(Section):
+    """Everything that decides a run."""
+
+    run: RunConfig = Field(default=RunConfig())
+    model: ModelConfig
+    adapter: AdapterConfig | None = Field(default=None, description="Absent: every weight is trained.")
+    data: DataConfig
+    train: TrainConfig = Field(default=TrainConfig())
+    eval: EvalConfig = Field(default=EvalConfig())
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
+    export: ExportConfig = Field(default=ExportConfig())
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.train.row_length is not None and self.train.row_length < self.data.max_length:
+            raise impossible(
+                "train", f"row_length = {self.train.row_length} is shorter than data.max_length = "
+                f"{self.data.max_length}, so the longest conversations would fit no row",
+            )  # fmt: skip
+        if self.train.batch.tokens is not None and self.train.batch.tokens < self.row_length:
+            raise impossible(
+                "train", f"batch.tokens = {self.train.batch.tokens} is less than one row of {self.row_length} tokens",
+            )  # fmt: skip
+        if self.export.at_end == "adapter" and self.adapter is None:
+            raise impossible("export", "at_end = adapter, but without an adapter section every weight is trained")
+        return self
+
+    @property
+    def row_length(self) -> int:
+        return self.train.row_length or self.data.max_length
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.run.dir or f"runs/{self.run.name}").expanduser()
+
+    def dump(self) -> str:
+        """As YAML, complete: repeating it with another run.dir repeats the run."""
+        return dump_yaml(self.settled())
+
+    def settled(self) -> dict[str, Any]:
+        """As plain values, with files by their full path, so that it means the same from any folder."""
+        tree = self.model_dump(exclude_none=True, mode="json")
+        validation = tree["data"].get("validation") or {}
+        for owner in [tree["model"], *tree["data"]["sources"], *(validation.get("sources") or [])]:
+            if Path(owner["path"]).expanduser().exists():
+                owner["path"] = str(Path(owner["path"]).expanduser().resolve())
+        return tree
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """A recipe with its name and its paths settled."""
+    config = load_config(Config, path, overrides)
+    name = config.run.name or (path.parent.name if path.name == "config.yaml" else path.stem)
+    run = config.run.model_copy(update={"name": name})
+    return config.model_copy(update={"run": run})

@@ -1,0 +1,257 @@
+"""Configuration: typed sections, recipes that extend recipes, KEY=VALUE overrides, errors with file and line.
+
+Each package declares its own sections (`Section`) with one sentence for each knob; `whet/config.py` joins them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from whet.core.errors import WhetError
+from whet.core.yaml import Node, parse_yaml, read_yaml
+
+
+class Section(BaseModel):
+    """A group of knobs. Unknown keys are errors, types are not coerced, and values cannot be changed later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Keys of which one may be given. A recipe that gives one replaces another that it inherited."""
+
+    @model_validator(mode="after")
+    def _one_alternative(self) -> typing.Self:
+        for group in self.alternatives:
+            given = [key for key in group if getattr(self, key) is not None]
+            if len(given) > 1:
+                raise impossible(given[1], f"{' and '.join(given)} are alternatives: give one of them")
+        return self
+
+
+def impossible(key: str, reason: str) -> PydanticCustomError:
+    """The error of a validator: values that are fine alone and impossible together; `key` is where to look."""
+    return PydanticCustomError("impossible", "{reason}", {"key": key, "reason": reason})
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
+    """Read a recipe and what it extends, apply KEY=VALUE overrides, validate."""
+    tree = _read_recipe(path, root, ()) if path else Node({}, "defaults")
+    for text in overrides:
+        tree = _merge(tree, _parse_override(text), root)
+    return validate(root, tree)
+
+
+def validate(root: type[AnySection], tree: Node) -> AnySection:
+    """The typed section for a tree, or one WhetError that lists every fault with its place."""
+    try:
+        return root.model_validate(tree.plain())
+    except ValidationError as error:
+        faults = dict.fromkeys(_explain(root, tree, detail) for detail in error.errors(include_url=False))
+        raise WhetError("\n".join(faults)) from None
+
+
+def _read_recipe(path: Path, root: type[Section], seen: tuple[Path, ...]) -> Node:
+    tree = read_yaml(path)
+    assert isinstance(tree.value, dict)
+    parents = tree.value.pop("extends", None)
+    if parents is None:
+        return tree
+    names = parents.plain() if isinstance(parents.value, list) else [parents.value]
+    base = Node({}, tree.place)
+    for name in names:
+        if not isinstance(name, str):
+            raise WhetError(f"{parents.place}: extends takes the path of a recipe, or a list of them, not {name!r}")
+        parent = (path.parent / name).resolve()
+        if parent in (*seen, path.resolve()):
+            raise WhetError(f"{parents.place}: {name} extends itself in a circle")
+        if not parent.exists():
+            raise WhetError(f"{parents.place}: extends {name}: no such file ({parent}). Paths are relative to {path}")
+        base = _merge(base, _read_recipe(parent, root, (*seen, path.resolve())), root)
+    return _merge(base, tree, root)
+
+
+def _parse_override(text: str) -> Node:
+    key, equals, value = text.partition("=")
+    keys = key.strip().split(".")
+    if not equals or not all(keys):
+        raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100")
+    place = f"command line, {text}"
+    node = parse_yaml(value, place, numbered=False)
+    for name in reversed(keys):
+        node = Node({name: node}, place)
+    return node
+
+
+def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
+    """`over` laid on `base`: mappings merge key by key, all else is replaced; numbers index into lists."""
+    if isinstance(base.value, list) and isinstance(over.value, dict) and all(key.isdigit() for key in over.value):
+        items = list(base.value)
+        for key, node in over.value.items():
+            if int(key) >= len(items):
+                raise WhetError(f"{node.place}: there is no item {key}: the list has {len(items)} (counted from 0)")
+            items[int(key)] = _merge(items[int(key)], node, None)
+        return Node(items, base.place)
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for group in section.alternatives if section else ():
+        if any(key in over.value for key in group):
+            merged = {key: node for key, node in merged.items() if key not in group}
+    for key, node in over.value.items():
+        field = section.model_fields.get(key) if section else None
+        merged[key] = _merge(merged[key], node, _subsection(field)) if key in merged else node
+    return Node(merged, base.place)
+
+
+def _subsection(field: FieldInfo | None) -> type[Section] | None:
+    """The section type of a field: of itself, of the optional, or of the items of the list."""
+    options = [field.annotation] if field else []
+    while options:
+        option = options.pop()
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+        options.extend(typing.get_args(option))
+    return None
+
+
+# Explaining what is wrong
+
+
+def _explain(root: type[Section], tree: Node, detail: ErrorDetails) -> str:
+    path = tuple(detail["loc"])
+    context = detail.get("ctx", {})
+    if detail["type"] == "impossible":
+        path = (*path, context["key"])
+        return f"{tree.at(path).place}: {_dotted(path)}: {context['reason']}"
+    if detail["type"] == "missing":
+        return f"{tree.at(path).place}: {_dotted(path)} is missing. {_sentence(_field(root, path))}"
+    section = _section_at(root, path[:-1])
+    if detail["type"] == "extra_forbidden" and section is not None:
+        value = tree.at(path).plain()
+        return f"{tree.at(path).place}: unknown key {_dotted(path)} (value {value!r}). {_nearest(root, section, path)}"
+    while path and _field(root, path) is None:  # pydantic adds the branch of a union to the path
+        path = path[:-1]
+    field, node = _field(root, path), tree.at(path)
+    wanted = describe_type(field.annotation) if field else "something else"
+    limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_limit(detail["type"]) else ""
+    return f"{node.place}: {_dotted(path)}: {node.plain()!r} does not fit{limit}: expected {wanted}. {_sentence(field)}"
+
+
+def _is_limit(kind: str) -> bool:
+    return kind.startswith(("greater_than", "less_than", "too_short", "too_long", "multiple_of", "finite"))
+
+
+def _dotted(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in path) or "the recipe"
+
+
+def _sentence(field: FieldInfo | None) -> str:
+    return (field.description or "") if field else ""
+
+
+def _field(root: type[Section], path: tuple[str | int, ...]) -> FieldInfo | None:
+    section, field = root, None
+    for key in path:
+        if isinstance(key, int):
+            continue
+        if key not in section.model_fields:
+            return None
+        field = section.model_fields[key]
+        section = _subsection(field) or Section
+    return field
+
+
+def _section_at(root: type[Section], path: tuple[str | int, ...]) -> type[Section] | None:
+    return _subsection(_field(root, path)) if path else root
+
+
+def _nearest(root: type[Section], section: type[Section], path: tuple[str | int, ...]) -> str:
+    wrong, above = str(path[-1]), path[:-1]
+    close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean {_dotted((*above, close[0]))}?"
+    elsewhere = [knob.key for knob in knobs(root) if knob.key.rpartition(".")[2] == wrong]
+    if elsewhere:
+        return f"Did you mean {' or '.join(elsewhere)}?"
+    if not section.model_fields:
+        return "This takes no keys."
+    return f"Known here: {', '.join(section.model_fields)}. `whet config` explains them all."
+
+
+# Describing what there is
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One key of the configuration, for `whet config` and the docs."""
+
+    key: str
+    type: str
+    default: str
+    sentence: str
+
+
+def knobs(root: type[Section], above: str = "") -> Iterator[Knob]:
+    """Every knob below `root` in the order of declaration; lists show their items under `[]`."""
+    for name, field in root.model_fields.items():
+        key, sub = f"{above}{name}", _subsection(field)
+        if sub is None:
+            yield Knob(key, describe_type(field.annotation), _show_default(field), _sentence(field))
+        else:
+            is_list = typing.get_origin(_without_none(field.annotation)) is list
+            if field.description:
+                yield Knob(key, "list of sections" if is_list else "section", _show_default(field), field.description)
+            yield from knobs(sub, f"{key}[]." if is_list else f"{key}.")
+
+
+def _show_default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or isinstance(value, Section):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if not isinstance(value, tuple) else str(list(value))
+
+
+def _without_none(annotation: Any) -> Any:
+    options = [option for option in typing.get_args(annotation) if option is not type(None)]
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return options[0] if is_union and len(options) == 1 else annotation
+
+
+_TYPE_NAMES: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+
+
+def describe_type(annotation: Any) -> str:
+    """A type in a person's words: `auto | whole number`."""
+    if annotation in _TYPE_NAMES:
+        return _TYPE_NAMES[annotation]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(str(option) for option in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(describe_type(option) for option in arguments if option is not type(None))
+    if origin is list:
+        return f"list of {describe_type(arguments[0])}"
+    if origin is tuple:
+        return "[" + ", ".join(describe_type(argument) for argument in arguments) + "]"
+    if origin is typing.Annotated:
+        return describe_type(arguments[0])
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"a section with {', '.join(annotation.model_fields)}"
+    return str(annotation)

@@ -1,0 +1,68 @@
+"""What whet says while it works. All of it goes to stderr: stdout belongs to results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_console = Console(stderr=True, highlight=False)
+_silent = False
+
+
+def be_quiet() -> None:
+    """Say nothing from now on (another rank speaks, or the user asked for silence); errors are still shown."""
+    global _silent
+    _silent = True
+
+
+def say(*parts: Any, style: str | None = None, markup: bool = False) -> None:
+    """One line, or one rich renderable, to the person watching."""
+    if not _silent:
+        _console.print(*parts, style=style, markup=markup)
+
+
+def warn(text: str) -> None:
+    """Something that the user should know and that does not stop the work."""
+    if not _silent:
+        _console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def show_error(text: str) -> None:
+    """The paragraph a person reads when whet gives up."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {text}", style="bold red", markup=False)
+
+
+def write_result(value: dict[str, Any]) -> None:
+    """The one JSON object of a command called with --json."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+class Bar:
+    """A progress bar with a note behind it."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        self._progress.update(self._task, advance=n, note=note)
+
+
+@contextmanager
+def progress(title: str, total: int | None, done: int = 0) -> Iterator[Bar]:
+    """A bar for long work; on a terminal it moves and vanishes, in a log file it leaves one line at the end."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=_console, disable=_silent, transient=_console.is_terminal) as display:
+        yield Bar(display, display.add_task(title, total=total, completed=done, note=""))

@@ -1,0 +1,65 @@
+"""Errors a person can act on, each with the exit code that `whet` ends with."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+DONE, INPUT, USAGE, FAILED, STOPPED = 0, 1, 2, 3, 75
+"""Exit codes: done; the user's input or data is at fault; wrong usage; the run failed and can be resumed;
+stopped by a signal after a checkpoint (EX_TEMPFAIL, which schedulers read as "requeue me")."""
+
+
+class WhetError(Exception):
+    """The user's input, data or machine is at fault. The message names place, value and remedy."""
+
+    exit_code = INPUT
+
+
+class RunFailedError(WhetError):
+    """A run broke in the middle; its last checkpoint is good."""
+
+    exit_code = FAILED
+
+
+class StoppedError(WhetError):
+    """A run was asked to stop and did so after saving a checkpoint."""
+
+    exit_code = STOPPED
+
+
+_DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+}
+
+
+def disk_error(error: BaseException, doing: str, place: str | Path) -> WhetError | None:
+    """A WhetError for a disk that is full, read-only or forbidden; None if `error` has another cause.
+
+    Libraries wrap OSError in their own types, some of them as text only, so the chain and the text are read.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in _DISK_ERRORS:
+            return _disk_message(seen.errno, doing, seen.filename or place)
+        seen = seen.__cause__ or seen.__context__
+    for code, text in ((errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")):
+        if text in str(error):
+            return _disk_message(code, doing, place)
+    return None
+
+
+def _disk_message(code: int, doing: str, place: str | Path) -> WhetError:
+    remedy = (
+        "Free some space, or choose a folder on another disk"
+        if code in (errno.ENOSPC, errno.EDQUOT)
+        else "Choose a folder you may write to"
+    )
+    return WhetError(
+        f"{place}: {_DISK_ERRORS[code]} while {doing}. {remedy} (run.dir for runs, the environment variable "
+        "WHET_CACHE for prepared data and models). Nothing half-written was left behind."
+    )

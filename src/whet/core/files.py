@@ -1,0 +1,176 @@
+"""Files that are either whole or absent: atomic writes, content hashes, JSON lines, the lock of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from whet.core.errors import WhetError
+
+
+def cache_dir() -> Path:
+    """Where prepared data and converted models are kept: $WHET_CACHE, else ~/.cache/whet."""
+    return Path(os.environ.get("WHET_CACHE") or Path.home() / ".cache" / "whet")
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` atomically as readable JSON; NaN and infinity are refused, because JSON has neither."""
+    atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file, or a WhetError that names the file and the line."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise WhetError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        line = getattr(error, "lineno", 1)
+        raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None
+
+
+@contextlib.contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """A temporary sibling folder that becomes `path` if the block succeeds and vanishes if it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        put_in_place(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a finished folder to its name, replacing an older one."""
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    if path.exists():
+        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+        path.rename(old)
+        temporary.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temporary.rename(path)
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Only one process at a time is inside; the others wait. Ranks need no collective to share one preparation."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def need_space(path: Path, size: int, doing: str) -> None:
+    """Refuse early, with the numbers, when the disk under `path` has no room for `size` bytes."""
+    there = path
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise WhetError(
+            f"{path}: the disk is too full for {doing}: {size / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free. "
+            "Free some space, or choose a folder on another disk (run.dir for runs, the environment variable "
+            "WHET_CACHE for prepared data and models). Nothing was written."
+        )
+
+
+def hash_file(path: Path) -> str:
+    """The BLAKE2 hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """The hash of a JSON value; key order does not matter."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line, whose length can be recorded and restored."""
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        """Open for appending. `keep` cuts the file to that many bytes first: what came after is undone."""
+        self._file: IO[bytes] = path.open("ab")
+        if keep is not None and self._file.seek(0, os.SEEK_END) > keep:
+            self._file.truncate(keep)
+            self._file.seek(keep)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one object and hand it to the operating system."""
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete objects of a JSON-lines file; a last line cut by a crash is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            reason = f"not valid JSON ({error}). The file was damaged or edited by hand."
+            raise WhetError(f"{path}:{number}: {reason}") from None
+    return records
+
+
+class FolderLock:
+    """Exclusive ownership of a run folder while this process lives; the kernel frees it when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "lock"
+        self._file = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "another process"
+            raise WhetError(
+                f"{folder}: in use by {owner}. Wait for it, stop it, or give this run another folder: run.dir=FOLDER"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"{socket.gethostname()} pid {os.getpid()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()

@@ -1,0 +1,94 @@
+"""The run directory: who owns it, what is in it, how it ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from whet.core.config import Section
+from whet.core.errors import WhetError, disk_error
+from whet.core.files import FolderLock, read_json, write_json
+
+_HEARTBEAT_S = 5.0
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    name: str | None = Field(default=None, description="What to call it; the recipe's file name if absent.")
+    dir: str | None = Field(default=None, description="Its folder; runs/NAME if absent.")
+    seed: int = Field(default=0, ge=0, description="Decides data order, start values and dropout.")
+    tags: list[str] = Field(default=[], description="Words to find it by.")
+
+
+class RunFolder:
+    """A run directory owned by this process."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the folder; an error says who has it or why it cannot be written."""
+        self.path = path
+        self._is_new = not path.exists()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(path)
+        except OSError as error:
+            raise disk_error(error, "opening the run folder", path) or WhetError(
+                f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
+            ) from None
+        self._started = read_status(path).get("started") or time.time()
+        self._beat = 0.0
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here before."""
+        return (self.path / "config.yaml").exists()
+
+    def require_empty(self) -> None:
+        """Refuse a folder with files of someone else's in it."""
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
+        if others:
+            raise WhetError(
+                f"run.dir: {self.path} holds files that are not of a run ({', '.join(others[:3])}). "
+                "Give an empty or new folder: run.dir=FOLDER"
+            )
+
+    def set_status(self, state: str, step: int, steps: int, exit_code: int | None = None) -> None:
+        """Say where the run stands, for whoever watches it."""
+        self._beat = time.time()
+        write_json(
+            self.path / "status.json",
+            {
+                "state": state, "step": step, "steps": steps, "host": socket.gethostname(), "pid": os.getpid(),
+                "started": self._started, "heartbeat": self._beat, "exit_code": exit_code,
+            },
+        )  # fmt: skip
+
+    def beat(self, step: int, steps: int) -> None:
+        """A sign of life, every few seconds at most."""
+        if time.time() - self._beat > _HEARTBEAT_S:
+            self.set_status("running", step, steps)
+
+    def stop_requested(self) -> bool:
+        """Whether someone put a file named `stop` into the folder."""
+        return (self.path / "stop").exists()
+
+    def abandon(self) -> None:
+        """Undo the creation of a folder in which nothing has started."""
+        self._lock.release()
+        if self._is_new and not self.holds_run():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        (self.path / "stop").unlink(missing_ok=True)
+        self._lock.release()
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The last status of a run, empty if it never got so far."""
+    file = path / "status.json"
+    return dict(read_json(file)) if file.exists() else {}

@@ -1,0 +1,155 @@
+"""YAML with a memory: every value knows its file and line.
+
+Scalars follow YAML 1.2 (`1e-6` is a number, `no` is text). `${NAME}` and `${NAME:-default}` are taken from the
+environment; `$${` writes a plain `${`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from whet.core.errors import WhetError
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A YAML value and the place it was written at, such as `recipes/tiny.yaml:12`."""
+
+    value: dict[str, Node] | list[Node] | Scalar
+    place: str
+
+    def plain(self) -> Any:
+        """The value without places."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def at(self, path: tuple[str | int, ...]) -> Node:
+        """The node at `path`, or the deepest one on the way that exists."""
+        node = self
+        for key in path:
+            if isinstance(node.value, dict) and key in node.value:
+                node = node.value[str(key)]
+            elif isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
+                node = node.value[key]
+            else:
+                break
+        return node
+
+
+def read_yaml(path: Path) -> Node:
+    """The content of a YAML file, which must be a mapping at the top."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise WhetError(f"{path}: no such file. Give the path of a recipe, for example recipes/tiny.yaml") from None
+    except IsADirectoryError:
+        raise WhetError(f"{path}: this is a folder; a recipe is a YAML file in it") from None
+    except UnicodeDecodeError as error:
+        raise WhetError(f"{path}: not a text file ({error.reason} at byte {error.start}); a recipe is YAML") from None
+    node = parse_yaml(text, str(path))
+    if node.value is None:
+        raise WhetError(f"{path}: the file is empty. A recipe needs at least model and data; see recipes/tiny.yaml")
+    if not isinstance(node.value, dict):
+        raise WhetError(f"{node.place}: a recipe is a mapping of keys to values, this is {node.plain()!r}")
+    return node
+
+
+def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
+    """Parse one YAML document. `name` is the place given in errors, with a line number if `numbered`."""
+    try:
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}:{mark.line + 1}" if mark and numbered else name
+        problem = getattr(error, "problem", None) or str(error)
+        raise WhetError(f"{place}: not valid YAML: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        raise WhetError(f"{name}: not valid YAML: {error}") from None
+    return _convert(document, name, numbered) if document is not None else Node(None, name)
+
+
+def _convert(node: yaml.Node, name: str, numbered: bool) -> Node:
+    place = f"{name}:{node.start_mark.line + 1}" if numbered else name
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise WhetError(f"{place}: a key must be plain text")
+            key = str(key_node.value)
+            value = _convert(value_node, name, numbered)
+            key_place = f"{name}:{key_node.start_mark.line + 1}" if numbered else name
+            if key in mapping:
+                raise WhetError(f"{key_place}: the key '{key}' is given twice (first at {mapping[key].place})")
+            mapping[key] = Node(value.value, key_place)
+        return Node(mapping, place)
+    if isinstance(node, yaml.SequenceNode):
+        return Node([_convert(item, name, numbered) for item in node.value], place)
+    text = _expand(str(node.value), place)
+    return Node(text if node.style in ("'", '"', "|", ">") else _scalar(text), place)
+
+
+_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+
+
+def _expand(text: str, place: str) -> str:
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match["name"], match["default"])
+        if found is None:
+            raise WhetError(
+                f"{place}: the environment variable {match['name']} is not set. "
+                f"Set it, or give a default: ${{{match['name']}:-value}}"
+            )
+        return found
+
+    return _VARIABLE.sub(value, text).replace("$${", "${")
+
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_WORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_SPECIAL = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+
+
+def _scalar(text: str) -> Scalar:
+    lowered = text.lower()
+    if lowered in _WORDS:
+        return _WORDS[lowered]
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.match(text):
+        return float(text.replace("_", ""))
+    return _SPECIAL.get(lowered, text)
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML text that `parse_yaml` reads back as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_scalar` or `_expand` would take for something else."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = isinstance(_scalar(text), str) and "${" not in text
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("${", "$${"), style=None if plain else '"')
+
+
+def _represent_float(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
+    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(number, repr(number))
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text if text != "nan" else ".nan")
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(float, _represent_float)

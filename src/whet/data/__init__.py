@@ -1,0 +1,1 @@
+"""Raw files → conversations → tokens with loss masks → store → plan → packed batches."""

@@ -1,0 +1,87 @@
+"""Megatron's `MMapIndexedDataset`, version 1: sequences of numbers in a `.bin`, their lengths in an `.idx`.
+
+GPT-NeoX, Megatron-LM and NeMo read these files. Layout of the `.idx`, little-endian:
+
+    magic "MMIDIDX\\0\\0" · u64 version = 1 · u8 dtype code · u64 sequences · u64 length of doc_idx
+    int32 sizes[sequences] · int64 byte offsets[sequences] · int64 doc_idx[…], which starts at 0
+
+The `.bin` is the numbers themselves, back to back. Both are memory-mapped: opening costs nothing at any size.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whet.core.errors import WhetError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float32, 7: np.float64, 8: np.uint16}
+
+
+def token_dtype(vocabulary: int) -> type[np.uint16] | type[np.int32]:
+    """Two bytes a token where the vocabulary allows it; the limit is Megatron's."""
+    return np.uint16 if vocabulary < 65_500 else np.int32
+
+
+class IndexedWriter:
+    """Writes one sequence after another; nothing is readable before `close`."""
+
+    def __init__(self, prefix: Path, dtype: type[np.generic]) -> None:
+        self._prefix, self._dtype = prefix, np.dtype(dtype)
+        self._bin = prefix.with_suffix(".bin").open("wb")
+        self._sizes: list[int] = []
+
+    def add(self, sequence: NDArray[np.generic]) -> None:
+        self._bin.write(sequence.astype(self._dtype, copy=False).tobytes())
+        self._sizes.append(len(sequence))
+
+    def close(self) -> None:
+        self._bin.close()
+        sizes = np.array(self._sizes, dtype=np.int32)
+        offsets = np.zeros(len(sizes), dtype=np.int64)
+        np.cumsum(sizes[:-1], dtype=np.int64, out=offsets[1:])
+        code = next(code for code, dtype in _CODES.items() if np.dtype(dtype) == self._dtype)
+        with self._prefix.with_suffix(".idx").open("wb") as file:
+            file.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
+            for array in (sizes, offsets * self._dtype.itemsize, np.arange(len(sizes) + 1, dtype=np.int64)):
+                file.write(array.tobytes())
+
+
+class IndexedReader:
+    """Sequences by number, without reading the file."""
+
+    def __init__(self, prefix: Path) -> None:
+        index = prefix.with_suffix(".idx")
+        with index.open("rb") as file:
+            header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise WhetError(f"{index}: not a Megatron index: it starts with {header[:9]!r} instead of {_MAGIC!r}")
+        _, version, code, count, documents = _HEADER.unpack(header)
+        if version != 1 or code not in _CODES:
+            raise WhetError(f"{index}: version {version} with dtype code {code} is not known; version 1 is")
+        if index.stat().st_size != _HEADER.size + 12 * count + 8 * documents:
+            raise WhetError(f"{index}: the file is cut off or damaged; prepare the data again")
+        dtype = np.dtype(_CODES[code])
+        raw = np.memmap(index, mode="r", offset=_HEADER.size)
+        self.sizes: NDArray[np.int32] = raw[: 4 * count].view(np.int32)
+        self._offsets: NDArray[np.int64] = raw[4 * count : 12 * count].view(np.int64)
+        data = prefix.with_suffix(".bin")
+        end = int(self._offsets[-1]) + int(self.sizes[-1]) * dtype.itemsize if count else 0
+        if data.stat().st_size != end:
+            raise WhetError(f"{data}: {data.stat().st_size} bytes where the index says {end}; prepare the data again")
+        self._data = np.memmap(data, mode="r", dtype=dtype) if end else np.empty(0, dtype)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, number: int) -> NDArray[np.generic]:
+        start = int(self._offsets[number]) // self._data.itemsize
+        return self._data[start : start + int(self.sizes[number])]

@@ -1,0 +1,88 @@
+"""The store: conversations as tokens and loss masks on disk, with their origins, complete or absent.
+
+tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
+origin.npy        (source, line) of each      targets.npy     number of targets of each
+manifest.json     written last: present means complete
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.core.errors import WhetError
+from whet.core.files import read_json, write_json
+from whet.data.conversation import Origin
+from whet.data.indexed import IndexedReader, IndexedWriter, token_dtype
+from whet.data.render import Rendered
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MANIFEST = "manifest.json"
+
+
+class StoreWriter:
+    """Fills a folder that becomes a store when `finish` writes its manifest."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self._folder = folder
+        self._tokens = IndexedWriter(folder / "tokens", token_dtype(vocabulary))
+        self._loss = IndexedWriter(folder / "loss", np.uint8)
+        self._origins: list[tuple[int, int]] = []
+        self._targets: list[int] = []
+
+    def add(self, document: Rendered, source: int, line: int) -> None:
+        """Append a document that came from line `line` of source number `source`."""
+        self._tokens.add(document.ids)
+        self._loss.add(document.loss)
+        self._origins.append((source, line))
+        self._targets.append(count_targets(document))
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        self._tokens.close()
+        self._loss.close()
+        np.save(self._folder / "origin.npy", np.array(self._origins, dtype=np.int64).reshape(-1, 2))
+        np.save(self._folder / "targets.npy", np.array(self._targets, dtype=np.int32))
+        write_json(self._folder / MANIFEST, manifest)
+
+
+class Store:
+    """A complete store, memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / MANIFEST).exists():
+            raise WhetError(f"{folder}: no complete store here ({MANIFEST} is missing); run `whet prepare` again")
+        self.folder = folder
+        self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
+        self._origins = np.load(folder / "origin.npy", mmap_mode="r")
+        self.targets: NDArray[np.int32] = np.load(folder / "targets.npy", mmap_mode="r")
+        if not len(self._tokens) == len(self._loss) == len(self._origins) == len(self.targets):
+            raise WhetError(f"{folder}: its files disagree on the number of documents; delete it and prepare again")
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each document."""
+        return self._tokens.sizes
+
+    def ids(self, document: int) -> NDArray[np.int64]:
+        return self._tokens[document].astype(np.int64)
+
+    def loss(self, document: int) -> NDArray[np.bool_]:
+        return self._loss[document].astype(np.bool_)
+
+    def origin(self, document: int) -> Origin:
+        """The source and line that a document was read from."""
+        source, line = self._origins[document]
+        return Origin(self.manifest["sources"][int(source)], int(line))
+
+
+def count_targets(document: Rendered) -> int:
+    """How many tokens of a document are learned; its first one has nothing before it to be predicted from."""
+    return int(document.loss[1:].sum())

@@ -1,0 +1,1 @@
+"""Models as transformers ships them, with document attention, a supervised-only loss and adapters."""

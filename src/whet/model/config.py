@@ -1,0 +1,35 @@
+"""The knobs of the model and its adapter."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from whet.core.config import Section
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: str = Field(
+        description="A model folder, a hub id, a run (runs/NAME, or runs/NAME@100 for the state after step 100), "
+        "builtin:smollm2 or builtin:tiny."
+    )
+    revision: str | None = Field(default=None, description="Of a hub id: branch, tag or commit.")
+    attention: Literal["auto", "varlen", "sdpa", "eager"] = Field(
+        default="auto", description="How documents attend: varlen on CUDA, otherwise sdpa; eager is the reference."
+    )
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+
+
+class AdapterConfig(Section):
+    """Train small matrices beside the frozen weights instead of the weights."""
+
+    method: Literal["lora"] = Field(default="lora", description="The kind of adapter.")
+    rank: int = Field(default=16, ge=1, description="Size of the small matrices.")
+    alpha: float = Field(default=32, gt=0, description="Their output is scaled by alpha / rank.")
+    targets: list[str] | Literal["all-linear"] = Field(
+        default="all-linear", description="Names of the layers that get one; all-linear spares the output head."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Part of the adapter's inputs zeroed in training.")

@@ -1,0 +1,84 @@
+"""Loading a model and its tokenizer, with errors that say what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from whet.core.errors import WhetError
+from whet.model.builtin import builtin_folder
+from whet.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def locate(path: str) -> str:
+    """A folder, or a hub id, that transformers can load."""
+    if path.startswith("builtin:"):
+        return str(builtin_folder(path))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
+        return str(folder)
+    if folder.is_file():
+        raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise WhetError(
+            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME"
+        )
+    return path
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    """The model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    where = locate(config.path)
+    folder = Path(where)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise WhetError(
+            f"model.path: {config.path}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "
+            "tokenizer's files of the model that it was made from into it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(config.path, "tokenizer", error) from None
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
+    """The model in `dtype`; `auto` is the type it was saved in."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(config.path, "model", error) from None
+
+
+def stop_ids(config: ModelConfig) -> list[int]:
+    """The ids that end an answer according to the model's generation settings; none if it has no such settings."""
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(locate(config.path), revision=config.revision).eos_token_id
+    except OSError:
+        return []
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _cannot_load(path: str, what: str, error: Exception) -> WhetError:
+    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")

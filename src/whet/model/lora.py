@@ -1,0 +1,40 @@
+"""LoRA through peft: small trainable matrices beside the frozen weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from whet.core.errors import WhetError
+from whet.model.config import AdapterConfig
+
+
+def add_adapter(model: nn.Module, config: AdapterConfig, seed: int) -> nn.Module:
+    """Freeze `model` and put adapters into it. The start values depend on the seed alone."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # peft declares an int and computes with any number
+        target_modules=config.targets,
+        lora_dropout=config.dropout,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    try:
+        return get_peft_model(model, settings)  # beside 16-bit weights, adapters are kept in fp32
+    except ValueError as error:
+        raise WhetError(
+            f"adapter.targets: {config.targets!r} does not fit this model: {error}. "
+            "Leave it out to adapt every linear layer"
+        ) from None
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside, with its adapters in place."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[no-any-return,operator]
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """The plain transformers model with the adapters added into its weights; without adapters, the model itself."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[no-any-return,operator]

@@ -1,0 +1,59 @@
+"""Replication: every rank holds the whole model; gradients are summed, never averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from whet.core.ranks import Ranks
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def start_equal(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank rank 0's trainable weights; the frozen ones were loaded from the same files."""
+    with torch.no_grad():
+        for parameter in trainable(model):
+            ranks.copy_from_first_(parameter)
+
+
+def sum_gradients(model: nn.Module, ranks: Ranks) -> None:
+    """Replace each gradient by its sum over the ranks, several tensors at a time.
+
+    Called once a step, after the last micro-batch: the loss is divided by the count of the whole step already, so
+    the sum is the gradient.
+    """
+    if ranks.world == 1:
+        return
+    for bucket in _buckets([_gradient(parameter) for parameter in trainable(model)]):
+        flat = ranks.sum_(_flatten_dense_tensors(bucket))
+        for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(summed)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """A rank whose rows did not touch a weight still takes part, with zero."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type, in order, up to a size that keeps the network busy and memory small."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

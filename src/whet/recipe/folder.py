@@ -1,0 +1,138 @@
+"""A run's folder: taken, checked, begun, continued."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.checkpoint import save as checkpoints
+from whet.config import Config
+from whet.core.console import say
+from whet.core.errors import FAILED, INPUT, WhetError, disk_error
+from whet.core.files import JsonLines, atomic_write, write_json
+from whet.core.ranks import Ranks
+from whet.core.run import RunFolder, read_status
+from whet.core.yaml import read_yaml
+from whet.infer.tasks import find_task
+from whet.model.loss import LossModel
+from whet.recipe.parts import Data, make_plan
+from whet.train.metrics import Seen
+
+
+@contextlib.contextmanager
+def run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder | None]:
+    """The run's folder, owned by rank 0 alone; how the run ended is written into its status."""
+    if not first:
+        yield None
+        return
+    folder = RunFolder(config.folder)
+    try:
+        _check_folder(folder, config, resume)
+        yield folder
+    except BaseException as error:
+        _note_end(folder, error)
+        folder.abandon()
+        raise disk_error(error, "writing the run", folder.path) or error from None
+    folder.close()
+
+
+def _note_end(folder: RunFolder, error: BaseException) -> None:
+    """Write into the status how a run ended that had begun."""
+    status = read_status(folder.path)
+    if not status:
+        return
+    code = error.exit_code if isinstance(error, WhetError) else FAILED
+    with contextlib.suppress(OSError):
+        folder.set_status("failed" if code in (INPUT, FAILED) else "stopped", status["step"], status["steps"], code)
+
+
+def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
+    if not folder.holds_run():
+        folder.require_empty()
+        return
+    if not resume:
+        raise WhetError(
+            f"{folder.path}: this folder holds a run already. Continue it with --resume, or give the new run another "
+            "folder: run.dir=FOLDER"
+        )
+    before = read_yaml(folder.path / "config.yaml").plain()
+    changed = _differences(before, config.settled())
+    if changed:
+        shown = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, old, new in changed[:5])
+        raise WhetError(
+            f"{folder.path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). "
+            "Set these back, or give the new run another folder: run.dir=FOLDER"
+        )
+
+
+_MAY_CHANGE = ("run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "train.micro_rows")
+"""What a resumed run may do otherwise without becoming another run."""
+
+
+def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = dict.fromkeys([*before, *now])
+        return [d for key in keys for d in _differences(before.get(key), now.get(key), f"{above}{key}.")]
+    same = before == now or f"{above}".startswith(_MAY_CHANGE)
+    return [] if same else [(above.rstrip("."), before, now)]
+
+
+def begin(folder: RunFolder, config: Config, data: Data) -> None:
+    """Write down, before anything is computed, all that is decided. config.yaml last: it makes the folder a run."""
+    path = folder.path
+    if folder.holds_run():
+        return
+    for task in config.eval.tasks:
+        find_task(task)
+    (path / "plan").mkdir(exist_ok=True)
+    (path / "checkpoints").mkdir(exist_ok=True)
+    make_plan(config, data).save(path / "plan")
+    write_json(path / "ledger.json", data.ledger())
+    atomic_write(path / "config.yaml", config.dump())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a run's files when it continues: their sizes at the checkpoint."""
+
+    metrics: int | None = None
+    samples: int | None = None
+    measured: bool = False
+    """The untrained model was measured before; that stays true."""
+
+
+def go_on(path: Path, root: LossModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[int, Seen, Kept]:
+    """Load the newest checkpoint, if there is one, and say where to go on."""
+    newest = checkpoints.newest(path / "checkpoints")
+    if newest is None:
+        metrics, measured = _measured_part(path / "metrics.jsonl")
+        samples, _ = _measured_part(path / "samples.jsonl") if measured else (0, False)
+        return 0, Seen(), Kept(metrics, samples, measured)
+    state = checkpoints.load(newest, root, optimizer, ranks)
+    say(f"continuing after step {state['step']}")
+    return state["step"], Seen(**state["seen"]), Kept(state["metrics_bytes"], state["samples_bytes"], measured=True)
+
+
+def _measured_part(path: Path) -> tuple[int, bool]:
+    """The bytes of the lines about step 0 at the start of a file: a restart need not measure the base again."""
+    size = 0
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n") or json.loads(line)["step"] != 0:
+                break
+            size += len(line)
+    return size, size > 0
+
+
+class Files:
+    """The growing files of a run."""
+
+    def __init__(self, path: Path, kept: Kept) -> None:
+        self.metrics = JsonLines(path / "metrics.jsonl", kept.metrics)
+        self.samples = JsonLines(path / "samples.jsonl", kept.samples)

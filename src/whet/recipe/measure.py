@@ -1,0 +1,70 @@
+"""Measuring and shipping the model of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from whet.checkpoint.export import Certificate, export
+from whet.config import Config
+from whet.core.console import say
+from whet.core.ranks import Ranks
+from whet.data.plan import plan_whole
+from whet.data.render import Renderer
+from whet.infer.evaluate import validation_loss
+from whet.infer.tasks import Sample, find_task, score
+from whet.model.config import ModelConfig
+from whet.model.load import stop_ids
+from whet.model.loss import LossModel
+from whet.recipe.parts import Arithmetic, Data, make_loader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PROBES = 4  # conversations that an export is compared on
+
+
+def measure(
+    config: Config, data: Data, root: LossModel, ranks: Ranks, arithmetic: Arithmetic
+) -> tuple[dict[str, float], list[Sample]]:
+    """Validation loss and task scores of the model as it is now."""
+    results: dict[str, float] = {}
+    samples: list[Sample] = []
+    context = arithmetic.context(ranks.device)
+    if data.validation is not None:
+        lengths = data.validation.lengths[data.validation_documents]
+        plan = plan_whole(lengths, config.row_length, config.data.packing).renumbered(data.validation_documents)
+        loader = make_loader(config, data.validation, plan, ranks)
+        results |= validation_loss(root, loader, ranks, context)
+    renderer = Renderer(data.tokenizer, config.data.train_on)
+    for name in config.eval.tasks:
+        with context:
+            found, answers = score(
+                find_task(name), config.eval.examples, root.language_model, renderer,
+                answer_stops(data.tokenizer, config.model), ranks,
+            )  # fmt: skip
+        results[f"task/{name}"] = found
+        samples += answers
+    return results, samples
+
+
+def answer_stops(tokenizer: PreTrainedTokenizerFast, model: ModelConfig) -> list[int]:
+    """Every id that ends an answer, by the tokenizer and by the model's own settings."""
+    return sorted({*stop_ids(model), tokenizer.eos_token_id} - {None})
+
+
+def export_model(config: Config, data: Data, model: nn.Module, kind: str) -> tuple[Path, Certificate]:
+    """Ship a run's model into its folder and compare it on a few of its own conversations."""
+    store, documents = data.train.store, data.train_documents
+    if data.validation is not None:
+        store, documents = data.validation, data.validation_documents
+    probes = [store.ids(int(document)).tolist() for document in documents[:_PROBES]]
+    folder = config.folder / "exports" / kind
+    certificate = export(model, data.tokenizer, probes, kind, folder)
+    say(
+        f"exported to {folder}: loaded back and compared on {certificate.conversations} conversations, "
+        f"largest difference of a logit {certificate.max_logit_difference:.1e}"
+    )
+    return folder, certificate

@@ -1,0 +1,185 @@
+"""The whole run: prepare, plan, train, evaluate, save, export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.checkpoint import save as checkpoints
+from whet.checkpoint.export import Certificate
+from whet.config import Config
+from whet.core.console import be_quiet, say
+from whet.core.files import write_json
+from whet.core.ranks import Ranks, start_ranks, who_am_i
+from whet.core.run import RunFolder
+from whet.data.plan import Plan, efficiency
+from whet.model import attention
+from whet.model.flops import Work, work_of
+from whet.model.lora import language_model
+from whet.model.loss import LossModel
+from whet.parallel.replicate import start_equal
+from whet.recipe.folder import Files, begin, go_on, run_folder
+from whet.recipe.measure import export_model, measure
+from whet.recipe.parts import (
+    Arithmetic,
+    Data,
+    build_model,
+    choose_arithmetic,
+    hush_libraries,
+    make_loader,
+    prepare_data,
+)
+from whet.train.metrics import Seen
+from whet.train.optim import make_optimizer
+from whet.train.trainer import Cadence, Hooks, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a finished run leaves."""
+
+    folder: Path
+    steps: int
+    exported: Path | None
+    certificate: Certificate | None
+
+
+def train(config: Config, resume: bool) -> Trained:
+    """The whole run: prepare, plan, train, evaluate, save, export."""
+    rank, _ = who_am_i()
+    if rank > 0:
+        be_quiet()
+    hush_libraries()
+    with run_folder(config, resume, first=rank == 0) as folder:
+        data = prepare_data(config)
+        if folder is not None:
+            begin(folder, config, data)
+        ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
+        try:
+            return _train(config, data, folder, ranks)
+        finally:
+            ranks.leave()
+
+
+def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> Trained:
+    path = config.folder
+    plan = Plan.load(path / "plan", len(data.train_documents))
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    arithmetic = choose_arithmetic(config, ranks.device)
+    model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
+    root = LossModel(language_model(model))
+    with arithmetic.context(ranks.device):
+        root.check_head(len(data.tokenizer))
+    start_equal(root, ranks)
+    optimizer = make_optimizer(root, config.train.optimizer)
+    start, seen, kept = go_on(path, root, optimizer, ranks)
+    files = Files(path, kept) if folder else None
+    run = _Run(config, data, root, optimizer, ranks, arithmetic, len(plan), folder, files)
+    cadence = Cadence(
+        steps=len(plan), evaluate_every=config.eval.every, evaluate_at_start=config.eval.at_start and not kept.measured,
+        save_every=config.checkpoint.every or max(1, len(plan) // 10),
+    )  # fmt: skip
+    work = _work(model, config)
+    if folder is not None:
+        write_json(path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
+        folder.set_status("running", start, len(plan))
+    loader = make_loader(config, data.train.store, plan, ranks)
+    say(
+        f"{len(plan)} steps on {ranks.world} × {ranks.device.type}, {arithmetic.name}: "
+        f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
+        f"{plan.per_epoch} conversations an epoch"
+    )
+    Trainer(
+        model=root, optimizer=optimizer, loader=loader, config=config.train, cadence=cadence,
+        hooks=Hooks(log=run.log, evaluate=run.evaluate, save=run.save, stop_requested=run.stop_requested),
+        ranks=ranks, work=work, per_epoch=plan.per_epoch, seed=config.run.seed,
+        arithmetic=arithmetic.context(ranks.device),
+    ).run(start, seen)  # fmt: skip
+    exported, certificate = None, None
+    if folder is not None and config.export.at_end != "none":
+        exported, certificate = export_model(config, data, model, config.export.at_end)
+    ranks.wait()
+    if folder is not None:
+        folder.set_status("finished", len(plan), len(plan), exit_code=0)
+    return Trained(path, len(plan), exported, certificate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The hooks of the training loop, tied to this run's files."""
+
+    config: Config
+    data: Data
+    root: LossModel
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    arithmetic: Arithmetic
+    steps: int
+    folder: RunFolder | None
+    files: Files | None
+
+    def log(self, line: dict[str, Any]) -> None:
+        if self.files is not None and self.folder is not None:
+            self.files.metrics.write(line)
+            self.folder.beat(line["step"], self.steps)
+
+    def evaluate(self, step: int) -> None:
+        results, samples = measure(self.config, self.data, self.root, self.ranks, self.arithmetic)
+        if self.files is not None and results:
+            for sample in samples:
+                self.files.samples.write({"step": step, **sample.as_dict()})
+            self.files.metrics.write({"step": step, **results})
+            say(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in results.items()))
+
+    def save(self, step: int, seen: Seen) -> None:
+        state: dict[str, Any] = {"seen": {name: getattr(seen, name) for name in Seen.__slots__}}
+        if self.files is not None:
+            state |= {"metrics_bytes": self.files.metrics.size(), "samples_bytes": self.files.samples.size()}
+        folder = self.config.folder / "checkpoints"
+        checkpoints.save(folder, step, self.root, self.optimizer, state, self.ranks)
+        if self.folder is not None:
+            checkpoints.prune(folder, self.config.checkpoint.keep_last)
+
+    def stop_requested(self) -> bool:
+        return self.folder is not None and self.folder.stop_requested()
+
+
+def _work(model: nn.Module, config: Config) -> Work:
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+    )
+    return work_of(model.config, matrices, adapters=config.adapter is not None)
+
+
+def _describe_plan(
+    config: Config, data: Data, plan: Plan, model: nn.Module, ranks: Ranks, arithmetic: Arithmetic
+) -> dict[str, Any]:
+    store = data.train.store
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return {
+        "steps": len(plan),
+        "rows": len(plan.rows) - 1,
+        "conversations": len(plan.documents),
+        "conversations_per_epoch": plan.per_epoch,
+        "epochs": len(plan.documents) / plan.per_epoch,
+        "tokens": int(store.lengths[plan.documents].sum()),
+        "supervised_tokens": int(store.targets[plan.documents].sum()),
+        "efficiency": efficiency(plan, store.lengths, config.row_length),
+        "row_length": config.row_length,
+        "micro_rows": config.train.micro_rows,
+        "world": ranks.world,
+        "batch": config.train.batch.model_dump(exclude_none=True),
+        "packing": config.data.packing,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trainable_parameters": trainable,
+        "device": ranks.device.type,
+        "precision": arithmetic.name,
+        "attention": attention.choose(config.model.attention, ranks.device, arithmetic.compute),
+    }

@@ -1,0 +1,98 @@
+"""A run's model at work again: answering, measured, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.checkpoint import save as checkpoints
+from whet.checkpoint.export import Certificate
+from whet.config import Config, read_config
+from whet.core.errors import WhetError
+from whet.core.ranks import Ranks, start_ranks
+from whet.data.render import Renderer
+from whet.model.config import ModelConfig
+from whet.model.load import load_model, load_tokenizer
+from whet.model.lora import language_model, merge
+from whet.model.loss import LossModel
+from whet.recipe.measure import answer_stops, export_model, measure
+from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, hush_libraries, prepare_data
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model that can answer."""
+
+    model: nn.Module
+    renderer: Renderer
+    stops: list[int]
+
+
+def load_ready(reference: str) -> Ready:
+    """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@latest), ready to answer."""
+    hush_libraries()
+    path, _, step = reference.partition("@")
+    if not (Path(path) / "config.yaml").exists():
+        config = ModelConfig(path=reference)
+        model = load_model(config, "auto")
+    else:
+        run = load_run(Path(path), step or "latest")
+        config, model = run.config.model, merge(run.model)
+        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    tokenizer = load_tokenizer(config)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    model = model.to(accelerator or torch.device("cpu")).eval()
+    return Ready(model, Renderer(tokenizer, "assistant"), answer_stops(tokenizer, config))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    """A run's model as a checkpoint left it."""
+
+    config: Config
+    model: nn.Module
+    step: int
+    arithmetic: Arithmetic
+    ranks: Ranks
+
+
+def load_run(path: Path, step: str = "latest") -> LoadedRun:
+    """The model of a run after a step, or as the newest checkpoint has it."""
+    config = read_config(path / "config.yaml", [f"run.dir={path}"])
+    folder = path / "checkpoints"
+    known = checkpoints.steps_in(folder)
+    if not known:
+        raise WhetError(f"{path}: this run has no checkpoint yet")
+    if step != "latest" and (not step.isdigit() or int(step) not in known):
+        raise WhetError(f"{path}@{step}: no such checkpoint; there are: {', '.join(map(str, known))}, latest")
+    number = known[-1] if step == "latest" else int(step)
+    ranks = start_ranks()
+    arithmetic = choose_arithmetic(config, ranks.device)
+    model = build_model(config, arithmetic, ranks.device, 0)
+    checkpoints.load(folder / f"step-{number:06d}", LossModel(language_model(model)), None, ranks)
+    return LoadedRun(config, model, number, arithmetic, ranks)
+
+
+def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Measure a run again, as its configuration, or `overrides`, say."""
+    hush_libraries()
+    path, _, step = reference.partition("@")
+    run = load_run(Path(path), step or "latest")
+    config = read_config(Path(path) / "config.yaml", [f"run.dir={path}", *overrides])
+    data = prepare_data(config)
+    root = LossModel(language_model(run.model))
+    results, _ = measure(config, data, root, run.ranks, run.arithmetic)
+    return {"run": path, "step": run.step, **results}
+
+
+def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
+    """Export a run's newest, or a named, checkpoint."""
+    hush_libraries()
+    path, _, step = reference.partition("@")
+    run = load_run(Path(path), step or "latest")
+    return export_model(run.config, prepare_data(run.config), run.model, kind)

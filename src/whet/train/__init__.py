@@ -1,0 +1,1 @@
+"""The optimizer, the schedule, the step and the loop around it."""

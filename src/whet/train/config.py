@@ -1,0 +1,79 @@
+"""The knobs of training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from whet.core.config import Section, impossible
+
+
+class BatchConfig(Section):
+    """What one optimizer step covers, over all devices."""
+
+    alternatives = (("conversations", "rows", "tokens"),)
+
+    conversations: int | None = Field(
+        default=None, ge=1, description="This many conversations; packing then changes nothing but speed."
+    )
+    rows: int | None = Field(default=None, ge=1, description="Or this many packed rows.")
+    tokens: int | None = Field(default=None, ge=1, description="Or rows of about this many tokens together.")
+
+    @model_validator(mode="after")
+    def _something(self) -> BatchConfig:
+        if self.conversations is None and self.rows is None and self.tokens is None:
+            raise impossible("conversations", "give one of conversations, rows, tokens")
+        return self
+
+
+class OptimizerConfig(Section):
+    """How gradients become updates."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="The rule.")
+    lr: float = Field(default=1e-4, gt=0, description="The highest learning rate; the schedule scales it.")
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="How long AdamW remembers gradients and their squares."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Keeps AdamW from dividing by zero.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Pull of matrices towards zero; vectors are spared.")
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="linear", description="Its shape after the warm-up; wsd is flat, then falls over `decay`."
+    )
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.03, description="Steps, or as a fraction below 1 a part of the run, over which it rises."
+    )
+    decay: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="Of wsd: steps, or a part of the run, over which it falls at the end."
+    )
+    init_frac: float = Field(default=0.0, ge=0, le=1, description="Where the warm-up starts, as a part of lr.")
+    min_frac: float = Field(default=0.0, ge=0, le=1, description="Where it ends, as a part of lr.")
+
+
+class TrainConfig(Section):
+    """How long, in which batches and how."""
+
+    alternatives = (("steps", "epochs", "tokens"),)
+
+    steps: int | None = Field(default=None, ge=1, description="Length of the run in optimizer steps.")
+    epochs: float | None = Field(
+        default=None, gt=0, description="Or in passes over the data, fractions too; without any of the three, 1."
+    )
+    tokens: int | None = Field(default=None, ge=1, description="Or in tokens.")
+    batch: BatchConfig = Field(default=BatchConfig(conversations=16))
+    row_length: int | None = Field(default=None, ge=2, description="Tokens of a packed row; data.max_length if absent.")
+    micro_rows: int = Field(
+        default=1, ge=1, description="Rows in memory at a time on each device; changes speed and memory, not the loss."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig())
+    schedule: ScheduleConfig = Field(default=ScheduleConfig())
+    precision: Literal["auto", "fp64", "fp32", "bf16"] = Field(
+        default="auto", description="Of the arithmetic: bf16 on CUDA, otherwise fp32; fp64 is for proofs."
+    )
+    clip_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to at most this norm.")
+    deterministic: bool = Field(default=False, description="On GPUs: bit-equal repetition, at some cost in speed.")

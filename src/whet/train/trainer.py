@@ -1,0 +1,128 @@
+"""The loop around the step: what is measured, saved and asked between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from whet.core.console import progress
+from whet.core.errors import RunFailedError, StoppedError
+from whet.core.ranks import Ranks
+from whet.data.loader import Loader
+from whet.model.flops import Work
+from whet.model.loss import LossModel
+from whet.train.config import TrainConfig
+from whet.train.metrics import Seen, step_line
+from whet.train.optim import set_rate
+from whet.train.schedule import rate_factor
+from whet.train.step import train_step
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the loop calls; the recipe connects them to files, evaluation and checkpoints."""
+
+    log: Callable[[dict[str, Any]], None]
+    evaluate: Callable[[int], None]
+    save: Callable[[int, Seen], None]
+    stop_requested: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """When things happen, in finished steps."""
+
+    steps: int
+    evaluate_every: int | None
+    evaluate_at_start: bool
+    save_every: int
+
+    def evaluates_after(self, step: int) -> bool:
+        return step == self.steps or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def saves_after(self, step: int) -> bool:
+        return step == self.steps or step % self.save_every == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Everything that a run's steps need."""
+
+    model: LossModel
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    config: TrainConfig
+    cadence: Cadence
+    hooks: Hooks
+    ranks: Ranks
+    work: Work
+    per_epoch: int
+    seed: int
+    arithmetic: AbstractContextManager[object]
+
+    def run(self, start: int, seen: Seen) -> None:
+        """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
+        if start == 0 and self.cadence.evaluate_at_start:
+            self.hooks.evaluate(0)
+        with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
+            for step in range(start, self.cadence.steps):
+                stop = asked() or self.hooks.stop_requested()
+                seen, note, stopping = self._one(step, seen, stop)
+                bar.advance(1, note)
+                done = step + 1
+                if self.cadence.evaluates_after(done):
+                    self.hooks.evaluate(done)
+                if stopping or self.cadence.saves_after(done):
+                    self.hooks.save(done, seen)
+                if stopping and done < self.cadence.steps:
+                    raise StoppedError(f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved")
+
+    def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
+        began = time.perf_counter()
+        rate = self.config.optimizer.lr * rate_factor(step, self.cadence.steps, self.config.schedule)
+        set_rate(self.optimizer, rate)
+        self.model.train()
+        result = train_step(
+            self.model, self.optimizer, self.loader, step, ranks=self.ranks, seed=self.seed,
+            clip_norm=self.config.clip_norm, arithmetic=self.arithmetic, stop=stop,
+        )  # fmt: skip
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise RunFailedError(
+                f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}. The weights "
+                "were not changed by this step and the last checkpoint is good. A lower train.optimizer.lr often "
+                "helps; then start again, or continue with --resume"
+            )
+        totals = self.loader.totals(step)
+        seen = seen.plus(totals, self.work)
+        line = step_line(
+            step + 1, result, rate, seen, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
+        )
+        self.hooks.log(line)
+        return seen, f"loss {result.loss:.4f} · {line['tokens_per_s']:,.0f} tokens/s", result.stop
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask for a stop after the current step; a second Ctrl-C interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

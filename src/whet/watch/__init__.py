@@ -1,0 +1,1 @@
+"""Looking at runs; it knows only the files in a run directory."""
