@@ -6,14 +6,17 @@ checkpoints/latest         a text file with the name of the newest
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from whet.checkpoint.metadata import SafeReader
 from whet.core.errors import WhetError, disk_error
@@ -37,7 +40,7 @@ def save(
             temporary.mkdir(parents=True)
         ranks.wait()
         with _quiet():
-            dcp.save(tensors, checkpoint_id=temporary, no_dist=ranks.world == 1)
+            dcp_save(tensors, checkpoint_id=temporary, no_dist=ranks.world == 1)
         ranks.wait()
         if ranks.is_first:
             write_json(temporary / _STATE, {**state, "step": step})
@@ -58,7 +61,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         tensors |= _optimizer_tensors(model, optimizer)
     try:
         with _quiet():
-            dcp.load(tensors, storage_reader=SafeReader(path), no_dist=ranks.world == 1)
+            dcp_load(tensors, storage_reader=SafeReader(path), no_dist=ranks.world == 1)
     except WhetError:
         raise
     except Exception as error:  # torch wraps what a damaged or foreign checkpoint makes it say in many types
@@ -122,9 +125,9 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """torch warns that a single process saves alone, which is what is meant."""
-
-    def __enter__(self) -> None:  # type: ignore[override]
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        yield

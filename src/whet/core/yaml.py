@@ -95,6 +95,7 @@ def _convert(node: yaml.Node, name: str, numbered: bool) -> Node:
         return Node(mapping, place)
     if isinstance(node, yaml.SequenceNode):
         return Node([_convert(item, name, numbered) for item in node.value], place)
+    assert isinstance(node, yaml.ScalarNode)
     text = _expand(str(node.value), place)
     return Node(text if node.style in ("'", '"', "|", ">") else _scalar(text), place)
 

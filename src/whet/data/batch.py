@@ -11,7 +11,7 @@ Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,11 +41,11 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device."""
-        moved = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (self.tokens, self.labels, self.positions, self.cu_seqlens)
-        )
-        return PackedBatch(*moved, self.longest, self.supervised_at.to(device, non_blocking=True), self.edges)
+        tensors = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_ARRAYS = ("documents", "rows", "steps")
+
+
 @dataclass(frozen=True, slots=True)
 class Length:
     """How long a run is: one of these."""
@@ -55,15 +58,14 @@ class Plan:
         return Plan(numbers[self.documents], self.rows, self.steps, self.per_epoch)
 
     def save(self, folder: Path) -> None:
-        for name in ("documents", "rows", "steps"):
+        for name in _ARRAYS:
             np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
     def load(cls, folder: Path, per_epoch: int) -> Plan:
         """A saved plan, memory-mapped: seeking to any step costs nothing."""
-        return cls(
-            *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("documents", "rows", "steps")), per_epoch
-        )
+        documents, rows, steps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        return cls(documents, rows, steps, per_epoch)
 
 
 def plan_by_conversations(

@@ -56,12 +56,13 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: d
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.13 wants to be told of grouped queries, 2.11 rejects the argument and knows by itself
-    options = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
     cu_seqlens, longest = documents["document_cu_seqlens"], documents["document_longest"]
-    out = varlen_attn(
-        *(states[0].transpose(0, 1).contiguous() for states in (query, key, value)),
-        cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), **options,
-    )  # fmt: skip
+    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 
 

@@ -5,7 +5,9 @@ Both are made once as ordinary model folders in the cache; loading them is then 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import subprocess
 import sys
 import tempfile
@@ -54,10 +56,16 @@ def _make_smollm2(folder: Path) -> None:
 
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         try:
-            model = AutoModelForCausalLM.from_pretrained(**where)
+            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of the library's own
+                read = AutoModelForCausalLM.from_pretrained(**where)
         except ImportError:
             raise WhetError("model.path: builtin:smollm2 is a GGUF file; reading it needs: pip install gguf") from None
-        del model.config.quantization_config  # a left-over of the GGUF that would forbid saving
+        # What was read from a GGUF counts as quantised and refuses to be saved; a fresh model takes its weights.
+        config = read.config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(**where)
         # The GGUF says `pre = smollm`, which means that digits stand alone; transformers does not carry that over.

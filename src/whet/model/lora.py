@@ -32,9 +32,9 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int) -> nn.Module
 
 def language_model(model: nn.Module) -> nn.Module:
     """The transformers model inside, with its adapters in place."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[no-any-return,operator]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def merge(model: nn.Module) -> nn.Module:
     """The plain transformers model with the adapters added into its weights; without adapters, the model itself."""
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[no-any-return,operator]
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]

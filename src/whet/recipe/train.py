@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class _Run:
         if self.files is not None and results:
             for sample in samples:
                 self.files.samples.write({"step": step, **sample.as_dict()})
-            self.files.metrics.write({"step": step, **results})
+            self.files.metrics.write({"time": time.time(), "step": step, **results})
             say(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in results.items()))
 
     def save(self, step: int, seen: Seen) -> None:

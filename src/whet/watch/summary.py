@@ -35,11 +35,15 @@ def result(run: RunView) -> dict[str, Any]:
         "val_loss": run.val_losses[-1][1] if run.val_losses else None,
         "before": score.before if score else None,
         "after": score.after if score else None,
-        "tokens": run.tokens,
-        "supervised_tokens": run.supervised_tokens,
+        "tokens": _whole(run.tokens),
+        "supervised_tokens": _whole(run.supervised_tokens),
         "train_s": run.train_seconds,
         "export": str(run.folder / "exports" / run.certificates[-1]["kind"]) if run.certificates else None,
     }
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
 
 
 def _method(run: RunView) -> str:
