@@ -13,8 +13,7 @@ class ModelConfig(Section):
     """Which model is trained."""
 
     path: str = Field(
-        description="A model folder, a hub id, a run (runs/NAME, or runs/NAME@100 for the state after step 100), "
-        "builtin:smollm2 or builtin:tiny."
+        description="A model folder, a hub id, builtin:smollm2 (real, small) or builtin:tiny (random, for tests)."
     )
     revision: str | None = Field(default=None, description="Of a hub id: branch, tag or commit.")
     attention: Literal["auto", "varlen", "sdpa", "eager"] = Field(

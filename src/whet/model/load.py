@@ -23,6 +23,8 @@ def locate(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
+            if (folder / "config.yaml").exists():
+                raise WhetError(f"model.path: {path}: this is a run; train on what it exported: {path}/exports/merged")
             raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
         return str(folder)
     if folder.is_file():

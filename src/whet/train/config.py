@@ -65,7 +65,9 @@ class TrainConfig(Section):
         default=None, gt=0, description="Or in passes over the data, fractions too; without any of the three, 1."
     )
     tokens: int | None = Field(default=None, ge=1, description="Or in tokens.")
-    batch: BatchConfig = Field(default=BatchConfig(conversations=16))
+    batch: BatchConfig = Field(
+        default=BatchConfig(conversations=16), description="One optimizer step; 16 conversations if absent."
+    )
     row_length: int | None = Field(default=None, ge=2, description="Tokens of a packed row; data.max_length if absent.")
     micro_rows: int = Field(
         default=1, ge=1, description="Rows in memory at a time on each device; changes speed and memory, not the loss."

@@ -1,0 +1,48 @@
+# Two commands do the work: `make demo` and `make test`. Both set everything up in .venv first, once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# Debian packages that some tests use. Without them `make test` passes too and says what it left out.
+SYSTEM_PACKAGES := chromium
+
+.PHONY: help demo test test-all test-gpu lint bench docs system-deps clean
+
+help:                ## Show this list
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+: +##' $(MAKEFILE_LIST) | sed -E 's/:.*## +/\t/' | expand -t 14
+
+demo: $(READY)       ## Fine-tune a small real model on this machine, before and after measured
+	$(BIN)/whet demo
+
+test: lint           ## All tests that need no GPU and no patience
+	$(BIN)/pytest
+
+test-all: lint       ## The slow ones too
+	WHET_TEST_ALL=1 $(BIN)/pytest
+
+test-gpu:            ## The tests for CUDA, with the Python that is active (a GPU machine brings its own torch)
+	$(PYTHON) -m pytest -m gpu -rs
+
+lint: $(READY)       ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)      ## How fast training is on this machine, beside a plain loop
+	$(BIN)/python bench/train.py
+
+docs: $(READY)       ## Write the pages that are made from the code
+	$(BIN)/python docs/generate.py
+
+system-deps:         ## Install the Debian packages that tests use (needs root)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES) > /dev/null
+
+clean:               ## Forget the environment and everything that was built; runs stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis dist build
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
