@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
     path = config.folder
     plan = Plan.load(path / "plan", len(data.train_documents))
     if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
         torch.use_deterministic_algorithms(True)
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))

@@ -1,0 +1,110 @@
+"""How fast a training step is, beside a plain loop: the same model, adapters, conversations and optimizer.
+
+The plain loop is what one writes by hand: conversations padded to the longest of the batch, the model's own attention
+and its own loss over all positions. Both are warmed up and then timed in turns in this one process; the last line is
+a JSON object.
+
+    python bench/train.py [MODEL] [STEPS]      default: builtin:smollm2 5
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+
+from whet.config import Config
+from whet.core.config import validate
+from whet.core.ranks import start_ranks
+from whet.core.yaml import parse_yaml
+from whet.model import attention
+from whet.model.lora import language_model
+from whet.model.loss import LossModel
+from whet.recipe.parts import build_model, choose_arithmetic, hush_libraries, make_loader, make_plan, prepare_data
+from whet.train.optim import make_optimizer
+from whet.train.step import train_step
+
+RECIPE = """
+run: {seed: 1}
+model: {path: "%s"}
+adapter: {rank: 16}
+data: {sources: [{path: "builtin:orders", max_samples: 400}], max_length: 512}
+train: {steps: %d, batch: {conversations: 8}, optimizer: {lr: 1e-4}}
+"""
+WARM = 2
+
+
+def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
+    hush_libraries()
+    config = validate(Config, parse_yaml(RECIPE % (path, int(steps) + WARM), "bench"))
+    ranks = start_ranks()
+    data = prepare_data(config)
+    plan = make_plan(config, data)
+    arithmetic = choose_arithmetic(config, ranks.device)
+    model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
+    root = LossModel(language_model(model))
+    optimizer = make_optimizer(root, config.train.optimizer)
+    loader = make_loader(config, data.train.store, plan, ranks)
+    context = arithmetic.context(ranks.device)
+
+    def ours(step: int) -> None:
+        train_step(root, optimizer, loader, step, ranks=ranks, seed=1, clip_norm=1.0, arithmetic=context, stop=False)
+
+    def plain(step: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        documents = [int(document) for document in plan.documents_of(step)]
+        ids = [torch.from_numpy(data.train.store.ids(document)) for document in documents]
+        labels = [
+            torch.where(torch.from_numpy(data.train.store.loss(document)), tokens, -100)
+            for document, tokens in zip(documents, ids, strict=True)
+        ]
+        tokens = pad_sequence(ids, batch_first=True).to(ranks.device)
+        mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True).to(ranks.device)
+        wanted = pad_sequence(labels, batch_first=True, padding_value=-100).to(ranks.device)
+        with context:
+            loss = root.language_model(input_ids=tokens, attention_mask=mask, labels=wanted, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in root.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+
+    backend = attention.choose("auto", ranks.device, arithmetic.compute)
+    seconds = {ours: 0.0, plain: 0.0}
+    for number in range(len(plan)):
+        for step in seconds:
+            root.language_model.set_attn_implementation(attention.NAME if step is ours else "sdpa")
+            taken = _time(step, number)
+            seconds[step] += taken if number >= WARM else 0.0
+    tokens = sum(loader.totals(number).tokens for number in range(WARM, len(plan)))
+    whet_rate, plain_rate = tokens / seconds[ours], tokens / seconds[plain]
+    print(  # noqa: T201
+        json.dumps(
+            {
+                "model": path, "device": ranks.device.type, "precision": arithmetic.name, "attention": backend,
+                "torch": torch.__version__, "transformers": transformers.__version__,
+                "whet_tokens_per_s": round(whet_rate, 1), "plain_tokens_per_s": round(plain_rate, 1),
+                "ratio": round(whet_rate / plain_rate, 3),
+            }
+        )
+    )  # fmt: skip
+
+
+def _time(step: Callable[[int], None], number: int) -> float:
+    _wait()
+    began = time.perf_counter()
+    step(number)
+    _wait()
+    return time.perf_counter() - began
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
