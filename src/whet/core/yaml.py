@@ -148,8 +148,10 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 def _represent_float(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
-    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(number, repr(number))
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text if text != "nan" else ".nan")
+    text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(number), repr(number))
+    if "." not in text:  # PyYAML takes 1e-08 for text and would quote it
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
 _Dumper.add_representer(str, _represent_text)

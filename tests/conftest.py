@@ -1,0 +1,114 @@
+"""What all tests share: a cache of their own, one trained run, and tests that need more than Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before torch is imported: two cores shared by several processes are fastest with a thread each, and one number of
+# threads everywhere is what makes runs comparable bit by bit. Nothing here may ask the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+_NEEDS = "needs the Debian package "
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Stores are made anew; built-in models are shared with the user's own cache, because converting takes long."""
+    models = Path(os.environ.get("WHET_CACHE") or Path.home() / ".cache" / "whet") / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "models").symlink_to(models.resolve())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WHET_CACHE", str(cache))
+        yield cache
+
+
+@pytest.fixture(scope="session")
+def whet() -> Callable[..., Ended]:
+    """Run a command in this process; anything but a proper exit is raised."""
+    from typer.testing import CliRunner
+
+    from whet.cli.app import app
+
+    def run(*arguments: Any) -> Ended:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Ended(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def recipe() -> str:
+    """recipes/tiny.yaml."""
+    return RECIPE
+
+
+@pytest.fixture(scope="session")
+def tiny_run(whet: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """recipes/tiny.yaml in fp64, finished. To be read, not changed: copy it for that."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    ended = whet("train", RECIPE, f"run.dir={folder}", "train.precision=fp64")
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lora_run(whet: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short LoRA run with dropout, finished. To be read, not changed."""
+    folder = tmp_path_factory.mktemp("runs") / "lora"
+    ended = whet("train", RECIPE, f"run.dir={folder}", "train.steps=8", "adapter.rank=4", "adapter.dropout=0.1")
+    assert ended.code == 0, ended.err
+    return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wants_slow = bool(config.option.markexpr) or os.environ.get("WHET_TEST_ALL") == "1"
+    slow = [] if wants_slow else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker in item.iter_markers("system"):
+            if shutil.which(marker.args[0]) is None:
+                item.add_marker(pytest.mark.skip(reason=_NEEDS + marker.args[0]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Which tests the missing Debian packages would have enabled, by package."""
+    missing: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        _, found, package = str(report.longrepr[2]).partition(_NEEDS)
+        if found:
+            missing.setdefault(package, []).append(report.nodeid)
+    if missing:
+        terminalreporter.section("`make system-deps` would enable")
+        for package, tests in sorted(missing.items()):
+            terminalreporter.write_line(f"{package}: {', '.join(tests)}")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

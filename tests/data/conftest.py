@@ -1,0 +1,67 @@
+"""Shared by the tests of the data side: a small tokenizer, a cache of one's own, files of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from whet.data.render import Rendered
+from whet.data.store import Store, StoreWriter
+
+from .families import CHATML, tokenizer_of
+
+MakeStore = Callable[[Iterable[tuple[list[int], list[int]]]], Store]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache that nobody else uses."""
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def chatml() -> PreTrainedTokenizerFast:
+    return tokenizer_of(CHATML)
+
+
+def line(*turns: tuple[str, str]) -> str:
+    """A record of the messages format."""
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Writes lines to a file: jsonl(text, …, name="train.jsonl")."""
+
+    def write(*lines: Any, name: str = "train.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_bytes(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> MakeStore:
+    """A store of given (ids, loss) documents."""
+
+    def make(documents: Iterable[tuple[list[int], list[int]]]) -> Store:
+        return write_store(tmp_path / "store", documents)
+
+    return make
+
+
+def write_store(folder: Path, documents: Iterable[tuple[list[int], list[int]]], vocabulary: int = 1000) -> Store:
+    folder.mkdir(parents=True)
+    writer = StoreWriter(folder, vocabulary)
+    for number, (ids, loss) in enumerate(documents):
+        writer.add(Rendered(np.array(ids, np.int32), np.array(loss, np.uint8), True), number % 2, 10 + number)
+    writer.finish({"sources": ["a.jsonl", "b.jsonl"]})
+    return Store(folder)
