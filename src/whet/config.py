@@ -49,6 +49,10 @@ class Config(Section):
     def row_length(self) -> int:
         return self.train.row_length or self.data.max_length
 
+    def at(self, folder: Path) -> Config:
+        """The same run in another folder."""
+        return self.model_copy(update={"run": self.run.model_copy(update={"dir": str(folder)})})
+
     @property
     def folder(self) -> Path:
         """The run directory."""

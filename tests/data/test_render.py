@@ -362,10 +362,9 @@ def test_a_template_without_end_of_turn_is_refused() -> None:
 
 
 def test_an_end_marker_that_only_closes_the_conversation_ends_no_earlier_turn() -> None:
-    template = CHATML_TEMPLATE.replace("'<|im_end|>' + '\n'", "'\n' + ('<|im_end|>' if loop.last else '')")
-    template = template.replace("if add_generation_prompt", "if false")
-    template = template.replace("loop.last", "loop.last and not add_generation_prompt") + (
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|im_end|>' }}"
     )
     tokenizer = with_template(template)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]

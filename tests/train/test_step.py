@@ -103,7 +103,6 @@ def test_losses_norms_and_weights_are_those_of_the_naive_loop(
     found = run_steps(store, plan, micro_rows)
     assert found.losses == pytest.approx(naive.losses, rel=1e-9)
     assert found.norms == pytest.approx(naive.norms, rel=1e-9)
-    assert min(naive.norms) > CLIP / 2
     assert max(naive.norms) > CLIP  # clipping took part
     for name, weight in naive.weights.items():
         torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-9)
@@ -127,29 +126,25 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(store: Store) -> Non
 
 def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:
     plan = plan_of(store, "none")
+    same_rows = Plan(plan.documents, plan.rows, plan.steps - plan.steps[1], plan.per_epoch)  # in step 1 those of step 0
+    model = load_model(TINY, torch.float64)
+    attention.install(model, "sdpa")
+    root = LossModel(language_model(add_adapter(model, AdapterConfig(dropout=0.5), seed=0))).train()
+    for name, parameter in root.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, 0.02)
 
-    def losses(seed: int, drawn_before: int) -> list[float]:
-        model = load_model(TINY, torch.float64)
-        attention.install(model, "sdpa")
-        root = LossModel(language_model(add_adapter(model, AdapterConfig(dropout=0.5), seed=0))).train()
-        for name, parameter in root.named_parameters():
-            if "lora_B" in name:
-                nn.init.constant_(parameter, 0.02)
-        optimizer, loader = make_optimizer(root, OPTIMIZER), Loader(store, plan, 2, 0, 1)
-        found = []
-        for step in (0, 0, 1):
-            torch.manual_seed(drawn_before)
-            result = train_step(
-                root, optimizer, loader, step, ranks=ALONE, seed=seed, clip_norm=1e-9,
-                arithmetic=contextlib.nullcontext(), stop=False,
-            )  # fmt: skip
-            found.append(result.loss)
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-        return found
+    def loss(seed: int, drawn_before: int, plan: Plan = plan, step: int = 0) -> float:
+        torch.manual_seed(drawn_before)
+        still = make_optimizer(root, OptimizerConfig(lr=1e-300))
+        return train_step(
+            root, still, Loader(store, plan, 2, 0, 1), step, ranks=ALONE, seed=seed, clip_norm=1.0,
+            arithmetic=contextlib.nullcontext(), stop=False,
+        ).loss  # fmt: skip
 
-    assert losses(seed=1, drawn_before=5) == losses(seed=1, drawn_before=6)
-    assert losses(seed=1, drawn_before=5) != losses(seed=2, drawn_before=5)
+    assert loss(seed=1, drawn_before=5) == loss(seed=1, drawn_before=6)
+    assert loss(seed=1, drawn_before=5) != loss(seed=2, drawn_before=5)
+    assert loss(seed=1, drawn_before=5) != loss(seed=1, drawn_before=5, plan=same_rows, step=1)
 
 
 def test_a_request_to_stop_is_told_to_every_rank(store: Store) -> None:

@@ -39,15 +39,22 @@ class Certificate:
 
 
 def export(
-    model: nn.Module, tokenizer: PreTrainedTokenizerFast, probes: Sequence[Sequence[int]], kind: str, folder: Path
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    stops: Sequence[int],
+    probes: Sequence[Sequence[int]],
+    kind: str,
+    folder: Path,
 ) -> Certificate:
     """Write `model` as `kind` (merged or adapter) to `folder`. Merging changes `model`: it is the last thing done.
 
-    `probes` are conversations as ids; the exported model must give the logits of the trained one on them.
+    `probes` are conversations as ids; the exported model must give the logits of the trained one on them. `stops` end
+    an answer; they go into the generation settings, so that whoever loads the folder gets a model that stops.
     """
     if kind == "adapter" and not hasattr(model, "peft_config"):
         raise WhetError("export: this run trained the whole model, so there is no adapter; use --to merged")
     model.eval()
+    language_model(model).generation_config.eos_token_id = list(stops)  # type: ignore[union-attr]
     wanted = _logits(language_model(model), probes)
     size = sum(parameter.nbytes for parameter in model.parameters())
     try:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from whet.core.errors import WhetError, disk_error
+from whet.core.errors import INTERRUPTED, WhetError, disk_error
 
 P = ParamSpec("P")
 
@@ -41,7 +41,7 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
             result = function(*args, **kwargs)
         except KeyboardInterrupt:
             console.show_error("interrupted")
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         except (WhetError, OSError) as error:
             known = error if isinstance(error, WhetError) else disk_error(error, "working", ".")
             if known is None:

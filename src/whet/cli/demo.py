@@ -26,7 +26,7 @@ def demo(
     """
     from whet.config import read_config
     from whet.core.console import say
-    from whet.core.run import read_status
+    from whet.core.run import RunFolder, read_status
     from whet.watch.curve import loss_curve
     from whet.watch.report import write_report
     from whet.watch.run import RunView
@@ -34,8 +34,9 @@ def demo(
     from whet.watch.table import before_after
 
     recipe = Path(str(importlib.resources.files("whet") / "recipes" / "demo.yaml"))
-    config = read_config(recipe, [f"run.dir={folder}", "run.name=demo"])
+    config = read_config(recipe).at(folder)
     if fresh and (folder / "config.yaml").exists():
+        RunFolder(folder).close()  # not while another process works in it
         shutil.rmtree(folder)
     if read_status(folder).get("state") != "finished":
         from whet.recipe.train import train

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-DONE, INPUT, USAGE, FAILED, STOPPED = 0, 1, 2, 3, 75
+DONE, INPUT, USAGE, FAILED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 """Exit codes: done; the user's input or data is at fault; wrong usage; the run failed and can be resumed;
-stopped by a signal after a checkpoint (EX_TEMPFAIL, which schedulers read as "requeue me")."""
+stopped by a signal after a checkpoint (EX_TEMPFAIL, which schedulers read as "requeue me"); interrupted when there was
+nothing to save."""
 
 
 class WhetError(Exception):

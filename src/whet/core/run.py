@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -16,6 +17,11 @@ from whet.core.errors import WhetError, disk_error
 from whet.core.files import FolderLock, read_json, write_json
 
 _HEARTBEAT_S = 5.0
+
+
+_FILES = ("config.yaml", "status.json", "ledger.json", "plan.json", "metrics.jsonl", "samples.jsonl")
+_FOLDERS = ("plan", "checkpoints")
+"""What a run writes before and while it learns; exports and reports come after."""
 
 
 class RunConfig(Section):
@@ -33,7 +39,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Take the folder; an error says who has it or why it cannot be written."""
         self.path = path
-        self._is_new = not path.exists()
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(path)
@@ -41,6 +47,7 @@ class RunFolder:
             raise disk_error(error, "opening the run folder", path) or WhetError(
                 f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
             ) from None
+        self._was_run = self.holds_run()
         self._started = read_status(path).get("started") or time.time()
         self._beat = 0.0
 
@@ -50,12 +57,15 @@ class RunFolder:
 
     def require_empty(self) -> None:
         """Refuse a folder with files of someone else's in it."""
-        others = sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
+        others = self._foreign()
         if others:
             raise WhetError(
                 f"run.dir: {self.path} holds files that are not of a run ({', '.join(others[:3])}). "
                 "Give an empty or new folder: run.dir=FOLDER"
             )
+
+    def _foreign(self) -> list[str]:
+        return sorted({entry.name for entry in self.path.iterdir()} - {*_FILES, *_FOLDERS, "lock"})
 
     def set_status(self, state: str, step: int, steps: int, exit_code: int | None = None) -> None:
         """Say where the run stands, for whoever watches it."""
@@ -78,10 +88,17 @@ class RunFolder:
         return (self.path / "stop").exists()
 
     def abandon(self) -> None:
-        """Undo the creation of a folder in which nothing has started."""
+        """Let go after an error. A run that had not begun to learn leaves no trace of itself."""
+        metrics = self.path / "metrics.jsonl"
+        if not self._was_run and not self._foreign() and not (metrics.exists() and metrics.stat().st_size):
+            for name in (*_FILES, "lock"):
+                (self.path / name).unlink(missing_ok=True)
+            for name in _FOLDERS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            for folder in self._made:
+                with contextlib.suppress(OSError):  # not empty: another run lives beside it
+                    folder.rmdir()
         self._lock.release()
-        if self._is_new and not self.holds_run():
-            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         (self.path / "stop").unlink(missing_ok=True)

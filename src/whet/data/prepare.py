@@ -15,7 +15,7 @@ from whet.data.config import DataConfig, Source
 from whet.data.conversation import BadRecordError, Conversation, Origin
 from whet.data.ledger import Account
 from whet.data.render import Layout, Rendered, Renderer
-from whet.data.sources import BadLine, fingerprint, read_source, size_of
+from whet.data.sources import BadLine, expected, fingerprint, read_source, size_of
 from whet.data.store import MANIFEST, Store, StoreWriter, count_targets
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ class Prepared:
 
 def prepare(
     config: DataConfig, sources: Sequence[Source], use: str, tokenizer: PreTrainedTokenizerFast,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] = (), today: str | None = None,
 ) -> Prepared:  # fmt: skip
     """The store for `sources`, made if it does not exist. `use` is train or validation, for the ledger."""
-    renderer = Renderer(tokenizer, config.train_on, stop_ids)
+    renderer = Renderer(tokenizer, config.train_on, stop_ids, today)
     folder = cache_dir() / "stores" / hash_json(_identity(config, sources, use, renderer))[:20]
     try:
         with waiting_lock(folder.with_suffix(".lock")):
@@ -78,7 +78,7 @@ def _fill(folder: Path, config: DataConfig, sources: Sequence[Source], use: str,
         account = Account(source.path, use)
         accounts.append(account)
         names.append(source.path)
-        with progress(f"preparing {source.path}", None) as bar:
+        with progress(f"preparing {source.path}", expected(source)) as bar:
             for batch in _batches(read_source(source)):
                 account.read += len(batch)
                 for origin, result in _render(batch, renderer):
@@ -87,7 +87,14 @@ def _fill(folder: Path, config: DataConfig, sources: Sequence[Source], use: str,
                         writer.add(document, number, origin.line)
                 bar.advance(len(batch), f"{account.tokens:,} tokens")
     _require_something(accounts)
-    writer.finish({"format": _FORMAT, "sources": names, "accounts": [account.as_dict() for account in accounts]})
+    writer.finish(
+        {
+            "format": _FORMAT,
+            "sources": names,
+            "accounts": [account.as_dict() for account in accounts],
+            "today": renderer.today,
+        }
+    )
 
 
 def _batches(items: Iterator[Conversation | BadLine]) -> Iterator[list[Conversation | BadLine]]:

@@ -27,7 +27,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whet.core.errors import WhetError
-from whet.data.conversation import BadRecordError, Conversation, Message
+from whet.data.conversation import BadRecordError, Conversation, Message, Origin
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,9 @@ class Layout:
 class Renderer:
     """Renders with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, train_on: str, stop_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, train_on: str, stop_ids: Sequence[int] = (), today: str | None = None
+    ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise WhetError(
                 f"the tokenizer of {tokenizer.name_or_path} is a slow one, which cannot say which characters a token "
@@ -76,13 +78,14 @@ class Renderer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._constants = _compared_constants(template)
-        self.today = datetime.date.today().isoformat() if "strftime_now" in template else None
-        specials = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+        now = today or datetime.date.today().isoformat()
+        self.today = now if "strftime_now" in template else None
+        self._markers = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         self._marker = re.compile(
-            "|".join(re.escape(text) for text in sorted(specials, key=len, reverse=True)) or "(?!)"
+            "|".join(re.escape(text) for text in sorted(self._markers, key=len, reverse=True)) or "(?!)"
         )
         stops = {tokenizer.eos_token_id, *stop_ids} - {None}
-        self.stops = sorted(text for text, i in specials.items() if i in stops)
+        self.stops = sorted(text for text, i in self._markers.items() if i in stops)
 
     def text(self, messages: Sequence[dict[str, str]], prompt: bool = False) -> str:
         """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
@@ -98,22 +101,35 @@ class Renderer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
+    def end_of_turn(self) -> int | None:
+        """The id that ends an answer in this template; None if there is no exact one."""
+        probe = Conversation((Message("user", "Hi"), Message("assistant", "Yes")), Origin("probe", 1))
+        try:
+            layout = self._layout(probe, "assistant")
+        except BadRecordError:
+            return None
+        _, start, end = layout.spans[0]
+        return self._markers[layout.text[start:end]]
+
     def prompt_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The ids to generate an answer from."""
         return list(self._backend.encode(self.text(messages, prompt=True), add_special_tokens=False).ids)
 
     def layout(self, conversation: Conversation) -> Layout:
         """Where in the rendered text the supervised turns are."""
+        return self._layout(conversation, self.train_on)
+
+    def _layout(self, conversation: Conversation, train_on: str) -> Layout:
         messages = conversation.messages
         text = self.text([message.as_dict() for message in messages])
-        if self.train_on == "all":
+        if train_on == "all":
             return Layout(text, ())
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")
         dyed = _Dyed(messages, self._constants)
         whole = dyed.check(text, self.text(dyed.messages))
-        chosen = turns[-1:] if self.train_on == "last" else turns
+        chosen = turns[-1:] if train_on == "last" else turns
         return Layout(text, tuple(self._span(dyed, whole, text, turn) for turn in chosen))
 
     def _span(self, dyed: _Dyed, whole: str, text: str, turn: int) -> tuple[int, int, int]:

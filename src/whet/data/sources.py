@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,15 @@ def size_of(source: Source) -> int:
     return _existing(source.path).stat().st_size
 
 
+def expected(source: Source) -> int:
+    """How many lines there will be, for the progress bar."""
+    if source.path.startswith("builtin:"):
+        return source.max_samples or BUILTIN_SAMPLES
+    with _existing(source.path).open("rb") as file:
+        lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b"")) + 1
+    return min(lines, source.max_samples or lines)
+
+
 def _pairs(source: Source) -> Iterator[tuple[str, str]]:
     if source.path not in BUILTIN:
         raise WhetError(f"data.sources: there is no {source.path}; built in are: {', '.join(BUILTIN)}")
@@ -82,6 +92,8 @@ def _existing(name: str) -> Path:
             f"data.sources: {name}: the file is empty. It needs one JSON object on each line, such as "
             '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
         )
+    if not os.access(path, os.R_OK):
+        raise WhetError(f"data.sources: {name}: permission denied; make the file readable for you")
     return path
 
 

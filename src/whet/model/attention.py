@@ -93,7 +93,9 @@ def install(model: nn.Module, backend: str) -> None:
         scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         for name in _UNKNOWN:
-            if kwargs.get(name) is not None:
+            if kwargs.get(name) is not None and not (
+                name == "sliding_window" and kwargs[name] >= kwargs["document_longest"]
+            ):
                 raise WhetError(f"model.path: this model's attention uses '{name}', which whet cannot do yet")
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 behind under autocast
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -14,8 +14,8 @@ import torch
 from whet.checkpoint import save as checkpoints
 from whet.config import Config
 from whet.core.console import say
-from whet.core.errors import FAILED, INPUT, WhetError, disk_error
-from whet.core.files import JsonLines, atomic_write, write_json
+from whet.core.errors import FAILED, INPUT, INTERRUPTED, WhetError, disk_error
+from whet.core.files import JsonLines, atomic_write, read_json, write_json
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder, read_status
 from whet.core.yaml import read_yaml
@@ -48,6 +48,8 @@ def _note_end(folder: RunFolder, error: BaseException) -> None:
     if not status:
         return
     code = error.exit_code if isinstance(error, WhetError) else FAILED
+    if isinstance(error, KeyboardInterrupt):
+        code = INTERRUPTED
     with contextlib.suppress(OSError):
         folder.set_status("failed" if code in (INPUT, FAILED) else "stopped", status["step"], status["steps"], code)
 
@@ -87,6 +89,7 @@ def begin(folder: RunFolder, config: Config, data: Data) -> None:
     """Write down, before anything is computed, all that is decided. config.yaml last: it makes the folder a run."""
     path = folder.path
     if folder.holds_run():
+        _same_data(path, data)
         return
     for task in config.eval.tasks:
         find_task(task)
@@ -95,6 +98,22 @@ def begin(folder: RunFolder, config: Config, data: Data) -> None:
     make_plan(config, data).save(path / "plan")
     write_json(path / "ledger.json", data.ledger())
     atomic_write(path / "config.yaml", config.dump())
+
+
+def _same_data(path: Path, data: Data) -> None:
+    """The plan names conversations by number: with other data it would mean other conversations."""
+    then, now = read_json(path / "ledger.json")["stores"], data.stores()
+    if {use: Path(store).name for use, store in then.items()} != {use: Path(store).name for use, store in now.items()}:
+        raise WhetError(
+            f"{path}: the data is not what it was when this run began (a file, the tokenizer or its template changed), "
+            "so it cannot be resumed. Bring the old data back, or start a new run: run.dir=FOLDER"
+        )
+
+
+def frozen_date(path: Path) -> str | None:
+    """The date that a run's chat template was rendered with, if the run exists and its template asks for one."""
+    ledger = path / "ledger.json"
+    return read_json(ledger)["today"] if ledger.exists() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,9 +18,6 @@ from whet.model.config import ModelConfig
 from whet.model.load import stop_ids
 from whet.model.loss import LossModel
 from whet.recipe.parts import Arithmetic, Data, make_loader
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _PROBES = 4  # conversations that an export is compared on
 
@@ -43,16 +39,17 @@ def measure(
         with context:
             found, answers = score(
                 find_task(name), config.eval.examples, root.language_model, renderer,
-                answer_stops(data.tokenizer, config.model), ranks,
+                answer_stops(renderer, config.model), ranks,
             )  # fmt: skip
         results[f"task/{name}"] = found
         samples += answers
     return results, samples
 
 
-def answer_stops(tokenizer: PreTrainedTokenizerFast, model: ModelConfig) -> list[int]:
-    """Every id that ends an answer, by the tokenizer and by the model's own settings."""
-    return sorted({*stop_ids(model), tokenizer.eos_token_id} - {None})
+def answer_stops(renderer: Renderer, model: ModelConfig) -> list[int]:
+    """Every id that ends an answer: by the chat template, the tokenizer and the model's own settings."""
+    known = {*stop_ids(model), renderer.tokenizer.eos_token_id, renderer.end_of_turn()}
+    return sorted(number for number in known if number is not None)
 
 
 def export_model(config: Config, data: Data, model: nn.Module, kind: str) -> tuple[Path, Certificate]:
@@ -62,7 +59,8 @@ def export_model(config: Config, data: Data, model: nn.Module, kind: str) -> tup
         store, documents = data.validation, data.validation_documents
     probes = [store.ids(int(document)).tolist() for document in documents[:_PROBES]]
     folder = config.folder / "exports" / kind
-    certificate = export(model, data.tokenizer, probes, kind, folder)
+    stops = answer_stops(Renderer(data.tokenizer, config.data.train_on), config.model)
+    certificate = export(model, data.tokenizer, stops, probes, kind, folder)
     say(
         f"exported to {folder}: loaded back and compared on {certificate.conversations} conversations, "
         f"largest difference of a logit {certificate.max_logit_difference:.1e}"

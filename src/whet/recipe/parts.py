@@ -39,24 +39,30 @@ class Data:
     validation: Store | None
     validation_documents: NDArray[np.int64]
 
+    def stores(self) -> dict[str, str]:
+        """Where the documents are, by use."""
+        held = {} if self.validation is None else {"validation": str(self.validation.folder)}
+        return {"train": str(self.train.store.folder), **held}
+
     def ledger(self) -> dict[str, Any]:
+        """What became of every conversation, and what a resumed run needs to find the same ones."""
         accounts = list(self.train.store.manifest["accounts"])
         if self.validation is not None and self.validation is not self.train.store:
             accounts += self.validation.manifest["accounts"]
-        return {"sources": accounts, "store": str(self.train.store.folder)}
+        return {"sources": accounts, "stores": self.stores(), "today": self.train.store.manifest["today"]}
 
 
-def prepare_data(config: Config) -> Data:
-    """The stores that the configuration asks for, made or found."""
+def prepare_data(config: Config, today: str | None = None) -> Data:
+    """The stores that the configuration asks for, made or found. `today` is for templates that insert the date."""
     tokenizer = load_tokenizer(config.model)
     stops = stop_ids(config.model)
-    made = prepare(config.data, config.data.sources, "train", tokenizer, stops)
+    made = prepare(config.data, config.data.sources, "train", tokenizer, stops, today)
     everything = np.arange(len(made.store), dtype=np.int64)
     wanted = config.data.validation
     if wanted is None:
         return Data(tokenizer, made, everything, None, everything[:0])
     if wanted.sources is not None:
-        held = prepare(config.data, wanted.sources, "validation", tokenizer, stops).store
+        held = prepare(config.data, wanted.sources, "validation", tokenizer, stops, today).store
         return Data(tokenizer, made, everything, held, np.arange(len(held), dtype=np.int64))
     train, held_out = split_off(len(made.store), wanted.fraction or 0.0, config.run.seed)
     return Data(tokenizer, made, train, made.store, held_out)

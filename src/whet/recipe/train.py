@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from whet.checkpoint import save as checkpoints
-from whet.checkpoint.export import Certificate
 from whet.config import Config
 from whet.core.console import be_quiet, say
 from whet.core.files import write_json
@@ -24,7 +22,7 @@ from whet.model.flops import Work, work_of
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.parallel.replicate import start_equal
-from whet.recipe.folder import Files, begin, go_on, run_folder
+from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
 from whet.recipe.measure import export_model, measure
 from whet.recipe.parts import (
     Arithmetic,
@@ -40,34 +38,24 @@ from whet.train.optim import make_optimizer
 from whet.train.trainer import Cadence, Hooks, Trainer
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What a finished run leaves."""
-
-    folder: Path
-    steps: int
-    exported: Path | None
-    certificate: Certificate | None
-
-
-def train(config: Config, resume: bool) -> Trained:
+def train(config: Config, resume: bool) -> None:
     """The whole run: prepare, plan, train, evaluate, save, export."""
     rank, _ = who_am_i()
     if rank > 0:
         be_quiet()
     hush_libraries()
     with run_folder(config, resume, first=rank == 0) as folder:
-        data = prepare_data(config)
+        data = prepare_data(config, frozen_date(config.folder))
         if folder is not None:
             begin(folder, config, data)
         ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
         try:
-            return _train(config, data, folder, ranks)
+            _train(config, data, folder, ranks)
         finally:
             ranks.leave()
 
 
-def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> Trained:
+def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> None:
     path = config.folder
     plan = Plan.load(path / "plan", len(data.train_documents))
     if config.train.deterministic:
@@ -103,13 +91,11 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
         ranks=ranks, work=work, per_epoch=plan.per_epoch, seed=config.run.seed,
         arithmetic=arithmetic.context(ranks.device),
     ).run(start, seen)  # fmt: skip
-    exported, certificate = None, None
     if folder is not None and config.export.at_end != "none":
-        exported, certificate = export_model(config, data, model, config.export.at_end)
+        export_model(config, data, model, config.export.at_end)
     ranks.wait()
     if folder is not None:
         folder.set_status("finished", len(plan), len(plan), exit_code=0)
-    return Trained(path, len(plan), exported, certificate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ def load_ready(reference: str) -> Ready:
     tokenizer = load_tokenizer(config)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     model = model.to(accelerator or torch.device("cpu")).eval()
-    return Ready(model, Renderer(tokenizer, "assistant"), answer_stops(tokenizer, config))
+    renderer = Renderer(tokenizer, "assistant")
+    return Ready(model, renderer, answer_stops(renderer, config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class LoadedRun:
 
 def load_run(path: Path, step: str = "latest") -> LoadedRun:
     """The model of a run after a step, or as the newest checkpoint has it."""
-    config = read_config(path / "config.yaml", [f"run.dir={path}"])
+    config = read_config(path / "config.yaml").at(path)
     folder = path / "checkpoints"
     known = checkpoints.steps_in(folder)
     if not known:
@@ -83,7 +84,7 @@ def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
     hush_libraries()
     path, _, step = reference.partition("@")
     run = load_run(Path(path), step or "latest")
-    config = read_config(Path(path) / "config.yaml", [f"run.dir={path}", *overrides])
+    config = read_config(Path(path) / "config.yaml", overrides).at(Path(path))
     data = prepare_data(config)
     root = LossModel(language_model(run.model))
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)

@@ -1,0 +1,165 @@
+"""Checkpoints: whole or absent, read without trust, the newest kept."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from whet.checkpoint import save as checkpoints
+from whet.checkpoint.metadata import SafeReader
+from whet.core.errors import WhetError
+from whet.core.ranks import Ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with one frozen weight, and an optimizer that has stepped."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved(folder: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(folder, step, *trained(step), {"note": step}, ALONE)
+
+
+def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = trained(seed=1, steps=3)
+    path = checkpoints.save(tmp_path, 7, model, optimizer, {"seen": {"tokens": 5}}, ALONE)
+    other, others_optimizer = trained(seed=2, steps=0)
+    frozen = other[0].bias.clone()
+    state = checkpoints.load(path, other, others_optimizer, ALONE)
+    assert state == {"seen": {"tokens": 5}, "step": 7}
+    assert torch.equal(other[0].bias, frozen)
+    assert others_optimizer.param_groups[0]["lr"] == 0.1
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        if mine.requires_grad:
+            assert torch.equal(mine, theirs), name
+            for key, value in optimizer.state[mine].items():
+                assert torch.equal(value, others_optimizer.state[theirs][key]), key
+
+
+def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained(seed=1)
+    path = checkpoints.save(tmp_path, 1, model, optimizer, {}, ALONE)
+    other, _ = trained(seed=2)
+    checkpoints.load(path, other, None, ALONE)
+    assert torch.equal(model[1].weight, other[1].weight)
+
+
+def test_latest_names_the_newest_and_nothing_temporary_is_left(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10)
+    assert (tmp_path / "latest").read_text() == "step-000010\n"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000005", "step-000010"]
+    assert checkpoints.newest(tmp_path) == tmp_path / "step-000010"
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 5)
+    assert checkpoints.steps_in(tmp_path) == [5]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000005"]
+
+
+def test_a_checkpoint_that_is_not_complete_is_ignored(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10)
+    (tmp_path / "step-000010" / "state.json").unlink()
+    assert checkpoints.steps_in(tmp_path) == [5]
+    assert checkpoints.newest(tmp_path) == tmp_path / "step-000005"
+
+
+def test_without_a_checkpoint_there_is_no_newest(tmp_path: Path) -> None:
+    assert checkpoints.newest(tmp_path / "nowhere") is None
+
+
+def test_a_failed_save_leaves_the_checkpoints_before_it_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 5)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(checkpoints, "dcp_save", full)
+    with pytest.raises(WhetError, match="the disk is full while saving a checkpoint"):
+        saved(tmp_path, 10)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000005"]
+    assert (tmp_path / "latest").read_text() == "step-000005\n"
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10, 15)
+    checkpoints.prune(tmp_path, keep_last=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000010", "step-000015"]
+
+
+@given(steps=st.lists(st.integers(0, 1000), unique=True), keep=st.integers(1, 5))
+def test_what_retention_keeps_is_newer_than_all_it_deletes(steps: list[int], keep: int) -> None:
+    doomed = set(checkpoints.to_delete(steps, keep))
+    kept = set(steps) - doomed
+    assert len(kept) == min(keep, len(steps))
+    assert all(old < new for old in doomed for new in kept)
+
+
+def test_a_checkpoint_of_another_model_is_an_error_that_says_so(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    with pytest.raises(WhetError, match="step-000005: this checkpoint does not fit the model, or is damaged"):
+        checkpoints.load(tmp_path / "step-000005", nn.Linear(7, 7), None, ALONE)
+
+
+def test_a_damaged_checkpoint_is_an_error_that_says_so(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    for part in (tmp_path / "step-000005").glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    with pytest.raises(WhetError, match=r"step-000005: .*damaged"):
+        checkpoints.load(tmp_path / "step-000005", *trained(seed=0), ALONE)
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/whet-was-here",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(_Evil()), b"", b"nonsense", b"\x80\x04."])
+def test_metadata_that_names_anything_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    saved(tmp_path, 5)
+    path = tmp_path / "step-000005"
+    (path / ".metadata").write_bytes(content)
+    ran: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(WhetError, match=r"\.metadata: not the metadata"):
+        patch.setattr(os, "system", ran.append)
+        checkpoints.load(path, *trained(seed=0), ALONE)
+    assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.metadata", "torch.load"),
+    ],
+)
+def test_a_global_outside_the_list_is_refused(tmp_path: Path, module: str, name: str) -> None:
+    opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
+    (tmp_path / ".metadata").write_bytes(opcodes + b"\x93.")
+    with pytest.raises(WhetError, match="does not belong in a checkpoint"):
+        SafeReader(tmp_path).read_metadata()

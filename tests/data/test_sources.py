@@ -1,0 +1,241 @@
+"""Reading files: every line is a conversation or a bad line with number and reason; nothing is skipped silently."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from whet.core.errors import WhetError
+from whet.data.config import Source
+from whet.data.conversation import Conversation
+from whet.data.orders import orders
+from whet.data.sources import BUILTIN_SAMPLES, BadLine, fingerprint, read_source, size_of
+
+from .conftest import line
+
+GOOD = line(("user", "Hi"), ("assistant", "Hello"))
+Jsonl = Callable[..., Path]
+ON_ONE_FILE = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def read(path: Path, **options: int) -> list[Conversation | BadLine]:
+    return list(read_source(Source(path=str(path), **options)))
+
+
+def test_each_line_knows_where_it_came_from(jsonl: Jsonl) -> None:
+    path = jsonl(GOOD, line(("user", "Ho"), ("assistant", "Ho ho")))
+    first, second = read(path)
+    assert isinstance(first, Conversation)
+    assert isinstance(second, Conversation)
+    assert (str(first.origin), str(second.origin)) == (f"{path}:1", f"{path}:2")
+    assert [message.content for message in second.messages] == ["Ho", "Ho ho"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"{", "broken JSON"),
+        (b"nope", "broken JSON"),
+        (GOOD.encode() + b",", "broken JSON"),
+        (GOOD.encode() * 2, "broken JSON"),
+        (b"[1]", "not an object"),
+        (b"NaN", "not an object"),
+        (b"{}", "no messages"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "bad text"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not UTF-8"),
+        ("{'messages': []}".encode("utf-16"), "not UTF-8"),
+        (b"[" * 100_000, "broken JSON"),
+        (b'{"a":' * 100_000, "broken JSON"),
+        (b"1" * 5000, "broken JSON"),
+        (b"\x00", "broken JSON"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else repr(value[:20]),
+)
+def test_a_bad_line_has_its_number_and_reason_and_its_neighbours_are_read(
+    jsonl: Jsonl, raw: bytes, reason: str
+) -> None:
+    path = jsonl(GOOD, raw, GOOD)
+    before, bad, after = read(path)
+    assert isinstance(before, Conversation)
+    assert isinstance(after, Conversation)
+    assert isinstance(bad, BadLine)
+    assert (str(bad.origin), bad.reason) == (f"{path}:2", reason)
+    assert bad.explanation
+
+
+def test_broken_json_is_placed_at_its_column(jsonl: Jsonl) -> None:
+    [bad] = read(jsonl('{"messages": x}'))
+    assert isinstance(bad, BadLine)
+    assert "column 14" in bad.explanation
+
+
+def test_an_invalid_byte_is_placed(jsonl: Jsonl) -> None:
+    [bad] = read(jsonl(b'{"\xff": 1}'))
+    assert isinstance(bad, BadLine)
+    assert "byte 2 " in bad.explanation
+
+
+def test_blank_lines_are_no_conversations_but_they_count_as_lines(jsonl: Jsonl) -> None:
+    items = read(jsonl("", GOOD, "  \t", GOOD, "", ""))
+    assert [item.origin.line for item in items] == [2, 4]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n{GOOD}\r\n\r\n".encode())
+    assert [type(item) for item in read(path)] == [Conversation, Conversation]
+
+
+def test_a_last_line_without_newline_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD}")
+    assert len(read(path)) == 2
+
+
+def test_line_separators_inside_text_do_not_end_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "separators.jsonl"
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False))
+    [item] = read(path)
+    assert isinstance(item, Conversation)
+    assert item.messages[0].content == text
+
+
+def test_max_samples_takes_from_the_start_bad_lines_included(jsonl: Jsonl) -> None:
+    items = read(jsonl(GOOD, "{", GOOD, GOOD), max_samples=3)
+    assert [item.origin.line for item in items] == [1, 2, 3]
+
+
+@ON_ONE_FILE
+@given(st.lists(st.binary(max_size=40) | st.just(GOOD.encode()), max_size=6))
+def test_any_bytes_give_one_item_for_each_line_that_is_not_blank(tmp_path: Path, lines: list[bytes]) -> None:
+    content = b"\n".join(lines)
+    if not content:
+        return
+    path = tmp_path / "any.jsonl"
+    path.write_bytes(content)
+    wanted = [number for number, raw in enumerate(content.split(b"\n"), 1) if raw.strip()]
+    assert [item.origin.line for item in read(path)] == wanted
+
+
+@ON_ONE_FILE
+@given(st.lists(st.tuples(st.integers(0, 3 * len(GOOD)), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_valid_file_with_bytes_overwritten_is_still_read_line_by_line(
+    tmp_path: Path, changes: list[tuple[int, int]]
+) -> None:
+    content = bytearray(f"{GOOD}\n{GOOD}\n{GOOD}\n".encode())
+    for place, byte in changes:
+        content[place] = byte
+    path = tmp_path / "mutated.jsonl"
+    path.write_bytes(content)
+    wanted = [number for number, raw in enumerate(bytes(content).split(b"\n"), 1) if raw.strip()]
+    assert [item.origin.line for item in read(path)] == wanted
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(depth=st.integers(1, 3000), shape=st.sampled_from(["[]", "{}"]), where=st.integers(0, 3))
+def test_deep_nesting_anywhere_is_a_bad_line(tmp_path: Path, depth: int, shape: str, where: int) -> None:
+    deep = "[" * depth + "]" * depth if shape == "[]" else '{"a":' * depth + "1" + "}" * depth
+    record = (
+        deep,
+        f'{{"messages": {deep}}}',
+        f'{{"messages": [{{"role": {deep}}}]}}',
+        f'{{"messages": [{{"role": "user", "content": {deep}}}]}}',
+    )[where]
+    path = tmp_path / "deep.jsonl"
+    path.write_text(record)
+    [item] = read(path)
+    assert isinstance(item, BadLine)
+
+
+# Files that are not there
+
+
+def test_a_missing_file_is_named_with_the_folder_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WhetError) as caught:
+        read(Path("nope.jsonl"))
+    assert "nope.jsonl: no such file" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "builtin:orders" in str(caught.value)
+
+
+def test_an_empty_file_is_named_with_an_example(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.touch()
+    with pytest.raises(WhetError, match=r"empty\.jsonl: the file is empty.*\"messages\""):
+        read(path)
+
+
+def test_a_folder_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(WhetError, match=rf"{tmp_path}: this is a folder; give a JSONL file"):
+        read(tmp_path)
+
+
+def test_a_tilde_is_the_home_folder(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(GOOD)
+    monkeypatch.setenv("HOME", str(path.parent))
+    assert len(read(Path("~") / path.name)) == 1
+
+
+# Generators
+
+
+def test_a_generator_gives_user_and_assistant_and_counts_from_1() -> None:
+    items = list(read_source(Source(path="builtin:orders", max_samples=3)))
+    pairs = list(itertools.islice(orders("train"), 3))
+    for number, (item, pair) in enumerate(zip(items, pairs, strict=True), 1):
+        assert isinstance(item, Conversation)
+        assert [(m.role, m.content) for m in item.messages] == [("user", pair[0]), ("assistant", pair[1])]
+        assert str(item.origin) == f"builtin:orders/train:{number}"
+
+
+def test_a_generator_is_endless_so_it_has_a_bound_of_its_own() -> None:
+    assert len(list(read_source(Source(path="builtin:orders")))) == BUILTIN_SAMPLES
+    assert len(list(read_source(Source(path="builtin:orders", max_samples=1203)))) == 1203
+
+
+def test_the_splits_of_a_generator_differ() -> None:
+    train, held = (list(read_source(Source(path="builtin:orders", split=s, max_samples=5))) for s in ("train", "held-out"))  # type: ignore[arg-type]
+    assert {item.messages for item in train}.isdisjoint({item.messages for item in held})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ask", [fingerprint, size_of, lambda source: list(read_source(source))])
+def test_an_unknown_generator_is_named_with_those_there_are(ask: Callable[[Source], object]) -> None:
+    with pytest.raises(WhetError, match="there is no builtin:order; built in are: builtin:orders"):
+        ask(Source(path="builtin:order"))
+
+
+# Identity
+
+
+def test_a_fingerprint_is_of_the_content_not_of_the_name(jsonl: Jsonl) -> None:
+    one, same, other = jsonl(GOOD, name="a"), jsonl(GOOD, name="b"), jsonl(GOOD, GOOD, name="c")
+    of = {path: fingerprint(Source(path=str(path))) for path in (one, same, other)}
+    assert of[one] == of[same]
+    assert of[one] != of[other]
+    assert of[one] != fingerprint(Source(path=str(one), max_samples=1))
+
+
+def test_a_generators_fingerprint_knows_its_split_and_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(path="builtin:orders")
+    before = fingerprint(source)
+    assert before != fingerprint(Source(path="builtin:orders", split="held-out"))
+    monkeypatch.setitem(
+        __import__("whet.data.sources", fromlist=["BUILTIN"]).BUILTIN, "builtin:orders", lambda _: iter([("a", "b")] * 9)
+    )
+    assert fingerprint(source) != before
+
+
+def test_the_size_of_a_source_is_about_its_bytes(jsonl: Jsonl) -> None:
+    path = jsonl(GOOD)
+    assert size_of(Source(path=str(path))) == path.stat().st_size
+    texts = sum(len(prompt + answer) for prompt, answer in itertools.islice(orders("train"), 100))
+    assert texts <= size_of(Source(path="builtin:orders", max_samples=100)) <= 2 * texts

@@ -1,0 +1,73 @@
+"""Gradients over ranks are summed, never averaged, whatever their types and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whet.core.ranks import Ranks
+from whet.parallel import replicate
+from whet.parallel.replicate import start_equal, sum_gradients, trainable
+
+
+@dataclass
+class ManyAlike:
+    """As many ranks as it says, all with this one's numbers; it remembers what was sent."""
+
+    world: int
+    sent: list[Tensor] = field(default_factory=list)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        self.sent.append(tensor.clone())
+        return tensor.mul_(self.world)
+
+    def copy_from_first_(self, tensor: Tensor) -> None:
+        self.sent.append(tensor)
+
+
+def make_model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).double(), nn.Linear(5, 2).double(), nn.Linear(2, 2))
+    model[1].weight.requires_grad_(False)
+    for number, parameter in enumerate(trainable(model), 1):
+        parameter.grad = torch.full_like(parameter, number)
+    return model
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
+def test_each_gradient_becomes_the_sum_over_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicate, "_BUCKET_BYTES", bucket_bytes)
+    model, ranks = make_model(), ManyAlike(3)
+    sum_gradients(model, ranks)  # type: ignore[arg-type]
+    for number, parameter in enumerate(trainable(model), 1):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 3 * number))
+    assert model[1].weight.grad is None
+    assert all(tensor.nbytes <= max(bucket_bytes, 80) for tensor in ranks.sent)
+    if bucket_bytes == 2**20:  # one message for each change of type, not one for each weight
+        assert [tensor.dtype for tensor in ranks.sent] == [torch.float32, torch.float64, torch.float32]
+
+
+def test_a_rank_whose_rows_did_not_touch_a_weight_takes_part_with_zero() -> None:
+    model, ranks = make_model(), ManyAlike(2)
+    model[0].bias.grad = None
+    sum_gradients(model, ranks)  # type: ignore[arg-type]
+    assert sum(tensor.numel() for tensor in ranks.sent) == sum(parameter.numel() for parameter in trainable(model))
+    assert torch.equal(model[0].bias.grad, torch.zeros(4))
+
+
+def test_one_rank_sends_nothing_and_keeps_its_gradients() -> None:
+    model = make_model()
+    before = [parameter.grad for parameter in trainable(model)]
+    sum_gradients(model, Ranks(0, 1, torch.device("cpu")))
+    assert all(a is b for a, b in zip(before, (p.grad for p in trainable(model)), strict=True))
+
+
+def test_all_ranks_start_with_the_first_ones_trainable_weights() -> None:
+    model, ranks = make_model(), ManyAlike(2)
+    start_equal(model, ranks)  # type: ignore[arg-type]
+    sent: list[Any] = [id(tensor) for tensor in ranks.sent]
+    assert sent == [id(parameter) for parameter in trainable(model)]

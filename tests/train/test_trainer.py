@@ -1,0 +1,126 @@
+"""What happens between two steps: measuring, saving, stopping, giving up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.core.errors import RunFailedError, StoppedError
+from whet.core.ranks import Ranks
+from whet.data.loader import StepTotals
+from whet.model.flops import Work
+from whet.train import trainer
+from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from whet.train.metrics import Seen
+from whet.train.step import StepResult
+from whet.train.trainer import Cadence, Hooks, Trainer
+
+
+@pytest.fixture
+def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer, list[Any]]]:
+    """A trainer whose steps cost nothing, and the list of what it did."""
+
+    def make(
+        cadence: Cadence, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None
+    ) -> tuple[Trainer, list[Any]]:
+        did: list[Any] = []
+
+        def step(model: Any, optimizer: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
+            at_step(number)
+            did.append(("rate", optimizer.param_groups[0]["lr"]))
+            return StepResult((losses or {}).get(number, 1.0), 2.0, stop, 0.0)
+
+        monkeypatch.setattr(trainer, "train_step", step)
+        model: Any = nn.Linear(1, 1)
+        hooks = Hooks(
+            log=lambda line: did.append(("log", line)),
+            evaluate=lambda number: did.append(("evaluate", number)),
+            save=lambda number, seen: did.append(("save", number, seen)),
+            stop_requested=lambda: False,
+        )
+        config = TrainConfig(optimizer=OptimizerConfig(lr=4.0), schedule=ScheduleConfig(name="linear", warmup=0))
+        loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, 500))
+        made = Trainer(
+            model=model, optimizer=torch.optim.SGD(model.parameters()), loader=loader, config=config, cadence=cadence,
+            hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8, seed=0,
+            arithmetic=contextlib.nullcontext(),
+        )  # fmt: skip
+        return made, did
+
+    return make
+
+
+def kinds(did: list[Any], *wanted: str) -> list[Any]:
+    return [entry[:2] for entry in did if entry[0] in wanted]
+
+
+def test_it_measures_and_saves_when_it_should(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(steps=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
+    made.run(0, Seen())
+    assert kinds(did, "evaluate", "save") == [
+        ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("evaluate", 6), ("save", 6), ("evaluate", 7),
+        ("save", 7),
+    ]  # fmt: skip
+
+
+def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(steps=4, evaluate_every=None, evaluate_at_start=True, save_every=100))
+    made.run(2, Seen(conversations=4, tokens=60, supervised_tokens=20, flops=7))
+    assert kinds(did, "rate", "evaluate") == [("rate", 2.0), ("rate", 1.0), ("evaluate", 4)]
+    lines = [entry[1] for entry in did if entry[0] == "log"]
+    assert [line["step"] for line in lines] == [3, 4]
+    assert [line["conversations"] for line in lines] == [6, 8]
+    assert [line["tokens"] for line in lines] == [90, 120]
+    assert [line["supervised_tokens"] for line in lines] == [30, 40]
+    assert [line["flops"] for line in lines] == [7 + 1620, 7 + 2 * 1620]
+    assert [line["epoch"] for line in lines] == [6 / 8, 1.0]
+    assert [line["lr"] for line in lines] == [2.0, 1.0]
+    (_, step, seen), = [entry for entry in did if entry[0] == "save"]
+    assert (step, seen) == (4, Seen(8, 120, 40, 7 + 2 * 1620))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_step_and_stops(make_trainer: Callable[..., Any], number: int) -> None:
+    before = signal.getsignal(number)
+
+    def ask(step: int) -> None:
+        if step == 1:
+            os.kill(os.getpid(), number)
+
+    made, did = make_trainer(Cadence(9, None, False, 100), at_step=ask)
+    with pytest.raises(StoppedError, match="after step 3 of 9"):
+        made.run(0, Seen())
+    assert kinds(did, "save") == [("save", 3)]
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_does_not_wait(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(9, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        made.run(0, Seen())
+    assert kinds(did, "save") == []
+
+
+def test_a_stop_asked_for_in_the_last_step_finishes_the_run(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM))
+    made.run(0, Seen())
+    assert kinds(did, "save") == [("save", 2)]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(
+    make_trainer: Callable[..., Any], loss: float
+) -> None:
+    made, did = make_trainer(Cadence(9, None, False, 1), losses={2: loss})
+    with pytest.raises(RunFailedError, match="step 3: the loss is") as raised:
+        made.run(0, Seen())
+    assert raised.value.exit_code == 3
+    assert kinds(did, "save") == [("save", 1), ("save", 2)]
