@@ -10,7 +10,7 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from whet.core.errors import INTERRUPTED, WhetError, disk_error
+from whet.core.errors import INTERRUPTED, STOPPED, WhetError, disk_error
 
 P = ParamSpec("P")
 
@@ -22,7 +22,7 @@ Recipe = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Change single settings, such as train.steps=100.", show_default=False
+        metavar="KEY=VALUE", help="Change single settings, such as train.steps=100.", show_default=False
     ),
 ]
 
@@ -58,7 +58,8 @@ def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
 
     rank = _rank()
-    console.show_error(str(error) if rank == 0 else f"rank {rank}: {error}")
+    label = "" if error.exit_code == STOPPED else "error: "
+    console.show_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
     if as_json and rank == 0:
         console.write_result({"error": str(error), "exit_code": error.exit_code})
     sys.stdout.flush()

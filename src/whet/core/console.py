@@ -34,8 +34,8 @@ def warn(text: str) -> None:
 
 
 def show_error(text: str) -> None:
-    """The paragraph a person reads when whet gives up."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {text}", style="bold red", markup=False)
+    """The paragraph a person reads when whet gives up; it is shown even to those who asked for silence."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="bold red", markup=False)
 
 
 def write_result(value: dict[str, Any]) -> None:

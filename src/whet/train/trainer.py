@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from whet.core.console import progress
+from whet.core.console import progress, say
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.ranks import Ranks
 from whet.data.loader import Loader
@@ -84,7 +84,10 @@ class Trainer:
                 if stopping or self.cadence.saves_after(done):
                     self.hooks.save(done, seen)
                 if stopping and done < self.cadence.steps:
-                    raise StoppedError(f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved")
+                    raise StoppedError(
+                        f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved. "
+                        "Start it again to continue (whet train: with --resume)"
+                    )
 
     def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
         began = time.perf_counter()
@@ -119,6 +122,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
+        say("stopping after this step; Ctrl-C again stops at once")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,0 +1,125 @@
+"""A packed batch: documents side by side, each blind to the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.data.batch import IGNORED, Shape, pack_batch
+from whet.data.store import Store
+
+from .conftest import MakeStore, write_store
+
+H, I, BANG, Y, E, S = 72, 105, 33, 89, 101, 115  # noqa: E741
+EXAMPLE = [([H, I, BANG], [0, 1, 1]), ([Y, E, S], [1, 1, 1])]
+DOCUMENTS = st.lists(
+    st.lists(st.tuples(st.integers(1, 900), st.integers(0, 1)), min_size=1, max_size=7), min_size=1, max_size=6
+)
+
+
+def of(documents: list[list[tuple[int, int]]], factory: pytest.TempPathFactory) -> Store:
+    return write_store(
+        factory.mktemp("batch") / "store",
+        [([token for token, _ in document], [flag for _, flag in document]) for document in documents],
+    )
+
+
+def test_the_example_in_the_docstring(make_store: MakeStore) -> None:
+    batch = pack_batch(make_store(EXAMPLE), [0, 1], longest=3, shape=Shape(tokens=8, documents=2))
+    assert batch.tokens.tolist() == [H, I, BANG, Y, E, S, 0, 0]
+    assert batch.labels.tolist() == [I, BANG, IGNORED, E, S, IGNORED, IGNORED, IGNORED]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 6, 8]
+    assert batch.edges == (0, 3, 6, 8)
+    assert batch.supervised_at.tolist() == [0, 1, 3, 4]
+    assert batch.longest == 8
+
+
+def test_without_a_shape_there_is_no_padding(make_store: MakeStore) -> None:
+    batch = pack_batch(make_store(EXAMPLE), [1, 0], longest=3, shape=None)
+    assert batch.tokens.tolist() == [Y, E, S, H, I, BANG]
+    assert batch.labels.tolist() == [E, S, IGNORED, I, BANG, IGNORED]
+    assert batch.cu_seqlens.tolist() == [0, 3, 6]
+    assert batch.longest == 3
+
+
+def test_types_are_those_that_attention_and_loss_want(make_store: MakeStore) -> None:
+    batch = pack_batch(make_store(EXAMPLE), [0], 3, Shape(8, 2))
+    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.supervised_at.dtype} == {torch.int64}
+    assert batch.cu_seqlens.dtype == torch.int32
+
+
+def test_a_full_batch_has_no_padding_document_but_the_same_number_of_edges(make_store: MakeStore) -> None:
+    store = make_store(EXAMPLE)
+    full = pack_batch(store, [0, 1], 3, Shape(6, 2))
+    assert full.cu_seqlens.tolist() == [0, 3, 6, 6]
+    assert full.tokens.tolist() == [H, I, BANG, Y, E, S]
+
+
+@pytest.mark.parametrize(("shape", "tokens", "edges"), [(None, 1, (0, 1)), (Shape(5, 2), 5, (0, 5, 5, 5))])
+def test_no_documents_are_padding_alone(
+    make_store: MakeStore, shape: Shape | None, tokens: int, edges: tuple[int, ...]
+) -> None:
+    batch = pack_batch(make_store(EXAMPLE), [], 3, shape)
+    assert batch.tokens.tolist() == [0] * tokens
+    assert batch.labels.tolist() == [IGNORED] * tokens
+    assert batch.positions.tolist() == list(range(tokens))
+    assert batch.edges == edges
+    assert len(batch.supervised_at) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(DOCUMENTS, st.booleans(), st.integers(0, 5))
+def test_a_label_is_the_next_token_of_the_same_document_if_it_is_a_target(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, int]]], padded: bool, room: int
+) -> None:
+    store = of(documents, tmp_path_factory)
+    chosen = list(range(len(documents)))[::-1]
+    total = sum(map(len, documents))
+    batch = pack_batch(store, chosen, 7, Shape(total + room, len(documents) + 1) if padded else None)
+    tokens, labels, positions = batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist()
+    at = 0
+    for number in chosen:
+        document = documents[number]
+        for i, (token, _) in enumerate(document):
+            is_target = i + 1 < len(document) and document[i + 1][1]
+            assert tokens[at + i] == token
+            assert positions[at + i] == i
+            assert labels[at + i] == (document[i + 1][0] if is_target else IGNORED)
+        assert labels[at + len(document) - 1] == IGNORED, "a label across documents"
+        at += len(document)
+    assert all(label == IGNORED for label in labels[at:])
+    assert len(tokens) == (total + room if padded else total)
+    assert len(batch.supervised_at) == store.targets[chosen].sum()
+    assert batch.supervised_at.tolist() == [i for i, label in enumerate(labels) if label != IGNORED]
+
+
+@settings(max_examples=40, deadline=None)
+@given(DOCUMENTS, st.data())
+def test_padded_batches_all_have_the_same_shape(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    store = of(documents, tmp_path_factory)
+    shape = Shape(sum(map(len, documents)), len(documents))
+    chosen = data.draw(st.lists(st.sampled_from(range(len(documents))), unique=True))
+    batch = pack_batch(store, chosen, 7, shape)
+    assert batch.tokens.shape == batch.labels.shape == batch.positions.shape == (shape.tokens,)
+    assert batch.cu_seqlens.shape == (shape.documents + 2,)
+    assert batch.longest == shape.tokens
+    edges = np.array(batch.edges)
+    assert batch.cu_seqlens.tolist() == edges.tolist()
+    assert (np.diff(edges) >= 0).all()
+    assert (edges[0], edges[-1]) == (0, shape.tokens)
+    assert np.diff(edges).max() <= batch.longest
+    starts = {0, *np.cumsum([len(documents[number]) for number in chosen]).tolist()}
+    assert set(edges.tolist()) == starts | {shape.tokens}
+
+
+def test_a_batch_moves_to_a_device_whole(make_store: MakeStore) -> None:
+    batch = pack_batch(make_store(EXAMPLE), [0, 1], 3, None)
+    moved = batch.to(torch.device("meta"))
+    assert {getattr(moved, name).device.type for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")} == {"meta"}
+    assert (moved.longest, moved.edges) == (batch.longest, batch.edges)

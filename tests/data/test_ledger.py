@@ -1,0 +1,68 @@
+"""The ledger adds up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.data.conversation import Origin
+from whet.data.ledger import Account
+
+FATES = st.sampled_from(["keep", "cut", "bad role", "too long", "cut and dropped"])
+
+
+def settle(account: Account, fate: str, line: int) -> None:
+    account.read += 1
+    if fate.startswith("cut"):
+        account.truncate(Origin("a", line))
+    if fate in ("keep", "cut"):
+        account.keep(tokens=10, supervised=4, ended=fate == "keep")
+    else:
+        account.drop("nothing to learn" if fate == "cut and dropped" else fate, Origin("a", line))
+
+
+@given(st.lists(FATES, max_size=30))
+def test_every_conversation_is_kept_or_dropped_with_a_reason(fates: list[str]) -> None:
+    account = Account("a", "train")
+    for number, fate in enumerate(fates, 1):
+        settle(account, fate, number)
+    told = account.as_dict()
+    kept = [fate for fate in fates if fate in ("keep", "cut")]
+    assert told["conversations"] == {
+        "in": len(fates),
+        "kept": len(kept),
+        "dropped": len(fates) - len(kept),
+        "truncated": sum(fate.startswith("cut") for fate in fates),
+    }
+    assert sum(told["reasons"].values()) == told["conversations"]["dropped"]
+    assert (told["tokens"], told["supervised_tokens"]) == (10 * len(kept), 4 * len(kept))
+    assert told["eos_supervised"] == (kept.count("keep") / len(kept) if kept else None)
+
+
+def test_the_first_five_of_each_reason_are_named() -> None:
+    account = Account("a", "train", read=13)
+    for line in range(1, 8):
+        account.drop("bad role", Origin("a", line))
+    for line in range(8, 14):
+        account.drop("too long", Origin("a", line))
+    account.truncate(Origin("a", 99))
+    assert account.as_dict()["first"] == {
+        "bad role": [f"a:{line}" for line in range(1, 6)],
+        "too long": [f"a:{line}" for line in range(8, 13)],
+        "truncated": ["a:99"],
+    }
+    assert account.as_dict()["reasons"] == {"bad role": 7, "too long": 6}
+
+
+@pytest.mark.parametrize("read", [0, 2])
+def test_a_lost_or_invented_conversation_does_not_pass(read: int) -> None:
+    account = Account("a", "train", read=read)
+    account.keep(1, 1, True)
+    with pytest.raises(AssertionError, match="lost"):
+        account.as_dict()
+
+
+def test_it_says_whose_and_what_for() -> None:
+    told = Account("a.jsonl", "validation").as_dict()
+    assert (told["source"], told["use"]) == ("a.jsonl", "validation")

@@ -1,0 +1,96 @@
+"""The layout does not matter: one process or two, packed or not, few rows at a time or many, pinned numbers."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Steps = Callable[[Path], list[dict[str, Any]]]
+
+
+def under_torchrun(*arguments: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
+        "-m", "whet", "train", *map(str, arguments),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], within: float, *keys: str) -> None:
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for key in keys:
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=within), key
+
+
+def test_the_first_losses_are_the_pinned_ones(tiny_run: Path, steps_of: Steps) -> None:
+    pinned = [6.077493828038495, 5.899194367685178, 5.663042901014678, 5.4322029784040655, 5.222345236687059]
+    lines = steps_of(tiny_run)
+    assert len(lines) == 30
+    assert [line["loss"] for line in lines[:5]] == pytest.approx(pinned, rel=1e-6)
+    assert lines[-1]["loss"] < 3.5  # and it learns
+
+
+def test_two_processes_give_the_losses_and_norms_of_one(
+    tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
+    under_torchrun(recipe, f"run.dir={tmp_path / 'two'}", "train.precision=fp64")
+    one, two = steps_of(tiny_run), steps_of(tmp_path / "two")
+    assert len(two) == 30
+    assert_equal(two, one, 1e-9, "loss", "grad_norm")
+    assert_equal(two, one, 0, "lr", "epoch", "conversations", "tokens", "supervised_tokens", "flops")
+
+
+def test_two_processes_give_the_first_losses_of_one_in_fp32(
+    whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
+    options = ["train.steps=5", "export.at_end=none"]
+    assert whet("train", recipe, f"run.dir={tmp_path / 'one'}", *options).code == 0
+    under_torchrun(recipe, f"run.dir={tmp_path / 'two'}", *options)
+    assert_equal(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"), 1e-5, "loss")
+
+
+def test_a_run_of_one_process_is_continued_by_two(tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-000030")
+    (folder / "status.json").unlink()
+    under_torchrun(recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
+    assert_equal(steps_of(folder), steps_of(tiny_run), 1e-9, "loss", "grad_norm", "conversations", "tokens")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["data.packing=none"], ["train.micro_rows=3"], ["data.packing=none", "train.micro_rows=8"]],
+    ids=" ".join,
+)
+def test_packing_and_micro_batches_change_nothing_but_speed(
+    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, options: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    ended = whet(
+        "train", recipe, f"run.dir={folder}", "train.precision=fp64", "eval.at_start=false", "export.at_end=none",
+        *options,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert_equal(steps_of(folder), steps_of(tiny_run), 1e-9, "loss", "grad_norm")
+
+
+def test_the_resolved_config_repeats_the_run(
+    whet: Any, tiny_run: Path, tmp_path: Path, exact_of: Callable[[Path], list[Any]]
+) -> None:
+    ended = whet("train", tiny_run / "config.yaml", f"run.dir={tmp_path / 'again'}")
+    assert ended.code == 0, ended.err
+    assert exact_of(tmp_path / "again") == exact_of(tiny_run)
+    weights = "exports/merged/model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (tiny_run / weights).read_bytes()
