@@ -121,5 +121,7 @@ def test_padded_batches_all_have_the_same_shape(
 def test_a_batch_moves_to_a_device_whole(make_store: MakeStore) -> None:
     batch = pack_batch(make_store(EXAMPLE), [0, 1], 3, None)
     moved = batch.to(torch.device("meta"))
-    assert {getattr(moved, name).device.type for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")} == {"meta"}
+    assert {
+        getattr(moved, name).device.type for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")
+    } == {"meta"}
     assert (moved.longest, moved.edges) == (batch.longest, batch.edges)

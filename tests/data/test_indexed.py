@@ -29,7 +29,9 @@ def read_by_hand(prefix: Path) -> tuple[int, list[list[int]]]:
     doc_idx = struct.unpack_from(f"<{documents}q", raw, 34 + 12 * count)
     assert len(raw) == 34 + 12 * count + 8 * documents
     assert list(doc_idx) == list(range(count + 1))
-    sequences = [list(struct.unpack_from(f"<{n}{FORMATS[code]}", data, at)) for n, at in zip(sizes, pointers, strict=True)]
+    sequences = [
+        list(struct.unpack_from(f"<{n}{FORMATS[code]}", data, at)) for n, at in zip(sizes, pointers, strict=True)
+    ]
     assert len(data) == sum(sizes) * struct.calcsize(FORMATS[code])
     return code, sequences
 
@@ -81,7 +83,9 @@ def test_every_dtype_code_is_read(tmp_path: Path, code: int) -> None:
     assert [reader[number].tolist() for number in range(3)] == sequences
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(1, np.uint16), (65_499, np.uint16), (65_500, np.int32), (200_000, np.int32)])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(1, np.uint16), (65_499, np.uint16), (65_500, np.int32), (200_000, np.int32)]
+)
 def test_two_bytes_a_token_where_the_vocabulary_allows_it(vocabulary: int, dtype: type[np.generic]) -> None:
     assert token_dtype(vocabulary) is dtype
 
@@ -111,7 +115,9 @@ def test_an_index_with_bytes_too_many_is_an_error(tmp_path: Path) -> None:
         IndexedReader(prefix)
 
 
-@pytest.mark.parametrize(("place", "byte", "says"), [(0, 0, "not a Megatron index"), (9, 2, "version 2"), (17, 9, "dtype code 9")])
+@pytest.mark.parametrize(
+    ("place", "byte", "says"), [(0, 0, "not a Megatron index"), (9, 2, "version 2"), (17, 9, "dtype code 9")]
+)
 def test_a_foreign_index_is_an_error_that_says_what_it_is(tmp_path: Path, place: int, byte: int, says: str) -> None:
     prefix = write(tmp_path / "tokens", [[1, 2], [3]])
     index = prefix.with_suffix(".idx")

@@ -139,7 +139,13 @@ def test_squares_do_not_overflow_32_bits(make_store: MakeStore) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(world=st.integers(1, 6), micro_rows=st.integers(1, 6), batch_rows=st.integers(1, 12), seed=st.integers(0, 3), padded=st.booleans())
+@given(
+    world=st.integers(1, 6),
+    micro_rows=st.integers(1, 6),
+    batch_rows=st.integers(1, 12),
+    seed=st.integers(0, 3),
+    padded=st.booleans(),
+)
 def test_any_layout_of_any_batch_covers_each_step(
     store: Store, world: int, micro_rows: int, batch_rows: int, seed: int, padded: bool
 ) -> None:

@@ -11,9 +11,9 @@ import pytest
 from whet.data.orders import orders
 
 MANY = 4000
-WORDS = "two three four five six seven eight nine ten eleven twelve".split()
+WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 PINNED = (
-    'Victor from Vienna wants eight pillows in yellow, delivery on Monday.',
+    "Victor from Vienna wants eight pillows in yellow, delivery on Monday.",
     '{"item": "pillow", "amount": 8, "colour": "yellow", "name": "Victor", "city": "Vienna", "day": "Monday"}',
 )
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")

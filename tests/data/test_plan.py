@@ -114,7 +114,8 @@ def test_a_length_in_tokens_is_reached_by_the_last_row(lengths, batch, tokens, p
 @given(LENGTHS, st.integers(1, 8), st.integers(1, 6), st.integers(0, 5))
 def test_packing_changes_no_step_when_a_batch_is_counted_in_conversations(lengths, batch, steps, seed) -> None:  # type: ignore[no-untyped-def]
     packed, plain = (
-        plan_by_conversations(lengths, batch, Length(steps=steps), ROW, packing, seed) for packing in ("best-fit", "none")
+        plan_by_conversations(lengths, batch, Length(steps=steps), ROW, packing, seed)
+        for packing in ("best-fit", "none")
     )
     for step in range(steps):
         assert sorted(packed.documents_of(step).tolist()) == sorted(plain.documents_of(step).tolist())

@@ -49,7 +49,9 @@ def account(prepared: Prepared, number: int = 0) -> dict[str, Any]:
 
 def left_behind(cache: Path) -> list[str]:
     """What is in the cache beside lock files."""
-    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return sorted(
+        str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"
+    )
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -115,7 +117,9 @@ def test_what_goes_in_is_kept_or_dropped_whatever_the_mix(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_batches_do_not_mix_up_lines(jsonl: Jsonl, chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_mix_up_lines(
+    jsonl: Jsonl, chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare_module, "_BATCH", 4)
     lines = ["{" if i % 3 == 0 else line(("user", "?"), ("assistant", f"answer {i}")) for i in range(30)]
     store = go(jsonl(*lines), on_bad="skip").store
@@ -297,7 +301,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small disk needs root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"mounting is not permitted here: {done.stderr.decode().strip()}")
     yield folder

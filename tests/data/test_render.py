@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from whet.core.errors import WhetError
+from whet.core.files import cache_dir
 from whet.data.conversation import BadRecordError, Conversation, Message, Origin
 from whet.data.render import Layout, Rendered, Renderer
 from whet.model.builtin import builtin_folder
@@ -159,12 +158,9 @@ _LOADED: list[PreTrainedTokenizerFast] = []
 
 def smollm2() -> PreTrainedTokenizerFast:
     if not _LOADED:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("WHET_CACHE", raising=False)
-            folder = os.path.expanduser("~/.cache/whet/models/smollm2-1")  # noqa: PTH111
-            if not os.path.exists(folder):  # noqa: PTH110
-                pytest.skip("builtin:smollm2 has not been converted on this machine")
-            _LOADED.append(AutoTokenizer.from_pretrained(builtin_folder("builtin:smollm2")))
+        if not list((cache_dir() / "models").glob("smollm2-*/config.json")):
+            pytest.skip("builtin:smollm2 has not been converted on this machine, and tests do not download")
+        _LOADED.append(AutoTokenizer.from_pretrained(builtin_folder("builtin:smollm2")))
     return _LOADED[0]
 
 
@@ -294,6 +290,26 @@ def test_prompt_and_learned_text_together_are_the_conversation(family: Family) -
 
 def test_a_template_without_a_date_has_none_in_its_key() -> None:
     assert Renderer(tokenizer_of(CHATML), "assistant").today is None
+    assert Renderer(tokenizer_of(CHATML), "assistant", today="2001-02-03").today is None
+
+
+# The end of turn
+
+
+@pytest.mark.parametrize(
+    ("family", "marker"),
+    [(CHATML, "<|im_end|>"), (LLAMA2, "</s>"), (GEMMA, "<end_of_turn>"), (QWEN3, "<|im_end|>")],
+    ids=lambda value: getattr(value, "name", value),
+)
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_the_end_of_turn_is_known_whatever_is_trained_on(family: Family, marker: str, train_on: str) -> None:
+    tokenizer = tokenizer_of(family)
+    assert Renderer(tokenizer, train_on).end_of_turn() == tokenizer.convert_tokens_to_ids(marker)
+
+
+def test_a_template_without_an_exact_end_of_turn_has_none() -> None:
+    assert Renderer(chatml_but("'<|im_end|>' + ", ""), "all").end_of_turn() is None
+    assert Renderer(chatml_but("m['content']", "m['content'] | upper"), "all").end_of_turn() is None
 
 
 # Refusals
@@ -447,7 +463,9 @@ def test_more_characters_than_there_is_dye_for_are_refused() -> None:
 
 
 def test_an_end_marker_that_swallows_whitespace_before_it_is_refused() -> None:
-    backend = Tokenizer.from_str(tokenizer_of(CHATML).backend_tokenizer.to_str().replace('"lstrip":false', '"lstrip":true'))
+    backend = Tokenizer.from_str(
+        tokenizer_of(CHATML).backend_tokenizer.to_str().replace('"lstrip":false', '"lstrip":true')
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML_TEMPLATE
     tokens = tokenizer("a <|im_end|>").input_ids

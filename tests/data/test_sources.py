@@ -15,7 +15,7 @@ from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import Conversation
 from whet.data.orders import orders
-from whet.data.sources import BUILTIN_SAMPLES, BadLine, fingerprint, read_source, size_of
+from whet.data.sources import BUILTIN_SAMPLES, BadLine, expected, fingerprint, read_source, size_of
 
 from .conftest import line
 
@@ -203,7 +203,9 @@ def test_a_generator_is_endless_so_it_has_a_bound_of_its_own() -> None:
 
 
 def test_the_splits_of_a_generator_differ() -> None:
-    train, held = (list(read_source(Source(path="builtin:orders", split=s, max_samples=5))) for s in ("train", "held-out"))  # type: ignore[arg-type]
+    train, held = (
+        list(read_source(Source(path="builtin:orders", split=s, max_samples=5))) for s in ("train", "held-out")
+    )  # type: ignore[arg-type]
     assert {item.messages for item in train}.isdisjoint({item.messages for item in held})  # type: ignore[union-attr]
 
 
@@ -229,7 +231,9 @@ def test_a_generators_fingerprint_knows_its_split_and_its_answers(monkeypatch: p
     before = fingerprint(source)
     assert before != fingerprint(Source(path="builtin:orders", split="held-out"))
     monkeypatch.setitem(
-        __import__("whet.data.sources", fromlist=["BUILTIN"]).BUILTIN, "builtin:orders", lambda _: iter([("a", "b")] * 9)
+        __import__("whet.data.sources", fromlist=["BUILTIN"]).BUILTIN,
+        "builtin:orders",
+        lambda _: iter([("a", "b")] * 9),
     )
     assert fingerprint(source) != before
 
@@ -239,3 +243,12 @@ def test_the_size_of_a_source_is_about_its_bytes(jsonl: Jsonl) -> None:
     assert size_of(Source(path=str(path))) == path.stat().st_size
     texts = sum(len(prompt + answer) for prompt, answer in itertools.islice(orders("train"), 100))
     assert texts <= size_of(Source(path="builtin:orders", max_samples=100)) <= 2 * texts
+
+
+def test_the_number_of_lines_to_expect(jsonl: Jsonl, tmp_path: Path) -> None:
+    assert expected(Source(path=str(jsonl(GOOD, GOOD)), max_samples=1)) == 1
+    cut = tmp_path / "cut"
+    cut.write_text(f"{GOOD}\n{GOOD}")
+    assert expected(Source(path=str(cut))) == 2
+    assert expected(Source(path="builtin:orders")) == BUILTIN_SAMPLES
+    assert expected(Source(path="builtin:orders", max_samples=5)) == 5

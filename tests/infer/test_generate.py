@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.data.config import DataConfig, Source
 from whet.data.loader import Loader
@@ -17,7 +18,6 @@ from whet.infer.chat import ChatSession
 from whet.infer.evaluate import validation_loss
 from whet.infer.generate import Sampling, generate
 from whet.infer.tasks import Task, find_task, score
-from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load import load_model, load_tokenizer

@@ -88,12 +88,26 @@ def test_empty_documents_at_the_end_of_a_batch_change_nothing(
     ],
 )
 def test_attention_that_whet_cannot_do_is_refused_not_ignored(
-    architecture: str, settings: dict[str, Any], feature: str, make_model: Callable[..., Any]
-) -> None:
+    architecture: str, settings: dict[str, Any], feature: str, make_model: Callable[..., Any],
+    make_documents: Any, pack: Any,
+) -> None:  # fmt: skip
     model = make_model(architecture, dtype=torch.float32, **settings)
     attention.install(model, "sdpa")
+    batch = pack(make_documents(3, 9))
     with pytest.raises(WhetError, match=feature):
-        LossModel(model).check_head(64)
+        hidden_states(model, batch)
+
+
+@pytest.mark.parametrize("architecture", ["Mistral", "Phi3"])
+def test_a_window_that_no_document_outgrows_is_no_window(
+    architecture: str, make_model: Callable[..., Any], make_documents: Any, pack: Any
+) -> None:
+    model = make_model(architecture, sliding_window=9)
+    documents = make_documents(3, 9)
+    with torch.no_grad():
+        alone = [model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in documents]
+    attention.install(model, "sdpa")
+    assert (hidden_states(model, pack(documents)) - torch.cat(alone)).abs().max() <= 1e-9
 
 
 def test_the_best_backend_for_the_device_is_chosen() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from whet.model import attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -36,8 +37,8 @@ def test_it_rises_to_one_and_never_rises_again(schedule: ScheduleConfig, steps: 
     warmup = schedule.warmup if isinstance(schedule.warmup, int) else round(schedule.warmup * steps)
     found = [rate_factor(step, steps, schedule) for step in range(steps)]
     rise, fall = found[:warmup], found[warmup:]
-    assert all(a <= b + 1e-12 for a, b in zip(rise, rise[1:], strict=False))
-    assert all(a >= b - 1e-12 for a, b in zip(fall, fall[1:], strict=False))
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(rise))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(fall))
     if warmup <= steps and rise:
         assert rise[-1] == pytest.approx(1)
     if fall:

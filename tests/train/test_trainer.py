@@ -83,7 +83,7 @@ def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) 
     assert [line["flops"] for line in lines] == [7 + 1620, 7 + 2 * 1620]
     assert [line["epoch"] for line in lines] == [6 / 8, 1.0]
     assert [line["lr"] for line in lines] == [2.0, 1.0]
-    (_, step, seen), = [entry for entry in did if entry[0] == "save"]
+    ((_, step, seen),) = [entry for entry in did if entry[0] == "save"]
     assert (step, seen) == (4, Seen(8, 120, 40, 7 + 2 * 1620))
 
 

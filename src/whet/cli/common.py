@@ -21,9 +21,7 @@ Recipe = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Change single settings, such as train.steps=100.", show_default=False
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Change single settings, such as train.steps=100.", show_default=False),
 ]
 
 

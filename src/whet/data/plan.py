@@ -6,7 +6,6 @@ whole state is the number of the next step, and resuming is a seek.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,13 +71,7 @@ def plan_by_conversations(
     lengths: NDArray[np.integer], batch: int, length: Length, row_length: int, packing: str, seed: int
 ) -> Plan:
     """Draw a step's conversations first and pack inside the step: packing changes nothing but speed."""
-    stream = _Stream(lambda epoch: _shuffled(len(lengths), seed, epoch))
-    if length.steps is not None:
-        drawn = stream.take(length.steps * batch)
-    elif length.epochs is not None:
-        drawn = stream.take(_share(len(lengths), length.epochs))
-    else:
-        drawn = stream.take_until(length.tokens or 0, lambda documents: lengths[documents])
+    drawn = _draw(lengths, batch, length, seed)
     rows: list[NDArray[np.int64]] = []
     steps = [0]
     for start in range(0, len(drawn), batch):
@@ -93,14 +86,7 @@ def plan_by_rows(
 ) -> Plan:
     """Pack the whole epoch first, for the fullest rows, then draw rows."""
     packed = [np.array(row, dtype=np.int64) for row in _pack(lengths, row_length, packing)]
-    tokens = np.array([lengths[row].sum() for row in packed])
-    stream = _Stream(lambda epoch: _shuffled(len(packed), seed, epoch))
-    if length.steps is not None:
-        drawn = stream.take(length.steps * batch)
-    elif length.epochs is not None:
-        drawn = stream.take(_share(len(packed), length.epochs))
-    else:
-        drawn = stream.take_until(length.tokens or 0, lambda numbers: tokens[numbers])
+    drawn = _draw(np.array([lengths[row].sum() for row in packed]), batch, length, seed)
     steps = [*range(0, len(drawn), batch), len(drawn)]
     return _assemble([packed[number] for number in drawn], steps, len(lengths))
 
@@ -125,37 +111,20 @@ def split_off(count: int, fraction: float, seed: int) -> tuple[NDArray[np.int64]
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-class _Stream:
-    """Epoch after epoch of shuffled numbers."""
-
-    def __init__(self, epoch: Callable[[int], NDArray[np.int64]]) -> None:
-        self._epoch = epoch
-
-    def _epochs(self) -> Iterator[NDArray[np.int64]]:
-        number = 0
-        while True:
-            yield self._epoch(number)
-            number += 1
-
-    def take(self, count: int) -> NDArray[np.int64]:
-        parts, missing = [np.empty(0, dtype=np.int64)], count
-        for numbers in self._epochs():
-            if missing <= 0:
-                break
-            parts.append(numbers[:missing])
-            missing -= len(numbers)
-        return np.concatenate(parts)
-
-    def take_until(self, total: int, weight: Callable[[NDArray[np.int64]], NDArray[np.integer]]) -> NDArray[np.int64]:
-        """As many as it takes for their weights to reach `total`."""
-        parts, missing = [np.empty(0, dtype=np.int64)], total
-        for numbers in self._epochs():
-            if missing <= 0:
-                break
-            reached = np.cumsum(weight(numbers))
-            parts.append(numbers[: int(np.searchsorted(reached, missing)) + 1])
-            missing -= int(reached[-1])
-        return np.concatenate(parts)
+def _draw(tokens: NDArray[np.integer], batch: int, length: Length, seed: int) -> NDArray[np.int64]:
+    """Numbers of items that have `tokens` tokens each: shuffled epochs, one after another, for a whole run."""
+    if length.tokens is None:
+        wanted = max(1, length.steps * batch if length.steps is not None else round(len(tokens) * (length.epochs or 0)))
+        epochs = range(-(-wanted // len(tokens)))
+        return np.concatenate([_shuffled(len(tokens), seed, epoch) for epoch in epochs])[:wanted]
+    parts: list[NDArray[np.int64]] = []
+    missing = length.tokens
+    while missing > 0:  # as many as it takes to reach that many tokens
+        numbers = _shuffled(len(tokens), seed, len(parts))
+        reached = np.cumsum(tokens[numbers])
+        parts.append(numbers[: int(np.searchsorted(reached, missing)) + 1])
+        missing -= int(reached[-1])
+    return np.concatenate(parts)
 
 
 def _generator(seed: int, epoch: int) -> np.random.Generator:
@@ -164,10 +133,6 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
 
 def _shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return _generator(seed, epoch).permutation(count)
-
-
-def _share(count: int, epochs: float) -> int:
-    return max(1, round(count * epochs))
 
 
 def _pack(lengths: NDArray[np.integer], row_length: int, packing: str) -> list[list[int]]:

@@ -1,0 +1,163 @@
+"""Bad input: exit 1, one paragraph with place and remedy, and nothing half-written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.core.files import FolderLock
+from whet.model.builtin import builtin_folder
+
+USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
+GOOD = {"messages": [USER, HELLO]}
+
+Refused = Callable[..., str]
+
+
+def test_no_file(refused: Refused, tmp_path: Path) -> None:
+    error = refused("data.validation=null", f"data.sources.0.path={tmp_path / 'no.jsonl'}")
+    assert f"{tmp_path / 'no.jsonl'}: no such file" in error
+    assert "builtin:orders" in error
+
+
+def test_an_empty_file(refused: Refused, write_data: Any) -> None:
+    file = write_data()
+    error = refused("data.validation=null", f"data.sources.0.path={file}")
+    assert f"{file}: the file is empty" in error
+    assert '{"messages": [' in error
+
+
+@pytest.mark.parametrize(
+    ("line", "explanation"),
+    [
+        ('{"messages": [', "not valid JSON: Expecting value at column"),
+        ({"messages": [{"content": "Hi"}, HELLO]}, "message 1 has no 'role'; add one of system, developer, user"),
+        ({"messages": [USER, {"role": "robot", "content": "Hi"}]}, "message 2 has the role 'robot'; known are system"),
+        ({"text": "Hi"}, "no 'messages'"),
+        ({"messages": [USER]}, "no message has the role 'assistant'"),
+    ],
+    ids=["broken JSON", "no role", "unknown role", "no messages", "no assistant"],
+)
+def test_a_bad_line_is_named_with_its_number(refused: Refused, write_data: Any, line: Any, explanation: str) -> None:
+    file = write_data(GOOD, GOOD, line, GOOD)
+    error = refused("data.validation=null", f"data.sources.0.path={file}")
+    assert f"{file}:3: " in error
+    assert explanation in error
+    assert "data.on_bad=skip" in error
+
+
+def test_a_role_that_the_template_does_not_know(refused: Refused, write_data: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model")
+    template = (model / "chat_template.jinja").read_text()
+    raises = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('No tools here') }}{% endif %}{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text("{% for m in messages %}" + refuse + "{% endfor %}" + template)
+    file = write_data(GOOD, {"messages": [USER, {"role": "tool", "content": "7"}, HELLO]})
+    error = refused("data.validation=null", f"data.sources.0.path={file}", f"model.path={model}")
+    assert f"{file}:2: the chat template refuses it: No tools here" in error
+
+
+def test_a_model_folder_without_a_tokenizer(refused: Refused, tmp_path: Path) -> None:
+    model = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    error = refused(f"model.path={model}")
+    assert f"model.path: {model}: the folder has no tokenizer" in error
+    assert "Copy" in error
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "nobody/no-such-model", "builtin:huge"])
+def test_a_model_that_does_not_exist(refused: Refused, path: str) -> None:
+    assert path in refused(f"model.path={path}")
+
+
+def test_nothing_left_to_train_on(refused: Refused) -> None:
+    error = refused("data.validation=null", "data.max_length=3", "train.row_length=4")
+    assert "no conversation is left to train on" in error
+    assert "200 too long" in error
+
+
+def test_an_unknown_task(refused: Refused) -> None:
+    assert "eval.tasks: there is no task 'ordrs'; known are: orders" in refused("eval.tasks=[ordrs]")
+
+
+def test_a_misspelt_key_proposes_the_right_one(refused: Refused) -> None:
+    error = refused("train.stepz=3")
+    assert "unknown key train.stepz (value 3). Did you mean train.steps?" in error
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.steps=many", "train.steps: 'many' does not fit: expected whole number"),
+        ("train.steps=0", "train.steps: 0 does not fit"),
+        ("train.row_length=100", "shorter than data.max_length = 512"),
+        ("export.at_end=adapter", "without an adapter section"),
+        ("train.steps", "KEY=VALUE"),
+    ],
+)
+def test_a_setting_that_cannot_be(refused: Refused, setting: str, said: str) -> None:
+    assert said in refused(setting)
+
+
+def test_a_recipe_that_does_not_exist(whet: Any, tmp_path: Path) -> None:
+    ended = whet("train", tmp_path / "no.yaml")
+    assert ended.code == 1
+    assert f"{tmp_path / 'no.yaml'}: no such file" in ended.err
+
+
+def test_a_folder_that_holds_another_run(refused: Refused, tiny_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_run, tmp_path / "held")
+    error = refused("train.precision=fp64", folder=folder)
+    assert f"{folder}: this folder holds a run already" in error
+    assert "--resume" in error
+    assert "run.dir=FOLDER" in error
+
+
+def test_a_folder_that_holds_other_files(refused: Refused, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("x")
+    error = refused(folder=folder)
+    assert f"run.dir: {folder} holds files that are not of a run (thesis.tex)" in error
+
+
+def test_a_run_folder_that_is_a_file(whet: Any, recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    ended = whet("train", recipe, f"run.dir={tmp_path / 'file'}")
+    assert ended.code == 1
+    assert f"run.dir: {tmp_path / 'file'} cannot be used as a folder" in ended.err
+
+
+def test_a_folder_in_use_by_another_process(refused: Refused, tmp_path: Path) -> None:
+    folder = tmp_path / "busy"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    error = refused(folder=folder)
+    assert f"{folder}: in use by " in error
+    assert " pid " in error
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["eval"], ["export"], ["chat", "--prompt", "Hi"], ["report"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_run_that_does_not_exist(whet: Any, arguments: list[str], tmp_path: Path) -> None:
+    verb, *rest = arguments
+    ended = whet(verb, tmp_path / "no-run", *rest)
+    assert ended.code == 1
+    assert str(tmp_path / "no-run") in ended.err
+    assert not (tmp_path / "no-run").exists()
+
+
+def test_a_checkpoint_that_does_not_exist_is_answered_with_those_that_do(whet: Any, tiny_run: Path) -> None:
+    ended = whet("eval", f"{tiny_run}@7")
+    assert ended.code == 1
+    assert "no such checkpoint; there are: 20, 30, latest" in ended.err

@@ -1,0 +1,75 @@
+"""What whet says goes to stderr; stdout belongs to results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from whet.core import console
+
+
+@pytest.fixture
+def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console that writes to the stderr of this test and is not silent."""
+    monkeypatch.setattr(console, "_console", Console(stderr=True, highlight=False, width=200))
+    monkeypatch.setattr(console, "_silent", False)
+
+
+@pytest.mark.usefixtures("spoken")
+def test_sayings_and_warnings_go_to_stderr_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("a [bold]b[/bold] [1, 2]")
+    console.warn("look [here]")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "a [bold]b[/bold] [1, 2]\nwarning: look [here]\n")
+
+
+@pytest.mark.usefixtures("spoken")
+def test_markup_is_for_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("a [bold]b[/bold]", markup=True)
+    assert capsys.readouterr().err == "a b\n"
+
+
+@pytest.mark.usefixtures("spoken")
+def test_a_quiet_process_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    console.be_quiet()
+    console.say("a")
+    console.warn("b")
+    with console.progress("work", 2) as bar:
+        bar.advance()
+    console.show_error("c [d]")
+    assert capsys.readouterr() == ("", "c [d]\n")
+
+
+@pytest.mark.usefixtures("spoken")
+def test_a_long_error_is_not_broken_into_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "word " * 100 + "end"
+    console.show_error(text)
+    assert capsys.readouterr().err == f"{text}\n"
+
+
+def test_a_result_is_one_line_of_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_result({"text": "é\n", "n": 1})
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")
+    assert json.loads(out) == {"text": "é\n", "n": 1}
+    assert "é" in out
+
+
+def test_a_result_that_is_not_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        console.write_result({"loss": float("nan")})
+
+
+@pytest.mark.usefixtures("spoken")
+def test_progress_leaves_one_line_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("work", 5, done=1) as bar:
+        bar.advance(2, "half")
+        bar.advance(note="more")
+    out, err = capsys.readouterr()
+    assert out == ""
+    [line] = [line for line in err.splitlines() if line.strip()]
+    assert line.startswith("work ")
+    assert "4/5" in line
+    assert line.rstrip().endswith("more")

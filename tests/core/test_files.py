@@ -1,0 +1,350 @@
+"""Files are whole or absent; locks hold; JSON lines can be cut back."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from whet.core.errors import WhetError
+from whet.core.files import (
+    FolderLock,
+    JsonLines,
+    atomic_dir,
+    atomic_write,
+    cache_dir,
+    hash_file,
+    hash_json,
+    need_space,
+    read_json,
+    read_json_lines,
+    waiting_lock,
+    write_json,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class _BreakError(Exception):
+    pass
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise _BreakError
+
+
+# Whole or absent
+
+
+@pytest.mark.parametrize(("content", "written"), [("é\n", "é\n".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")])
+def test_a_file_is_written_as_it_is_and_leaves_nothing_beside_it(
+    tmp_path: Path, content: str | bytes, written: bytes
+) -> None:
+    file = tmp_path / "f"
+    file.write_text("old and longer")
+    atomic_write(file, content)
+    assert file.read_bytes() == written
+    assert names(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    file = tmp_path / "f"
+    file.write_text("old")
+    with monkeypatch.context() as patch, pytest.raises(_BreakError):
+        patch.setattr(call, fail)
+        atomic_write(file, "new")
+    assert file.read_text() == "old"
+    assert names(tmp_path) == ["f"]
+
+
+def test_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda _: seen.append("sync"))
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, target: (seen.append("rename"), replace(self, target))[1])
+    atomic_write(tmp_path / "f", "new")
+    assert seen == ["sync", "rename"]
+
+
+def test_a_folder_appears_when_its_block_succeeds(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "store"
+    with atomic_dir(target) as temporary:
+        (temporary / "f").write_text("x")
+        assert not target.exists()
+        assert temporary.parent == target.parent, "renaming works within one file system only"
+    assert (target / "f").read_text() == "x"
+    assert names(target.parent) == ["store"]
+
+
+@pytest.mark.parametrize("error", [_BreakError, KeyboardInterrupt])
+def test_a_folder_whose_block_fails_vanishes(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), atomic_dir(tmp_path / "store") as temporary:
+        (temporary / "f").write_text("x")
+        raise error
+    assert names(tmp_path) == []
+
+
+def test_a_folder_is_replaced_whole_and_kept_when_its_successor_fails(tmp_path: Path) -> None:
+    target = tmp_path / "store"
+    with atomic_dir(target) as temporary:
+        (temporary / "old").touch()
+    with pytest.raises(_BreakError), atomic_dir(target) as temporary:
+        raise _BreakError
+    assert names(target) == ["old"]
+    with atomic_dir(target) as temporary:
+        (temporary / "new").touch()
+    assert names(target) == ["new"]
+    assert names(tmp_path) == ["store"]
+
+
+def test_leavings_of_a_process_that_was_killed_do_not_get_into_the_folder(tmp_path: Path) -> None:
+    left = tmp_path / f".store.{os.getpid()}"
+    left.mkdir()
+    (left / "junk").touch()
+    with atomic_dir(tmp_path / "store") as temporary:
+        (temporary / "f").touch()
+    assert names(tmp_path / "store") == ["f"]
+
+
+# JSON
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("aé\n", max_size=3), inner, max_size=3),
+        max_leaves=8,
+    )
+)
+def test_json_is_read_back_as_it_was(tmp_path: Path, value: Any) -> None:
+    write_json(tmp_path / "f.json", value)
+    assert read_json(tmp_path / "f.json") == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_json_does_not_have_is_refused_and_the_old_file_stays(tmp_path: Path, value: float) -> None:
+    write_json(tmp_path / "f.json", {"a": 1})
+    with pytest.raises(ValueError, match="Out of range"):
+        write_json(tmp_path / "f.json", {"a": value})
+    assert read_json(tmp_path / "f.json") == {"a": 1}
+    assert names(tmp_path) == ["f.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"), [(b"", 1), (b"{", 1), (b'{"a": 1,\n "b": }', 2), (b"{}\n\n x", 3), (b'"\xff"', 1)]
+)
+def test_damaged_json_is_an_error_with_file_and_line(tmp_path: Path, content: bytes, line: int) -> None:
+    file = tmp_path / "f.json"
+    file.write_bytes(content)
+    with pytest.raises(WhetError) as caught:
+        read_json(file)
+    assert str(caught.value).startswith(f"{file}:{line}: not valid JSON (")
+    assert "damaged or edited by hand" in str(caught.value)
+
+
+def test_a_missing_json_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WhetError, match=rf"{tmp_path}/nope\.json: no such file"):
+        read_json(tmp_path / "nope.json")
+
+
+# JSON lines
+
+
+def test_lines_are_appended_and_readable_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    lines = JsonLines(file)
+    lines.write({"step": 1, "text": "é\n"})
+    assert read_json_lines(file) == [{"step": 1, "text": "é\n"}]
+    lines.write({"step": 2})
+    lines.close()
+    more = JsonLines(file)
+    more.write({"step": 3})
+    more.close()
+    assert [record["step"] for record in read_json_lines(file)] == [1, 2, 3]
+    assert file.read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3])
+def test_reopening_at_a_recorded_size_undoes_what_came_after(tmp_path: Path, keep: int) -> None:
+    file = tmp_path / "m.jsonl"
+    lines = JsonLines(file)
+    sizes = [lines.size()]
+    for step in range(3):
+        lines.write({"step": step, "text": "é" * step})
+        sizes.append(lines.size())
+    lines.close()
+    assert sizes[-1] == file.stat().st_size
+    again = JsonLines(file, keep=sizes[keep])
+    assert again.size() == sizes[keep]
+    again.write({"step": "new"})
+    assert again.size() == file.stat().st_size
+    again.close()
+    assert [record["step"] for record in read_json_lines(file)] == [*range(keep), "new"]
+
+
+def test_a_file_shorter_than_recorded_is_continued_where_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"step": 1}\n')
+    lines = JsonLines(file, keep=1000)
+    assert lines.size() == 12
+    lines.write({"step": 2})
+    lines.close()
+    assert read_json_lines(file) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_reopened_file_knows_its_size(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"step": 1}\n')
+    lines = JsonLines(file)
+    assert lines.size() == 12
+    lines.close()
+
+
+def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_json_lines(file) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(WhetError, match=rf"{file}:2: not valid JSON"):
+        read_json_lines(file)
+
+
+def test_no_file_has_no_lines(tmp_path: Path) -> None:
+    assert read_json_lines(tmp_path / "nope.jsonl") == []
+
+
+def test_a_record_that_is_not_json_is_not_written_in_part(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    lines = JsonLines(file)
+    with pytest.raises(ValueError, match="Out of range"):
+        lines.write({"loss": float("nan")})
+    lines.close()
+    assert file.read_bytes() == b""
+
+
+# Locks
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from whet.core.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_belongs_to_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(WhetError) as caught:
+                FolderLock(tmp_path)
+            assert str(caught.value).startswith(f"{tmp_path}: in use by ")
+            assert f"pid {holder.pid}." in str(caught.value)
+            assert "run.dir=FOLDER" in str(caught.value)
+        finally:
+            holder.kill()
+            holder.wait()
+    FolderLock(tmp_path).release()
+    assert f"pid {os.getpid()}" in (tmp_path / "lock").read_text()
+
+
+def test_a_lock_is_exclusive_within_a_process_too_until_it_is_released(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    with pytest.raises(WhetError, match="in use by"):
+        FolderLock(tmp_path)
+    first.release()
+    FolderLock(tmp_path).release()
+
+
+def test_the_owner_of_a_lock_is_written_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        FolderLock(tmp_path).release()
+    assert (tmp_path / "lock").read_text().count("pid") == 1
+
+
+def _enter(lock: Path, log: Path) -> None:
+    with waiting_lock(lock):
+        before = log.read_text()
+        time.sleep(0.05)
+        log.write_text(before + "x")  # a lost update if two are inside
+
+
+def test_a_waiting_lock_lets_one_process_in_at_a_time(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_enter, args=(tmp_path / "deep" / "l.lock", log)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert log.read_text() == "xxxx"
+
+
+# Space, hashes, the cache
+
+
+def test_a_disk_with_room_is_accepted_even_for_folders_that_are_not_there_yet(tmp_path: Path) -> None:
+    need_space(tmp_path / "a" / "b", 1, "a test")
+    assert names(tmp_path) == []
+
+
+def test_a_disk_without_room_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 3 * 2**20})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage if path == tmp_path else None)
+    need_space(tmp_path / "a" / "b", 3 * 2**20, "a test")
+    with pytest.raises(WhetError) as caught:
+        need_space(tmp_path / "a" / "b", 5 * 2**20, "a test")
+    told = str(caught.value)
+    assert told.startswith(f"{tmp_path}/a/b: the disk is too full for a test: 5 MiB needed, 3 MiB free.")
+    assert "WHET_CACHE" in told
+
+
+def test_hashes_are_of_content_alone(tmp_path: Path) -> None:
+    for name, content in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / name).write_text(content)
+    a, b, c = (hash_file(tmp_path / name) for name in "abc")
+    assert a == b != c
+    assert hash_json({"a": 1, "b": [2]}) == hash_json({"b": [2], "a": 1}) != hash_json({"a": 1, "b": [3]})
+    assert hash_json([1, 2]) != hash_json([2, 1])
+    assert hash_json("é") == hash_json(json.loads('"\\u00e9"'))
+
+
+def test_hashes_are_the_same_in_every_version(tmp_path: Path) -> None:
+    """They name stores on people's disks."""
+    (tmp_path / "f").write_bytes(b"whet")
+    assert hash_file(tmp_path / "f") == "23109c5ca069f8955bbd90f51c633ecf031d4970"
+    assert hash_json({"a": [1, "é"]}) == "72ef2862b9ca894d0a6fcf3d8523d87bf4944beb"
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHET_CACHE", "/some/where")
+    assert cache_dir() == Path("/some/where")
+    monkeypatch.setenv("WHET_CACHE", "")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_dir() == Path("/home/me/.cache/whet")
+    monkeypatch.delenv("WHET_CACHE")
+    assert cache_dir() == Path("/home/me/.cache/whet")
