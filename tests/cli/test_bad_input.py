@@ -53,9 +53,7 @@ def test_a_bad_line_is_named_with_its_number(refused: Refused, write_data: Any, 
 def test_a_role_that_the_template_does_not_know(refused: Refused, write_data: Any, tmp_path: Path) -> None:
     model = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model")
     template = (model / "chat_template.jinja").read_text()
-    raises = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('No tools here') }}{% endif %}{% endfor %}"
-    )
+    refuse = "{% if m.role == 'tool' %}{{ raise_exception('No tools here') }}{% endif %}"
     (model / "chat_template.jinja").write_text("{% for m in messages %}" + refuse + "{% endfor %}" + template)
     file = write_data(GOOD, {"messages": [USER, {"role": "tool", "content": "7"}, HELLO]})
     error = refused("data.validation=null", f"data.sources.0.path={file}", f"model.path={model}")

@@ -165,3 +165,18 @@ def test_a_changed_setting_is_not_resumed_but_named(
     assert ended.code == 1
     assert key in ended.err
     assert "run.dir=FOLDER" in ended.err
+
+
+def test_a_run_whose_data_changed_is_not_resumed(whet: Any, recipe: str, tmp_path: Path) -> None:
+    data, answer = tmp_path / "data.jsonl", {"role": "assistant", "content": "Yes."}
+    line = json.dumps({"messages": [{"role": "user", "content": "Is it?"}, answer]}) + "\n"
+    data.write_text(line * 8)
+    arguments = ["train", recipe, f"data.sources=[{{path: {data}}}]", "train.steps=2", "checkpoint.every=1"]
+    assert whet(*arguments, f"run.dir={tmp_path / 'whole'}").code == 0
+    folder = unfinished(tmp_path / "whole", tmp_path / "run", "step-000001")
+    data.write_text(line * 7)
+    ended = whet(*arguments, f"run.dir={folder}", "--resume")
+    assert ended.code == 1
+    assert "the data is not what it was" in ended.err
+    data.write_text(line * 8)
+    assert whet(*arguments, f"run.dir={folder}", "--resume").code == 0
