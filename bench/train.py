@@ -76,7 +76,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     seconds = {ours: 0.0, plain: 0.0}
     for number in range(len(plan)):
         for step in seconds:
-            root.language_model.set_attn_implementation(attention.NAME if step is ours else "sdpa")
+            root.language_model.set_attn_implementation(attention.name_of(backend) if step is ours else "sdpa")
             taken = _time(step, number)
             seconds[step] += taken if number >= WARM else 0.0
     tokens = sum(loader.totals(number).tokens for number in range(WARM, len(plan)))

@@ -118,7 +118,7 @@ def test_the_model_attends_as_before_after_being_compared(tokenizer: Any, tmp_pa
     model = load_model(TINY, torch.float32)
     attention.install(model, "sdpa")
     export(model, tokenizer, STOPS, PROBES, "merged", tmp_path / "merged")
-    assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation == attention.name_of("sdpa")
 
 
 @pytest.mark.parametrize("kind", ["merged", "adapter"])

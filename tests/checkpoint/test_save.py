@@ -117,20 +117,6 @@ def test_what_retention_keeps_is_newer_than_all_it_deletes(steps: list[int], kee
     assert all(old < new for old in doomed for new in kept)
 
 
-def test_a_checkpoint_of_another_model_is_an_error_that_says_so(tmp_path: Path) -> None:
-    saved(tmp_path, 5)
-    with pytest.raises(WhetError, match="step-000005: this checkpoint does not fit the model, or is damaged"):
-        checkpoints.load(tmp_path / "step-000005", nn.Linear(7, 7), None, ALONE)
-
-
-def test_a_damaged_checkpoint_is_an_error_that_says_so(tmp_path: Path) -> None:
-    saved(tmp_path, 5)
-    for part in (tmp_path / "step-000005").glob("*.distcp"):
-        part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
-    with pytest.raises(WhetError, match=r"step-000005: .*damaged"):
-        checkpoints.load(tmp_path / "step-000005", *trained(seed=0), ALONE)
-
-
 class _Evil:
     """Makes a file when it is unpickled."""
 
@@ -141,27 +127,23 @@ class _Evil:
         return os.system, (self._command,)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"nonsense", b"\x80\x04."], ids=["code", "empty", "text", "cut"])
-def test_metadata_that_names_anything_else_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    saved(tmp_path, 5)
-    path = tmp_path / "step-000005"
-    (path / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "evil")) if content is None else content)
-    with pytest.raises(WhetError, match=r"\.metadata: not the metadata"):
-        checkpoints.load(path, *trained(seed=0), ALONE)
+def test_metadata_that_runs_code_is_refused_before_it_runs(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "evil")))
+    with pytest.raises(WhetError, match=r"\.metadata: not the metadata.*system does not belong"):
+        SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("os", "system"),
         ("builtins", "eval"),
         ("torch", "load"),
         ("torch.distributed.checkpoint.metadata", "os.system"),
         ("torch.distributed.checkpoint.metadata", "torch.load"),
     ],
 )
-def test_a_global_outside_the_list_is_refused(tmp_path: Path, module: str, name: str) -> None:
+def test_a_name_that_a_checkpoint_does_not_need_is_refused(tmp_path: Path, module: str, name: str) -> None:
     opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
     (tmp_path / ".metadata").write_bytes(opcodes + b"\x93.")
     with pytest.raises(WhetError, match="does not belong in a checkpoint"):

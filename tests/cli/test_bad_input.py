@@ -109,14 +109,6 @@ def test_a_recipe_that_does_not_exist(whet: Any, tmp_path: Path) -> None:
     assert f"{tmp_path / 'no.yaml'}: no such file" in ended.err
 
 
-def test_a_folder_that_holds_another_run(refused: Refused, tiny_run: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_run, tmp_path / "held")
-    error = refused("train.precision=fp64", folder=folder)
-    assert f"{folder}: this folder holds a run already" in error
-    assert "--resume" in error
-    assert "run.dir=FOLDER" in error
-
-
 def test_a_folder_that_holds_other_files(refused: Refused, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -41,15 +41,21 @@ def test_a_disk_without_room_for_the_run_folder_keeps_nothing(whet: Any, recipe:
     assert list(disk.iterdir()) == []
 
 
-@pytest.mark.parametrize("asks_first", [True, False], ids=["too little room", "full while writing"])
-def test_a_disk_without_room_for_a_checkpoint_keeps_a_run_that_can_go_on(
-    whet: Any, recipe: str, small_disk: Disk, monkeypatch: pytest.MonkeyPatch, asks_first: bool
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_first_step(
+    whet: Any, recipe: str, small_disk: Disk
+) -> None:
+    disk = small_disk("size=400k")
+    check(whet("train", recipe, f"run.dir={disk / 'run'}"), str(disk / "run"), "full", "Free some space", "run.dir")
+    assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_got_too_small_keeps_a_run_that_can_go_on(
+    whet: Any, recipe: str, small_disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = small_disk("size=400k")
     arguments = ["train", recipe, f"run.dir={disk / 'run'}", "train.steps=3"]
     with monkeypatch.context() as patch:
-        if not asks_first:
-            patch.setattr(checkpoints, "need_space", lambda *args: None)
+        patch.setattr(checkpoints, "need_room", lambda *args: None)  # there was room at the start
         check(whet(*arguments), str(disk / "run/checkpoints"), "full", "Free some space", "run.dir for runs")
     assert temporary(disk) == []
     assert checkpoints.steps_in(disk / "run/checkpoints") == []

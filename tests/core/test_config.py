@@ -44,6 +44,7 @@ class Root(Section):
     train: Train = Field(default=Train())
     leaves: list[Leaf] = Field(default=[], max_length=3, description="Many of them.")
     leaf: Leaf | None = Field(default=None)
+    more: list[Leaf] | None = Field(default=None, description="Even more of them.")
     on: bool = Field(default=False, description="Whether.")
     pair: Annotated[tuple[float, float], Field(strict=False)] = Field(default=(0.0, 1.0), description="Two numbers.")
     tags: list[str] = Field(default=["x"], description="Words.")
@@ -115,7 +116,7 @@ def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(recipe_file: Write) -
 
 def test_a_key_that_has_several_right_places_names_them_all(recipe_file: Write) -> None:
     path = recipe_file("name: x", "a: 3")
-    assert fault(path).endswith("Did you mean leaves[].a or leaf.a?")
+    assert fault(path).endswith("Did you mean leaves[].a or leaf.a or more[].a?")
 
 
 def test_a_key_like_no_other_is_answered_with_those_there_are(recipe_file: Write) -> None:
@@ -339,7 +340,7 @@ def test_every_knob_is_listed_in_order_with_type_default_and_sentence() -> None:
     listed = {knob.key: knob for knob in knobs(Root)}
     assert list(listed) == [
         "name", "kind", "train.steps", "train.epochs", "train.tokens", "train.optimizer.lr", "train.warmup", "leaves",
-        "leaves[].a", "leaves[].b", "leaf.a", "leaf.b", "on", "pair", "tags",
+        "leaves[].a", "leaves[].b", "leaf.a", "leaf.b", "more", "more[].a", "more[].b", "on", "pair", "tags",
     ]  # fmt: skip
     assert (listed["name"].default, listed["name"].sentence) == ("required", "What it is called.")
     assert (listed["kind"].type, listed["kind"].default) == ("one | two", "one")
@@ -360,6 +361,7 @@ def test_every_knob_is_listed_in_order_with_type_default_and_sentence() -> None:
         (Annotated[int, Field(ge=1)], "whole number"),
         (Optimizer, "a section with lr"),
         (Optimizer | None, "a section with lr"),
+        (bytes, "<class 'bytes'>"),
     ],
 )
 def test_types_are_told_in_a_persons_words(annotation: object, words: str) -> None:
@@ -419,6 +421,7 @@ def test_values_of_different_sections_that_do_not_go_together(recipe_file: Write
 def test_the_row_length_is_the_longest_conversation_unless_given(recipe_file: Write) -> None:
     assert read_config(recipe_file(*SMALL)).row_length == 64
     assert read_config(recipe_file(*SMALL, "train: {row_length: 100}")).row_length == 100
+    assert read_config(recipe_file(*SMALL, "train: {row_length: 64}")).row_length == 64
     assert read_config(recipe_file(*SMALL, "train: {batch: {tokens: 64}}")).train.batch.tokens == 64
 
 
@@ -449,6 +452,7 @@ def test_a_settled_config_names_files_by_their_full_path(
         "model: {path: m}", "data: {sources: [{path: a.jsonl}, {path: gone}], validation: {sources: [{path: b.jsonl}]}}"
     )
     settled = read_config(path).settled()
+    assert "adapter" not in settled, "what is absent stays absent"
     assert settled["model"]["path"] == str(tmp_path.resolve() / "m")
     assert [source["path"] for source in settled["data"]["sources"]] == [str(tmp_path.resolve() / "a.jsonl"), "gone"]
     assert settled["data"]["validation"]["sources"][0]["path"] == str(tmp_path.resolve() / "b.jsonl")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -60,6 +62,24 @@ def test_a_result_is_one_line_of_json_on_stdout(capsys: pytest.CaptureFixture[st
 def test_a_result_that_is_not_json_is_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
         console.write_result({"loss": float("nan")})
+
+
+def test_the_console_is_stderr_and_speaks_by_default() -> None:
+    assert console._console.stderr
+    found = subprocess.run(
+        [sys.executable, "-c", "from whet.core.console import say; say('a', 1)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (found.stdout, found.stderr) == ("", "a 1\n")
+
+
+@pytest.mark.usefixtures("spoken")
+def test_progress_starts_at_nothing_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("work", 5) as bar:
+        bar.advance()
+    assert "1/5" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("spoken")

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -65,9 +66,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 ) -> None:
     file = tmp_path / "f"
     file.write_text("old")
-    with monkeypatch.context() as patch, pytest.raises(_BreakError):
+    with monkeypatch.context() as patch:
         patch.setattr(call, fail)
-        atomic_write(file, "new")
+        with pytest.raises(_BreakError):
+            atomic_write(file, "new")
     assert file.read_text() == "old"
     assert names(tmp_path) == ["f"]
 
@@ -82,7 +84,7 @@ def test_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_appears_when_its_block_succeeds(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "store"
+    target = tmp_path / "very" / "deep" / "store"
     with atomic_dir(target) as temporary:
         (temporary / "f").write_text("x")
         assert not target.exists()
@@ -91,11 +93,30 @@ def test_a_folder_appears_when_its_block_succeeds(tmp_path: Path) -> None:
     assert names(target.parent) == ["store"]
 
 
+def test_files_are_on_the_disk_before_their_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda number: seen.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, target: (seen.append("rename"), rename(self, target))[1])
+    with atomic_dir(tmp_path / "store") as temporary:
+        (temporary / "below").mkdir()
+        for name in ("a", "below/b"):
+            (temporary / name).touch()
+    assert sorted(seen[:2]) == ["a", "b"]
+    assert seen[2:] == ["rename"]
+
+
 @pytest.mark.parametrize("error", [_BreakError, KeyboardInterrupt])
 def test_a_folder_whose_block_fails_vanishes(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), atomic_dir(tmp_path / "store") as temporary:
-        (temporary / "f").write_text("x")
-        raise error
+    def fill() -> None:
+        with atomic_dir(tmp_path / "store") as temporary:
+            (temporary / "f").write_text("x")
+            raise error
+
+    with pytest.raises(error):
+        fill()
     assert names(tmp_path) == []
 
 
@@ -178,6 +199,7 @@ def test_lines_are_appended_and_readable_at_once(tmp_path: Path) -> None:
     more.close()
     assert [record["step"] for record in read_json_lines(file)] == [1, 2, 3]
     assert file.read_bytes().count(b"\n") == 3
+    assert "é" in file.read_text(), "people read these files"
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
@@ -261,14 +283,13 @@ def test_a_folder_belongs_to_one_process_and_is_free_when_that_dies(tmp_path: Pa
             assert holder.stdout.readline() == "held\n"
             with pytest.raises(WhetError) as caught:
                 FolderLock(tmp_path)
-            assert str(caught.value).startswith(f"{tmp_path}: in use by ")
-            assert f"pid {holder.pid}." in str(caught.value)
+            assert str(caught.value).startswith(f"{tmp_path}: in use by {socket.gethostname()} pid {holder.pid}. ")
             assert "run.dir=FOLDER" in str(caught.value)
         finally:
             holder.kill()
             holder.wait()
     FolderLock(tmp_path).release()
-    assert f"pid {os.getpid()}" in (tmp_path / "lock").read_text()
+    assert (tmp_path / "lock").read_text() == f"{socket.gethostname()} pid {os.getpid()}\n"
 
 
 def test_a_lock_is_exclusive_within_a_process_too_until_it_is_released(tmp_path: Path) -> None:
@@ -296,7 +317,7 @@ def test_a_waiting_lock_lets_one_process_in_at_a_time(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_enter, args=(tmp_path / "deep" / "l.lock", log)) for _ in range(4)]
+    workers = [context.Process(target=_enter, args=(tmp_path / "very" / "deep" / "l.lock", log)) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -11,7 +11,7 @@ import pytest
 
 import whet.core.run as run_module
 from whet.core.errors import WhetError
-from whet.core.run import RunFolder, read_status
+from whet.core.run import RunConfig, RunFolder, read_status
 
 
 def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
@@ -96,6 +96,24 @@ def test_signs_of_life_come_every_few_seconds_at_most(tmp_path: Path, monkeypatc
     folder.close()
 
 
+def test_the_end_is_written_at_the_last_step_that_was_reached(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.set_status("running", 0, 9)
+    folder.beat(4, 9)  # too soon to be written
+    assert read_status(tmp_path)["step"] == 0
+    folder.end("stopped", 75)
+    folder.close()
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"], status["steps"], status["exit_code"]) == ("stopped", 4, 9, 75)
+
+
+def test_a_run_that_never_began_has_no_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.end("failed", 1)
+    folder.close()
+    assert read_status(tmp_path) == {}
+
+
 def test_a_stop_file_is_a_request_and_is_taken_away_at_the_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert not folder.stop_requested()
@@ -103,14 +121,6 @@ def test_a_stop_file_is_a_request_and_is_taken_away_at_the_end(tmp_path: Path) -
     assert folder.stop_requested()
     folder.close()
     assert not (tmp_path / "stop").exists()
-
-
-def test_what_a_run_itself_writes_is_no_file_of_someone_elses(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.set_status("running", 0, 1)
-    (tmp_path / "config.yaml").touch()
-    folder.require_empty()
-    folder.close()
 
 
 def begun(path: Path) -> RunFolder:
@@ -157,6 +167,18 @@ def test_an_earlier_run_stays_when_its_successor_is_abandoned(tmp_path: Path) ->
     assert (tmp_path / "plan" / "rows.npy").exists()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "plan", "metrics.jsonl"])
+def test_files_called_like_a_runs_are_still_someone_elses(tmp_path: Path, name: str) -> None:
+    """A typing error in a recipe must not cost anyone their checkpoints."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious.pt").touch()
+    folder = RunFolder(tmp_path)
+    with pytest.raises(WhetError, match=rf"not of a run \({name}\)"):
+        folder.require_empty()
+    folder.abandon()
+    assert (tmp_path / name / "precious.pt").exists()
+
+
 def test_files_of_someone_elses_stay_when_a_run_is_abandoned(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     begun(tmp_path).abandon()
@@ -175,3 +197,7 @@ def test_a_status_is_json_that_others_can_read(tmp_path: Path) -> None:
     folder.set_status("running", 1, 2)
     folder.close()
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+def test_a_seed_may_be_zero_and_is_unless_given() -> None:
+    assert RunConfig().seed == RunConfig(seed=0).seed == 0

@@ -26,8 +26,8 @@ def plain(text: str) -> Any:
         ("no", "no"), ("yes", "yes"), ("on", "on"), ("off", "off"), ("y", "y"),
         ("true", True), ("False", False), ("TRUE", True), ("null", None), ("~", None), ("Null", None), ("", None),
         (".inf", math.inf), ("-.INF", -math.inf),
-        ("1e", "1e"), ("e5", "e5"), ("1.2.3", "1.2.3"), ("1:30", "1:30"), ("2024-01-02", "2024-01-02"), ("0x1f", "0x1f"),
-        ("-", [None]), ("inf", "inf"), ("nan", "nan"), (".", "."), ("_1", "_1"),
+        ("1e", "1e"), ("e5", "e5"), ("1.2.3", "1.2.3"), ("1:30", "1:30"), ("2024-01-02", "2024-01-02"),
+        ("0x1f", "0x1f"), ("-", [None]), ("inf", "inf"), ("nan", "nan"), (".", "."), ("_1", "_1"),
         ("'1e-6'", "1e-6"), ('"true"', "true"), ("''", ""), ("|\n  12\n", "12\n"), (">\n  a\n  b\n", "a b\n"),
     ],
 )  # fmt: skip
@@ -54,6 +54,8 @@ def test_every_value_knows_its_line() -> None:
 def test_a_path_that_does_not_exist_leads_to_the_deepest_node_on_the_way() -> None:
     node = parse_yaml("a:\n  b: [1]\n", "f.yaml")
     assert node.at(("a", "x", "y")) == node.at(("a",))
+    assert node.at(("a", "x", "b")) == node.at(("a",)), "what comes after a missing key is not looked for"
+    assert node.at(("a", "b", 1)).plain() == [1]
     assert node.at(("a", "b", 5)).plain() == [1]
     assert node.at(("a", "b", "0")).plain() == [1]
 
@@ -103,7 +105,7 @@ def test_a_variable_that_is_not_set_is_named_with_place_and_remedy(monkeypatch: 
         ("a: 1\n---\nb: 2\n", "f.yaml:2: not valid YAML"),
         ("a: *nowhere\n", "f.yaml:1: not valid YAML"),
         ("a: 1\n? [b]\n: 2\n", "f.yaml:1: a key must be plain text"),
-        ("a: \x00\n", "f.yaml: not valid YAML"),
+        ("a: \x00\n", "f.yaml: not valid YAML: unacceptable character #x0000"),
         ("[" * 5000, "f.yaml: not valid YAML"),
     ],
     ids=lambda value: repr(value[:25]),
@@ -127,8 +129,9 @@ def test_the_same_key_in_different_mappings_is_fine() -> None:
 def test_any_text_is_a_value_or_a_whet_error(text: str) -> None:
     try:
         node = parse_yaml(text, "here")
-    except WhetError as error:
-        assert str(error).startswith("here")
+    except WhetError as refused:
+        told = str(refused)
+        assert told.startswith("here")
     else:
         assert isinstance(node, Node)
         node.plain()
@@ -173,12 +176,12 @@ def test_a_missing_file_and_a_folder_are_errors_with_a_remedy(tmp_path: Path) ->
 
 # Writing
 
-LETTERS = st.characters(exclude_characters="\x85\u2028\u2029")
+LETTERS = st.characters(exclude_characters="\x85")
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(LETTERS, max_size=20)
 TRICKY = st.sampled_from(
-    ["no", "1e-6", "12", "true", "null", "~", "", " a ", "a: b", "- a", "#x", "${HOME}", "$${X}", "$$${", "a\nb\n", "=", "<<",
-     "\x00", "\ud800", "'", '"', "\\", "!!int 3", "&a", "*a", "2024-01-01", "1:30", "0x1f", "0o7", "é", "😀",
-     ".inf", ".nan", "%", "@", "`", "?", "| x", "x" * 120, "word " * 40]
+    ["no", "1e-6", "12", "true", "null", "~", "", " a ", "a: b", "- a", "#x", "${HOME}", "$${X}", "$$${", "a\nb\n", "=",
+     "<<", "\u2028", "a\u2029b", "\x00", "\ud800", "'", '"', "\\", "!!int 3", "&a", "*a", "2024-01-01", "1:30", "0x1f",
+     "0o7", "é", "😀", ".inf", ".nan", "%", "@", "`", "?", "| x", "x" * 120, "word " * 40]
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS | TRICKY,

@@ -173,9 +173,9 @@ MISTRAL = Family(
     "mistral",
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"
     "{% else %}{% set system = none %}{% set rest = messages %}{% endif %}"
-    "{% set users = rest | selectattr('role', 'equalto', 'user') | list %}{{ bos_token }}{% for m in rest %}"
+    "{{ bos_token }}{% for m in rest %}"
     "{% if m['role'] == 'user' %}{{ '[INST] ' }}"
-    "{% if system is not none and loop.index0 >= rest | length - 2 and m == users[-1] %}{{ system + '\n\n' }}{% endif %}"
+    "{% if system is not none and loop.revindex <= 2 %}{{ system + '\n\n' }}{% endif %}"
     "{{ m['content'] + '[/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}",
     ("<s>", "</s>", "[INST]", "[/INST]"),

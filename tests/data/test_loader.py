@@ -98,8 +98,10 @@ def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, pa
         for _, batch in Loader(store, plan, micro_rows, rank, 3, ROW).micro_batches(step)
     }
     assert len(shapes) == 1
-    [(tokens, _, longest)] = shapes
+    [(tokens, edges, longest)] = shapes
+    fullest = max(len(row) for step in range(len(plan)) for row in plan.rows_of(step))
     assert tokens == (ROW * micro_rows,)
+    assert edges == (fullest * micro_rows + 2,)
     assert longest == ROW * micro_rows
 
 

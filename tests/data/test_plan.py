@@ -130,6 +130,13 @@ def test_the_seed_alone_decides_the_order(planner) -> None:  # type: ignore[no-u
     assert make(3).documents.tolist() != make(4).documents.tolist()
 
 
+def test_the_order_is_pinned() -> None:
+    """Another order for the same seed would make finished runs unrepeatable."""
+    plan = plan_by_conversations(np.full(6, 5), 2, Length(epochs=2), ROW, "none", 7)
+    assert plan.documents.tolist() == [3, 0, 2, 1, 4, 5, 2, 3, 0, 5, 1, 4]
+    assert [numbers.tolist() for numbers in split_off(6, 0.34, 7)] == [[0, 1, 3, 4], [2, 5]]
+
+
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_each_epoch_has_an_order_of_its_own(planner) -> None:  # type: ignore[no-untyped-def]
     plan = planner(np.full(100, ROW), 1, Length(epochs=2), ROW, "none", 0)

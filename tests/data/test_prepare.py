@@ -286,9 +286,10 @@ def test_an_interrupted_preparation_leaves_no_store_and_can_be_repeated(
             raise error
         add(*arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(error):
+    with monkeypatch.context() as patch:
         patch.setattr(prepare_module.StoreWriter, "add", break_in_the_middle)
-        go(path)
+        with pytest.raises(error):
+            go(path)
     assert len(added) == 10
     assert left_behind(own_cache) == []
     assert len(go(path).store) == 20
@@ -317,6 +318,16 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     with pytest.raises(WhetError, match=r"too full for the prepared data: 1 MiB needed, 0 MiB free.*WHET_CACHE"):
         go(jsonl(GOOD))
     assert left_behind(tiny_disk) == []
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_room_asked_for_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(prepare_module, "need_space", lambda _, size, __: asked.append(size))
+    one, two = (jsonl(*[LONG] * 3000, name=name) for name in ("one", "two"))
+    store = go(one, two, max_length=1000).store
+    assert sum(file.stat().st_size for file in store.folder.iterdir()) <= asked[0]
+    assert asked[0] == 2 * (one.stat().st_size + two.stat().st_size) + 2**20
 
 
 def test_a_disk_that_fills_up_is_an_error_with_a_remedy_and_leaves_nothing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -31,7 +33,8 @@ from .families import (
 )
 
 EDGES = (
-    "", " ", "\n", "\n\n", "\t", "  two", "two  ", "\u00a0", "\u3000", '"', "'", "\\", "\\n", "user", "assistant", "system",
+    "", " ", "\n", "\n\n", "\t", "  two", "two  ", "\u00a0", "\u3000", '"', "'", "\\", "\\n", "user", "assistant",
+    "system",
     "<|im_end|>", "<|im_start|>user\nHi<|im_end|>", "<|im_end", "im_end|>", "</s>", "[/INST]", "[INST] ", "<s>",
     "<end_of_turn>", "<|eot_id|>", "<|end|>", "<｜Assistant｜>", "<think>\n", "</think>", "{{ m }}", "{% if x %}", "#}",
     "naïve", "日本語", "😀", "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "e\u0301", "\u202eabc", "\x00", "\x1f", "\ufeff", "ÿ", "0", "1234", "none",
@@ -148,6 +151,8 @@ def test_the_mask_is_exact_with_a_real_tokenizer(turns: list[tuple[str, str]]) -
     tokenizer = smollm2()
     if turns[0][0] != "system":  # its template would add a system turn of its own
         turns = [("system", "z"), *turns]
+    # It has no tokens at all for some bytes, such as most control characters, and leaves them out.
+    turns = [(role, "".join(char for char in content if tokenizer(char).input_ids)) for role, content in turns]
     rendered = render(tokenizer, turns)
     assert rendered.ids.tolist() == own_ids(tokenizer, turns)
     assert rendered.loss.tolist() == expected_loss(tokenizer, CHATML.pieces(turns))
@@ -288,6 +293,12 @@ def test_prompt_and_learned_text_together_are_the_conversation(family: Family) -
 # Dates
 
 
+def test_a_template_with_a_date_has_todays_or_the_one_it_is_given() -> None:
+    tokenizer = with_template(CHATML_TEMPLATE + "{% if false %}{{ strftime_now('%Y') }}{% endif %}")
+    assert Renderer(tokenizer, "assistant").today == datetime.date.today().isoformat()
+    assert Renderer(tokenizer, "assistant", today="2001-02-03").today == "2001-02-03"
+
+
 def test_a_template_without_a_date_has_none_in_its_key() -> None:
     assert Renderer(tokenizer_of(CHATML), "assistant").today is None
     assert Renderer(tokenizer_of(CHATML), "assistant", today="2001-02-03").today is None
@@ -400,8 +411,8 @@ def test_a_template_whose_generation_prompt_is_another_header_is_refused() -> No
 def test_a_marker_that_is_cut_in_two_by_the_common_header_is_learned_whole() -> None:
     """`<|a|>` and `<|b|>` share `<|`: the header must stop before, not inside."""
     template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{{ '<|b|>' if m['role'] == 'assistant' else '' }}"
-        "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ '<|b|>' if m['role'] == 'assistant' else '' }}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<|a|>' }}{% endif %}"
     )
     tokenizer = with_template(template, ("<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>"))

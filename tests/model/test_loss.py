@@ -85,7 +85,7 @@ def test_the_models_loss_is_the_sum_over_supervised_tokens_of_its_own_logits(
 def test_a_plain_head_is_accepted(tied: bool, make_model: Callable[..., Any]) -> None:
     model = make_model("Llama", tie_word_embeddings=tied)
     attention.install(model, "sdpa")
-    LossModel(model).check_head(64)
+    LossModel(model).check(64)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_head_that_does_more_is_refused(
         model.lm_head.bias.data.fill_(0.5)
     attention.install(model, "sdpa")
     with pytest.raises(WhetError, match="more with its logits"):
-        LossModel(model).check_head(64)
+        LossModel(model).check(64)
 
 
 @pytest.mark.parametrize("cap", [5.0, 30.0])
@@ -112,4 +112,4 @@ def test_a_head_that_caps_its_logits_is_refused_however_gently(make_model: Calla
     )  # fmt: skip
     attention.install(model, "sdpa")
     with pytest.raises(WhetError, match="caps its logits"):
-        LossModel(model).check_head(64)
+        LossModel(model).check(64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,26 +71,6 @@ def test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished(
     assert whet(*arguments, "--resume").code == 0
     assert exact_of(tmp_path / "run") == exact_of(tiny_run)
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tiny_run / WEIGHTS).read_bytes()
-
-
-def test_a_stop_file_stops_like_a_signal_and_only_once(
-    whet: Any, wait_for_lines: Any, recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact
-) -> None:
-    folder = tmp_path / "run"
-
-    def ask() -> None:
-        wait_for_lines(folder, 4)
-        (folder / "stop").touch()
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    ended = whet("train", recipe, *FULL, f"run.dir={folder}")
-    asking.join()
-    assert ended.code == 75
-    assert "a checkpoint is saved" in ended.err
-    assert status(folder)["state"] == "stopped"
-    assert whet("train", recipe, *FULL, f"run.dir={folder}", "--resume").code == 0
-    assert exact_of(folder) == exact_of(tiny_run)
 
 
 @pytest.mark.parametrize("keep", ["step-000020", None], ids=["from a checkpoint", "from the start"])

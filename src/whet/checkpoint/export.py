@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_dir, hash_file, need_space, write_json
+from whet.model.attention import plain
 from whet.model.lora import language_model, merge
 
 if TYPE_CHECKING:
@@ -101,10 +102,8 @@ def _load_back(folder: Path, kind: str) -> nn.Module:
 def _logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
     """Logits at the last positions of each probe, one conversation at a time, with transformers' own attention."""
     model.eval()
-    attention = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
     device = next(model.parameters()).device
     each = max(1, _POSITIONS // max(1, len(probes)))
-    rows = [model(input_ids=torch.tensor([list(ids)], device=device)).logits[0, -each:].float() for ids in probes]
-    model.set_attn_implementation(attention)  # type: ignore[operator]
+    with plain(model):
+        rows = [model(input_ids=torch.tensor([list(ids)], device=device)).logits[0, -each:].float() for ids in probes]
     return torch.cat(rows)

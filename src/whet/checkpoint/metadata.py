@@ -16,8 +16,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from whet.core.errors import WhetError
 
-_MODULES = ("torch.distributed.checkpoint.metadata",)
 _NAMES = {
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -31,7 +38,7 @@ _NAMES = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if "." not in name and (is_dtype or module in _MODULES or (module, name) in _NAMES):
+        if "." not in name and (is_dtype or (module, name) in _NAMES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
 
@@ -44,7 +51,7 @@ class SafeReader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, FileNotFoundError, AttributeError, ImportError) as error:
+        except Exception as error:  # a damaged pickle makes Python say almost anything
             raise WhetError(
                 f"{path}: not the metadata of a checkpoint ({error}). Delete the checkpoint and use an older one"
             ) from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -46,7 +47,7 @@ def save(
             write_json(temporary / _STATE, {**state, "step": step})
             put_in_place(temporary, final)
             atomic_write(folder / "latest", final.name + "\n")
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(error, "saving a checkpoint", folder) or error from None
     ranks.wait()
@@ -59,18 +60,26 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     if optimizer is not None:
         _materialise(optimizer)
         tensors |= _optimizer_tensors(model, optimizer)
+    SafeReader(path).read_metadata()  # here its errors come out as they are
     try:
         with _quiet():
             dcp_load(tensors, storage_reader=SafeReader(path), no_dist=ranks.world == 1)
-    except WhetError:
-        raise
-    except Exception as error:  # torch wraps what a damaged or foreign checkpoint makes it say in many types
+    except (Exception, CheckpointException) as error:
         cause = error.__cause__ or error
         raise WhetError(
             f"{path}: this checkpoint does not fit the model, or is damaged ({cause}). Was the adapter or the model "
             "changed since? Use an older checkpoint, or start a new run"
         ) from None
     return dict(read_json(path / _STATE))
+
+
+def need_room(folder: Path, model: nn.Module, kept: int, export: int) -> None:
+    """Refuse before the first step when the disk cannot hold a run's checkpoints and its export.
+
+    AdamW keeps two numbers for each weight; while a new checkpoint is written, the oldest is still there.
+    """
+    weights = sum(parameter.nbytes for _, parameter in _trainable(model))
+    need_space(folder, 3 * weights * (kept + 1) + export + 2**20, "this run's checkpoints and export")
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from whet.core.errors import INTERRUPTED, STOPPED, WhetError, disk_error
+from whet.core.errors import INTERRUPTED, STOPPED, RunFailedError, WhetError, disk_error
 
 P = ParamSpec("P")
 
@@ -40,11 +41,18 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
         except KeyboardInterrupt:
             console.show_error("interrupted")
             raise typer.Exit(INTERRUPTED) from None
-        except (WhetError, OSError) as error:
-            known = error if isinstance(error, WhetError) else disk_error(error, "working", ".")
+        except WhetError as error:
+            _fail(error, as_json)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            known = disk_error(error, "working", ".") if isinstance(error, OSError) else None
             if known is None:
-                raise
-            _fail(known, as_json)
+                traceback.print_exc()
+            _fail(
+                known or RunFailedError(f"{type(error).__name__}: {error}. This is a fault in whet: please report it"),
+                as_json,
+            )
         else:
             if as_json and result is not None and _rank() == 0:
                 console.write_result(result)

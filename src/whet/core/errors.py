@@ -38,6 +38,13 @@ _DISK_ERRORS = {
 }
 
 
+_DISK_TEXTS = (
+    (errno.ENOSPC, "No space left on device"),
+    (errno.ENOSPC, "inline_container"),  # torch.save on a full disk: "enforce fail at inline_container.cc"
+    (errno.EROFS, "Read-only file system"),
+)
+
+
 def disk_error(error: BaseException, doing: str, place: str | Path) -> WhetError | None:
     """A WhetError for a disk that is full, read-only or forbidden; None if `error` has another cause.
 
@@ -48,7 +55,7 @@ def disk_error(error: BaseException, doing: str, place: str | Path) -> WhetError
         if isinstance(seen, OSError) and seen.errno in _DISK_ERRORS:
             return _disk_message(seen.errno, doing, seen.filename or place)
         seen = seen.__cause__ or seen.__context__
-    for code, text in ((errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")):
+    for code, text in _DISK_TEXTS:
         if text in str(error):
             return _disk_message(code, doing, place)
     return None

@@ -101,7 +101,7 @@ def need_space(path: Path, size: int, doing: str) -> None:
         raise WhetError(
             f"{path}: the disk is too full for {doing}: {size / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free. "
             "Free some space, or choose a folder on another disk (run.dir for runs, the environment variable "
-            "WHET_CACHE for prepared data and models). Nothing was written."
+            "WHET_CACHE for prepared data and models). Nothing half-written was left behind."
         )
 
 

@@ -19,11 +19,6 @@ from whet.core.files import FolderLock, read_json, write_json
 _HEARTBEAT_S = 5.0
 
 
-_FILES = ("config.yaml", "status.json", "ledger.json", "plan.json", "metrics.jsonl", "samples.jsonl")
-_FOLDERS = ("plan", "checkpoints")
-"""What a run writes before and while it learns; exports and reports come after."""
-
-
 class RunConfig(Section):
     """The run itself."""
 
@@ -47,9 +42,10 @@ class RunFolder:
             raise disk_error(error, "opening the run folder", path) or WhetError(
                 f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
             ) from None
-        self._was_run = self.holds_run()
+        self._was_empty = not self._entries()
         self._started = read_status(path).get("started") or time.time()
         self._beat = 0.0
+        self._step, self._steps = 0, 0
 
     def holds_run(self) -> bool:
         """Whether a run was started here before."""
@@ -57,19 +53,19 @@ class RunFolder:
 
     def require_empty(self) -> None:
         """Refuse a folder with files of someone else's in it."""
-        others = self._foreign()
+        others = self._entries()
         if others:
             raise WhetError(
                 f"run.dir: {self.path} holds files that are not of a run ({', '.join(others[:3])}). "
                 "Give an empty or new folder: run.dir=FOLDER"
             )
 
-    def _foreign(self) -> list[str]:
-        return sorted({entry.name for entry in self.path.iterdir()} - {*_FILES, *_FOLDERS, "lock"})
+    def _entries(self) -> list[str]:
+        return sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
 
     def set_status(self, state: str, step: int, steps: int, exit_code: int | None = None) -> None:
         """Say where the run stands, for whoever watches it."""
-        self._beat = time.time()
+        self._beat, self._step, self._steps = time.time(), step, steps
         write_json(
             self.path / "status.json",
             {
@@ -80,28 +76,35 @@ class RunFolder:
 
     def beat(self, step: int, steps: int) -> None:
         """A sign of life, every few seconds at most."""
+        self._step, self._steps = step, steps
         if time.time() - self._beat > _HEARTBEAT_S:
             self.set_status("running", step, steps)
+
+    def end(self, state: str, exit_code: int) -> None:
+        """Write into the status how a run ended that had begun."""
+        if self._beat:
+            self.set_status(state, self._step, self._steps, exit_code)
 
     def stop_requested(self) -> bool:
         """Whether someone put a file named `stop` into the folder."""
         return (self.path / "stop").exists()
 
     def abandon(self) -> None:
-        """Let go after an error. A run that had not begun to learn leaves no trace of itself."""
+        """Let go after an error. A run that had not begun to learn leaves no trace; what was there before stays."""
         metrics = self.path / "metrics.jsonl"
-        if not self._was_run and not self._foreign() and not (metrics.exists() and metrics.stat().st_size):
-            for name in (*_FILES, "lock"):
-                (self.path / name).unlink(missing_ok=True)
-            for name in _FOLDERS:
-                shutil.rmtree(self.path / name, ignore_errors=True)
+        if self._was_empty and not (metrics.exists() and metrics.stat().st_size):
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
             for folder in self._made:
                 with contextlib.suppress(OSError):  # not empty: another run lives beside it
                     folder.rmdir()
-        self._lock.release()
+        self.close()
 
     def close(self) -> None:
-        (self.path / "stop").unlink(missing_ok=True)
+        (self.path / "stop").unlink(missing_ok=True)  # it was meant for this run, not for the next
         self._lock.release()
 
 

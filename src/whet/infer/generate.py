@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from whet.model.attention import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def generate(
     torch.manual_seed(sampling.seed)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
-    with plain_attention(model):
+    with plain(model):
         for start in range(0, len(order), batch):
             numbers = order[start : start + batch]
             width = max(len(prompts[i]) for i in numbers)
@@ -55,17 +56,3 @@ def generate(
 
 def _until_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
     return tokens[: next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))]
-
-
-@contextlib.contextmanager
-def plain_attention(model: nn.Module) -> Iterator[None]:
-    """transformers' own attention while generating: the document attention of training knows no cache."""
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    if before == "sdpa":
-        yield
-        return
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)  # type: ignore[operator]

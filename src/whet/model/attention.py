@@ -1,15 +1,16 @@
 """Document attention: a token attends to the tokens before it in its own document, and to no other.
 
-One function is registered with transformers under the name `whet`; models stay as they are. The batch has one row of
+Each back-end is registered with transformers under a name of its own; models stay as they are. The batch has one row of
 T tokens (shape letters: B = 1, H heads, K key-value heads, T tokens, E head width); where documents begin comes with
 each forward pass as keyword arguments, which transformers hands through to the attention.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from whet.core.console import warn
 from whet.core.errors import WhetError
-
-NAME = "whet"
 
 Backend = Callable[[Tensor, Tensor, Tensor, float, dict[str, Any]], Tensor]
 """(query [1 H T E], key [1 K T E], value [1 K T E], scale, documents) → [1 T H E]"""
@@ -86,6 +86,8 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
 
 def install(model: nn.Module, backend: str) -> None:
     """Make `model` (a transformers model) attend by documents from now on."""
+    if getattr(model.config, "attention_dropout", 0):
+        warn("the model's configuration asks for dropout inside attention; whet trains without it")
     compute = BACKENDS[backend]
 
     def attend(
@@ -101,9 +103,25 @@ def install(model: nn.Module, backend: str) -> None:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         return compute(query, key, value, scale, kwargs), None
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    AttentionInterface.register(name_of(backend), attend)
+    AttentionMaskInterface.register(name_of(backend), _no_mask)
+    model.set_attn_implementation(name_of(backend))  # type: ignore[operator]
+
+
+def name_of(backend: str) -> str:
+    """What transformers knows a back-end by. A name with `sdpa` in it would make it check for its own."""
+    return {"sdpa": "whet_per_document", "eager": "whet_reference", "varlen": "whet_varlen"}[backend]
+
+
+@contextlib.contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """transformers' own attention for a while, as for generating: that of documents knows no cache."""
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

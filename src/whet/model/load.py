@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from whet.core.errors import WhetError
@@ -63,11 +64,19 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype
-        )
-    except (OSError, ValueError, KeyError) as error:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _cannot_load(config.path, "model", error) from None
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise WhetError(
+            f"model.path: {config.path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
+            "random numbers. The files do not belong to this config.json, or some were not copied"
+        )
+    return model
 
 
 def stop_ids(config: ModelConfig) -> list[int]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
+from whet.model.attention import plain
 
 _CHUNK_BYTES = 64 * 2**20  # logits alive at a time
 
@@ -96,30 +97,54 @@ class LossModel(nn.Module):
         return output.last_hidden_state
 
     @torch.no_grad()
-    def check_head(self, vocabulary: int) -> None:
-        """Compare this loss with the model's own logits on a few tokens; refuse a head that does something else.
+    def check(self, vocabulary: int) -> None:
+        """Compare two packed documents with what the model itself makes of each alone; refuse where they differ.
 
-        Some architectures scale or cap their logits, or add a bias; training them with a plain head would look
-        healthy and be wrong.
+        Some architectures carry state from token to token or have an attention of their own, so that packed
+        conversations would see each other; some scale or cap their logits. Training them would look healthy and be
+        wrong.
         """
         cap = getattr(self.language_model.config, "final_logit_softcapping", None)
         if cap is not None:  # too gentle to be seen on small logits
             raise WhetError(f"model.path: this model caps its logits at {cap}, which whet cannot train yet")
-        device = next(self.parameters()).device
-        tokens = torch.arange(8, device=device) * 7919 % vocabulary
-        edges = torch.tensor([0, 8], device=device, dtype=torch.int32)
-        positions = torch.arange(8, device=device)
-        hidden = self._hidden(tokens, positions, edges, 8, (0, 8))
-        head = self.language_model.get_output_embeddings()  # type: ignore[operator]
-        own = self.language_model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, document_cu_seqlens=edges,
-            document_longest=8, document_edges=(0, 8),
-        ).logits[0]  # fmt: skip
-        ours = hidden[0] @ head.weight.to(hidden.dtype).T
-        difference = (own.float() - ours.float()).abs().max().item()
-        rounding = 0.05 if hidden.dtype in (torch.bfloat16, torch.float16) or own.dtype != hidden.dtype else 1e-3
-        if not difference <= rounding * own.float().abs().max().item():
+        was_training = self.training
+        self.eval()
+        tokens = torch.arange(16, device=next(self.parameters()).device) * 7919 % vocabulary
+        try:
+            ours = self._logits_of_two(tokens)
+            other = self._logits_of_two(torch.cat([tokens[:8].flip(0), tokens[8:]]))
+            with plain(self.language_model):
+                parts = [
+                    self.language_model(input_ids=part[None], use_cache=False).logits[0] for part in tokens.split(8)
+                ]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WhetError(
-                f"model.path: this model does more with its logits than a plain output layer (they differ by "
-                f"{difference:.3g}), so whet would train it wrongly. It is not supported yet"
+                f"model.path: this architecture cannot be trained on packed documents ({error!r})"
+            ) from None
+        self.train(was_training)
+        own = torch.cat(parts).float()
+        leak = (ours[8:] - other[8:]).float().abs().max().item()  # the same kernels on the same shapes: no rounding
+        if not leak <= 1e-5 * own.abs().max().item():
+            raise WhetError(
+                f"model.path: conversations packed into one row would see each other in this model (logits move by "
+                f"{leak:.3g} when another conversation changes): it has layers with state, or an attention of its own. "
+                "whet refuses to train it"
             )
+        rounding = 0.05 if torch.is_autocast_enabled(tokens.device.type) or ours.dtype.itemsize < 4 else 1e-4
+        difference = (own - ours.float()).abs().max().item()
+        if not difference <= rounding * own.abs().max().item():
+            raise WhetError(
+                f"model.path: whet computes other logits for this model than it does itself (they differ by "
+                f"{difference:.3g}): it does more with its logits than a product, or has an attention of its own. whet "
+                "would train it wrongly, so it refuses"
+            )
+
+    def _logits_of_two(self, tokens: Tensor) -> Tensor:
+        """Logits of a row whose halves are two documents."""
+        half = len(tokens) // 2
+        edges = (0, half, 2 * half)
+        positions = torch.arange(half, device=tokens.device).repeat(2)
+        cu_seqlens = torch.tensor(edges, device=tokens.device, dtype=torch.int32)
+        hidden = self._hidden(tokens, positions, cu_seqlens, half, edges)[0]
+        head = self.language_model.get_output_embeddings()  # type: ignore[operator]
+        return hidden @ head.weight.to(hidden.dtype).T

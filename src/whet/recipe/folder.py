@@ -15,9 +15,9 @@ from whet.checkpoint import save as checkpoints
 from whet.config import Config
 from whet.core.console import say
 from whet.core.errors import FAILED, INPUT, INTERRUPTED, WhetError, disk_error
-from whet.core.files import JsonLines, atomic_write, read_json, write_json
+from whet.core.files import JsonLines, atomic_dir, atomic_write, read_json, write_json
 from whet.core.ranks import Ranks
-from whet.core.run import RunFolder, read_status
+from whet.core.run import RunFolder
 from whet.core.yaml import read_yaml
 from whet.infer.tasks import find_task
 from whet.model.loss import LossModel
@@ -36,22 +36,13 @@ def run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder 
         _check_folder(folder, config, resume)
         yield folder
     except BaseException as error:
-        _note_end(folder, error)
+        code = error.exit_code if isinstance(error, WhetError) else FAILED
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
+        with contextlib.suppress(OSError):
+            folder.end("failed" if code in (INPUT, FAILED) else "stopped", code)
         folder.abandon()
         raise disk_error(error, "writing the run", folder.path) or error from None
     folder.close()
-
-
-def _note_end(folder: RunFolder, error: BaseException) -> None:
-    """Write into the status how a run ended that had begun."""
-    status = read_status(folder.path)
-    if not status:
-        return
-    code = error.exit_code if isinstance(error, WhetError) else FAILED
-    if isinstance(error, KeyboardInterrupt):
-        code = INTERRUPTED
-    with contextlib.suppress(OSError):
-        folder.set_status("failed" if code in (INPUT, FAILED) else "stopped", status["step"], status["steps"], code)
 
 
 def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
@@ -86,18 +77,18 @@ def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any,
 
 
 def begin(folder: RunFolder, config: Config, data: Data) -> None:
-    """Write down, before anything is computed, all that is decided. config.yaml last: it makes the folder a run."""
+    """Write down, before anything is computed, all that is decided. config.yaml first: it makes the folder a run."""
     path = folder.path
-    if folder.holds_run():
+    if (path / "plan").exists():
         _same_data(path, data)
         return
     for task in config.eval.tasks:
         find_task(task)
-    (path / "plan").mkdir(exist_ok=True)
-    (path / "checkpoints").mkdir(exist_ok=True)
-    make_plan(config, data).save(path / "plan")
-    write_json(path / "ledger.json", data.ledger())
     atomic_write(path / "config.yaml", config.dump())
+    write_json(path / "ledger.json", data.ledger())
+    (path / "checkpoints").mkdir(exist_ok=True)
+    with atomic_dir(path / "plan") as temporary:
+        make_plan(config, data).save(temporary)
 
 
 def _same_data(path: Path, data: Data) -> None:
@@ -155,3 +146,7 @@ class Files:
     def __init__(self, path: Path, kept: Kept) -> None:
         self.metrics = JsonLines(path / "metrics.jsonl", kept.metrics)
         self.samples = JsonLines(path / "samples.jsonl", kept.samples)
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.samples.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 from whet.checkpoint import save as checkpoints
 from whet.config import Config
 from whet.core.console import be_quiet, say
+from whet.core.errors import RunFailedError
 from whet.core.files import write_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder
@@ -51,13 +53,16 @@ def train(config: Config, resume: bool) -> None:
         ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
         try:
             _train(config, data, folder, ranks)
+        except torch.OutOfMemoryError as error:
+            raise RunFailedError(
+                f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
+                "data.max_length, train an adapter instead of every weight, or use a larger device"
+            ) from None
         finally:
             ranks.leave()
 
 
 def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> None:
-    path = config.folder
-    plan = Plan.load(path / "plan", len(data.train_documents))
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
         torch.use_deterministic_algorithms(True)
@@ -65,37 +70,64 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
     root = LossModel(language_model(model))
     with arithmetic.context(ranks.device):
-        root.check_head(len(data.tokenizer))
+        root.check(len(data.tokenizer))
     start_equal(root, ranks)
-    optimizer = make_optimizer(root, config.train.optimizer)
-    start, seen, kept = go_on(path, root, optimizer, ranks)
-    files = Files(path, kept) if folder else None
-    run = _Run(config, data, root, optimizer, ranks, arithmetic, len(plan), folder, files)
-    cadence = Cadence(
-        steps=len(plan), evaluate_every=config.eval.every, evaluate_at_start=config.eval.at_start and not kept.measured,
-        save_every=config.checkpoint.every or max(1, len(plan) // 10),
-    )  # fmt: skip
-    work = _work(model, config)
+    plan = Plan.load(config.folder / "plan", len(data.train_documents))
     if folder is not None:
-        write_json(path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
-        folder.set_status("running", start, len(plan))
-    loader = make_loader(config, data.train.store, plan, ranks)
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        export = whole if config.export.at_end == "merged" else 0
+        checkpoints.need_room(folder.path, root, config.checkpoint.keep_last, export)
+        write_json(folder.path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
     say(
         f"{len(plan)} steps on {ranks.world} × {ranks.device.type}, {arithmetic.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.per_epoch} conversations an epoch"
     )
-    Trainer(
-        model=root, optimizer=optimizer, loader=loader, config=config.train, cadence=cadence,
-        hooks=Hooks(log=run.log, evaluate=run.evaluate, save=run.save, stop_requested=run.stop_requested),
-        ranks=ranks, work=work, per_epoch=plan.per_epoch, seed=config.run.seed,
-        arithmetic=arithmetic.context(ranks.device),
-    ).run(start, seen)  # fmt: skip
+    _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config))
     if folder is not None and config.export.at_end != "none":
         export_model(config, data, model, config.export.at_end)
     ranks.wait()
     if folder is not None:
         folder.set_status("finished", len(plan), len(plan), exit_code=0)
+
+
+def _learn(
+    config: Config,
+    data: Data,
+    root: LossModel,
+    plan: Plan,
+    folder: RunFolder | None,
+    ranks: Ranks,
+    arithmetic: Arithmetic,
+    work: Work,
+) -> None:
+    """The steps, from where the newest checkpoint left off."""
+    optimizer = make_optimizer(root, config.train.optimizer)
+    start, seen, kept = go_on(config.folder, root, optimizer, ranks)
+    cadence = Cadence(
+        steps=len(plan),
+        evaluate_every=config.eval.every,
+        evaluate_at_start=config.eval.at_start and not kept.measured,
+        save_every=config.checkpoint.every or max(1, len(plan) // 10),
+    )
+    if folder is not None:
+        folder.set_status("running", start, len(plan))
+    with contextlib.ExitStack() as stack:
+        files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
+        run = _Run(config, data, root, optimizer, ranks, arithmetic, len(plan), folder, files)
+        Trainer(
+            model=root,
+            optimizer=optimizer,
+            loader=make_loader(config, data.train.store, plan, ranks),
+            config=config.train,
+            cadence=cadence,
+            hooks=Hooks(log=run.log, evaluate=run.evaluate, save=run.save, stop_requested=run.stop_requested),
+            ranks=ranks,
+            work=work,
+            per_epoch=plan.per_epoch,
+            seed=config.run.seed,
+            arithmetic=arithmetic.context(ranks.device),
+        ).run(start, seen)
 
 
 @dataclass(frozen=True, slots=True)

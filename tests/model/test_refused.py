@@ -1,0 +1,76 @@
+"""Models that whet would train wrongly, and model folders that are damaged: refused, with a WhetError."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.core.errors import WhetError
+from whet.model import attention
+from whet.model.builtin import builtin_folder
+from whet.model.config import ModelConfig
+from whet.model.load import load_model
+from whet.model.loss import LossModel
+
+LEAKING: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 4},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Qwen3Next": {
+        "head_dim": 16, "num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "num_experts_per_tok": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Falcon": {},
+    "Bloom": {},
+}  # fmt: skip
+"""State that runs through the row, or attention that does not go through transformers' interface."""
+
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "Nemotron": {"head_dim": 8},  # does not hand keyword arguments down to its attention
+    "StableLm": {},
+    "Llama4Text": {
+        "head_dim": 16, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48,
+        "moe_layers": [], "no_rope_layers": [1, 1],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", [*LEAKING, *UNUSABLE])
+def test_an_architecture_whose_documents_see_each_other_is_refused_before_training(
+    architecture: str, make_model: Callable[..., Any]
+) -> None:
+    model = make_model(architecture, dtype=torch.float32, **(LEAKING | UNUSABLE)[architecture])
+    with pytest.raises(WhetError, match=r"model\.path"):
+        prepared(model)
+
+
+def prepared(model: Any) -> None:
+    attention.install(model, "sdpa")
+    LossModel(model).check(64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model"))
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_truncated_weights_file_is_an_error(folder: Path, size: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(WhetError, match=r"model\.path: .*cannot be loaded"):
+        load_model(ModelConfig(path=str(folder)), "auto")
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 32}, {"num_hidden_layers": 3}], ids=["other shapes", "missing"])
+def test_weights_that_do_not_fit_the_config_are_an_error(folder: Path, change: dict[str, int]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(WhetError, match=r"model\.path"):
+        load_model(ModelConfig(path=str(folder)), "auto")
