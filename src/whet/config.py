@@ -34,15 +34,16 @@ class Config(Section):
     def _fits_together(self) -> Config:
         if self.train.row_length is not None and self.train.row_length < self.data.max_length:
             raise impossible(
-                "train", f"row_length = {self.train.row_length} is shorter than data.max_length = "
-                f"{self.data.max_length}, so the longest conversations would fit no row",
-            )  # fmt: skip
+                "train.row_length",
+                f"{self.train.row_length} is shorter than data.max_length = {self.data.max_length}, so the longest "
+                "conversations would fit no row",
+            )
         if self.train.batch.tokens is not None and self.train.batch.tokens < self.row_length:
             raise impossible(
-                "train", f"batch.tokens = {self.train.batch.tokens} is less than one row of {self.row_length} tokens",
-            )  # fmt: skip
+                "train.batch.tokens", f"{self.train.batch.tokens} is less than one row of {self.row_length} tokens"
+            )
         if self.export.at_end == "adapter" and self.adapter is None:
-            raise impossible("export", "at_end = adapter, but without an adapter section every weight is trained")
+            raise impossible("export.at_end", "adapter, but without an adapter section every weight is trained")
         return self
 
     @property

@@ -403,9 +403,9 @@ def test_a_home_folder_in_run_dir_is_expanded(recipe_file: Write, monkeypatch: p
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("train: {row_length: 63}", "row_length = 63 is shorter than data.max_length = 64"),
-        ("train: {batch: {tokens: 63}}", "batch.tokens = 63 is less than one row of 64 tokens"),
-        ("train: {row_length: 100, batch: {tokens: 99}}", "batch.tokens = 99 is less than one row of 100 tokens"),
+        ("train: {row_length: 63}", "row_length: 63 is shorter than data.max_length = 64"),
+        ("train: {batch: {tokens: 63}}", "batch.tokens: 63 is less than one row of 64 tokens"),
+        ("train: {row_length: 100, batch: {tokens: 99}}", "batch.tokens: 99 is less than one row of 100 tokens"),
         ("train: {batch: {}}", "give one of conversations, rows, tokens"),
         ("export: {at_end: adapter}", "without an adapter section every weight is trained"),
     ],

@@ -40,7 +40,7 @@ def write(prefix: Path, sequences: list[list[int]], dtype: type[np.generic] = np
     writer = IndexedWriter(prefix, dtype)
     for sequence in sequences:
         writer.add(np.array(sequence, dtype=np.int32))
-    writer.close()
+    writer.finish()
     return prefix
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_readable_before_close(tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "tokens", np.uint8)
     writer.add(np.array([1]))
     assert not (tmp_path / "tokens.idx").exists()
-    writer.close()
+    writer.finish()
     assert (tmp_path / "tokens.idx").exists()
 
 
@@ -141,6 +141,6 @@ def test_offsets_do_not_wrap_at_two_gigabytes(tmp_path: Path) -> None:
     """Sizes are 32-bit; their running sum must not be."""
     writer = IndexedWriter(tmp_path / "tokens", np.uint16)
     writer._sizes = [2**31 - 1, 2**31 - 1, 5]  # as if so much had been added
-    writer.close()
+    writer.finish()
     raw = (tmp_path / "tokens.idx").read_bytes()
     assert struct.unpack_from("<3q", raw, 34 + 12) == (0, 2 * (2**31 - 1), 4 * (2**31 - 1))

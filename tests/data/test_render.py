@@ -408,17 +408,15 @@ def test_a_template_whose_generation_prompt_is_another_header_is_refused() -> No
     assert refusal(with_template(template), ("user", "a"), ("assistant", "b")).reason == "no common header"
 
 
-def test_a_marker_that_is_cut_in_two_by_the_common_header_is_learned_whole() -> None:
-    """`<|a|>` and `<|b|>` share `<|`: the header must stop before, not inside."""
+def test_a_turn_that_opens_otherwise_than_its_prompt_is_refused() -> None:
+    """Whether the model has to produce `<|b|>`, nobody can say: its prompt ends with `<|a|>`."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{{ '<|b|>' if m['role'] == 'assistant' else '' }}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<|a|>' }}{% endif %}"
     )
     tokenizer = with_template(template, ("<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>"))
-    layout = Renderer(tokenizer, "assistant").layout(talk(("user", "Hi"), ("assistant", "Yes")))
-    start, _, end = layout.spans[0]
-    assert layout.text[start:end] == "<|b|>Yes<|im_end|>"
+    assert refusal(tokenizer, ("user", "Hi"), ("assistant", "Yes")).reason == "no common header"
 
 
 def test_a_template_that_raises_on_a_role_is_refused_with_its_own_words() -> None:

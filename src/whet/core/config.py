@@ -24,7 +24,7 @@ from whet.core.yaml import Node, parse_yaml, read_yaml
 class Section(BaseModel):
     """A group of knobs. Unknown keys are errors, types are not coerced, and values cannot be changed later."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Keys of which one may be given. A recipe that gives one replaces another that it inherited."""
@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 
 def impossible(key: str, reason: str) -> PydanticCustomError:
-    """The error of a validator: values that are fine alone and impossible together; `key` is where to look."""
+    """The error of a validator: values that are fine alone and impossible together. `key` is where to look."""
     return PydanticCustomError("impossible", "{reason}", {"key": key, "reason": reason})
 
 
@@ -97,7 +97,7 @@ def _parse_override(text: str) -> Node:
 
 def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
     """`over` laid on `base`: mappings merge key by key, all else is replaced; numbers index into lists."""
-    if isinstance(base.value, list) and isinstance(over.value, dict) and all(key.isdigit() for key in over.value):
+    if isinstance(base.value, list) and isinstance(over.value, dict) and _are_indices(over.value):
         items = list(base.value)
         for key, node in over.value.items():
             if int(key) >= len(items):
@@ -109,11 +109,15 @@ def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
     merged = dict(base.value)
     for group in section.alternatives if section else ():
         if any(key in over.value for key in group):
-            merged = {key: node for key, node in merged.items() if key not in group}
+            merged = {key: node for key, node in merged.items() if key not in group or key in over.value}
     for key, node in over.value.items():
         field = section.model_fields.get(key) if section else None
         merged[key] = _merge(merged[key], node, _subsection(field)) if key in merged else node
     return Node(merged, base.place)
+
+
+def _are_indices(keys: dict[str, Node]) -> bool:
+    return bool(keys) and all(key.isascii() and key.isdecimal() for key in keys)
 
 
 def _subsection(field: FieldInfo | None) -> type[Section] | None:
@@ -134,7 +138,7 @@ def _explain(root: type[Section], tree: Node, detail: ErrorDetails) -> str:
     path = tuple(detail["loc"])
     context = detail.get("ctx", {})
     if detail["type"] == "impossible":
-        path = (*path, context["key"])
+        path = (*path, *context["key"].split("."))
         return f"{tree.at(path).place}: {_dotted(path)}: {context['reason']}"
     if detail["type"] == "missing":
         return f"{tree.at(path).place}: {_dotted(path)} is missing. {_sentence(_field(root, path))}"

@@ -162,7 +162,7 @@ class FolderLock:
         self._file = path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.seek(0)
             owner = self._file.read().strip() or "another process"
             raise WhetError(

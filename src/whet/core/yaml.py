@@ -57,6 +57,8 @@ def read_yaml(path: Path) -> Node:
         raise WhetError(f"{path}: this is a folder; a recipe is a YAML file in it") from None
     except UnicodeDecodeError as error:
         raise WhetError(f"{path}: not a text file ({error.reason} at byte {error.start}); a recipe is YAML") from None
+    except (OSError, ValueError) as error:
+        raise WhetError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     node = parse_yaml(text, str(path))
     if node.value is None:
         raise WhetError(f"{path}: the file is empty. A recipe needs at least model and data; see recipes/tiny.yaml")
@@ -69,14 +71,14 @@ def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
     """Parse one YAML document. `name` is the place given in errors, with a line number if `numbered`."""
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
+        return _convert(document, name, numbered) if document is not None else Node(None, name)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark and numbered else name
         problem = getattr(error, "problem", None) or str(error)
         raise WhetError(f"{place}: not valid YAML: {problem}") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:  # among them a value that contains itself
         raise WhetError(f"{name}: not valid YAML: {error}") from None
-    return _convert(document, name, numbered) if document is not None else Node(None, name)
 
 
 def _convert(node: yaml.Node, name: str, numbered: bool) -> Node:
@@ -86,7 +88,7 @@ def _convert(node: yaml.Node, name: str, numbered: bool) -> Node:
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise WhetError(f"{place}: a key must be plain text")
-            key = str(key_node.value)
+            key = _expand(str(key_node.value), place)
             value = _convert(value_node, name, numbered)
             key_place = f"{name}:{key_node.start_mark.line + 1}" if numbered else name
             if key in mapping:
@@ -143,7 +145,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    plain = isinstance(_scalar(text), str) and "${" not in text
+    plain = isinstance(_scalar(text), str) and "${" not in text and text.isprintable()
     return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("${", "$${"), style=None if plain else '"')
 
 

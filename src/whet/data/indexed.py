@@ -32,7 +32,7 @@ def token_dtype(vocabulary: int) -> type[np.uint16] | type[np.int32]:
 
 
 class IndexedWriter:
-    """Writes one sequence after another; nothing is readable before `close`."""
+    """Writes one sequence after another; nothing is readable before `finish`."""
 
     def __init__(self, prefix: Path, dtype: type[np.generic]) -> None:
         self._prefix, self._dtype = prefix, np.dtype(dtype)
@@ -44,6 +44,11 @@ class IndexedWriter:
         self._sizes.append(len(sequence))
 
     def close(self) -> None:
+        """Let the file go; without `finish` it cannot be read."""
+        self._bin.close()
+
+    def finish(self) -> None:
+        """Write the index, which makes the sequences readable."""
         self._bin.close()
         sizes = np.array(self._sizes, dtype=np.int32)
         offsets = np.zeros(len(sizes), dtype=np.int64)
@@ -59,9 +64,13 @@ class IndexedReader:
     """Sequences by number, without reading the file."""
 
     def __init__(self, prefix: Path) -> None:
-        index = prefix.with_suffix(".idx")
-        with index.open("rb") as file:
-            header = file.read(_HEADER.size)
+        self._prefix = prefix
+        index, data = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
+        for file in (index, data):
+            if not file.exists():
+                raise WhetError(f"{file}: no such file; prepare the data again")
+        with index.open("rb") as opened:
+            header = opened.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise WhetError(f"{index}: not a Megatron index: it starts with {header[:9]!r} instead of {_MAGIC!r}")
         _, version, code, count, documents = _HEADER.unpack(header)
@@ -70,10 +79,9 @@ class IndexedReader:
         if index.stat().st_size != _HEADER.size + 12 * count + 8 * documents:
             raise WhetError(f"{index}: the file is cut off or damaged; prepare the data again")
         dtype = np.dtype(_CODES[code])
-        raw = np.memmap(index, mode="r", offset=_HEADER.size)
+        raw = np.memmap(index, mode="r", offset=_HEADER.size) if count else np.empty(0, np.uint8)
         self.sizes: NDArray[np.int32] = raw[: 4 * count].view(np.int32)
         self._offsets: NDArray[np.int64] = raw[4 * count : 12 * count].view(np.int64)
-        data = prefix.with_suffix(".bin")
         end = int(self._offsets[-1]) + int(self.sizes[-1]) * dtype.itemsize if count else 0
         if data.stat().st_size != end:
             raise WhetError(f"{data}: {data.stat().st_size} bytes where the index says {end}; prepare the data again")
@@ -83,5 +91,9 @@ class IndexedReader:
         return len(self.sizes)
 
     def __getitem__(self, number: int) -> NDArray[np.generic]:
-        start = int(self._offsets[number]) // self._data.itemsize
-        return self._data[start : start + int(self.sizes[number])]
+        size, last = self._data.itemsize, number + 1 == len(self)
+        start = int(self._offsets[number]) // size
+        end = len(self._data) if last else int(self._offsets[number + 1]) // size
+        if end - start != self.sizes[number]:
+            raise WhetError(f"{self._prefix}.idx: damaged at sequence {number}; prepare the data again")
+        return self._data[start:end]

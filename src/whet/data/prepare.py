@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """The store for `sources`, made if it does not exist. `use` is train or validation, for the ledger."""
     renderer = Renderer(tokenizer, config.train_on, stop_ids, today)
-    folder = cache_dir() / "stores" / hash_json(_identity(config, sources, use, renderer))[:20]
+    folder = cache_dir() / "stores"
     try:
+        folder /= hash_json(_identity(config, sources, use, renderer))[:20]
         with waiting_lock(folder.with_suffix(".lock")):
             reused = (folder / MANIFEST).exists()
             if not reused:
@@ -63,7 +65,7 @@ def _identity(config: DataConfig, sources: Sequence[Source], use: str, renderer:
         "use": use,
         "sources": [{"name": source.path, **fingerprint(source)} for source in sources],
         "tokenizer": renderer.tokenizer.backend_tokenizer.to_str(),
-        "template": renderer.tokenizer.chat_template,
+        "template": renderer.template,
         "stops": renderer.stops,
         "today": renderer.today,
         **options,
@@ -71,30 +73,26 @@ def _identity(config: DataConfig, sources: Sequence[Source], use: str, renderer:
 
 
 def _fill(folder: Path, config: DataConfig, sources: Sequence[Source], use: str, renderer: Renderer) -> None:
-    writer = StoreWriter(folder, len(renderer.tokenizer))
-    accounts: list[Account] = []
-    names: list[str] = []
-    for number, source in enumerate(sources):
-        account = Account(source.path, use)
-        accounts.append(account)
-        names.append(source.path)
-        with progress(f"preparing {source.path}", expected(source)) as bar:
-            for batch in _batches(read_source(source)):
-                account.read += len(batch)
-                for origin, result in _render(batch, renderer):
-                    document = _settle(result, origin, config, account)
-                    if document is not None:
-                        writer.add(document, number, origin.line)
-                bar.advance(len(batch), f"{account.tokens:,} tokens")
-    _require_something(accounts)
-    writer.finish(
-        {
-            "format": _FORMAT,
-            "sources": names,
-            "accounts": [account.as_dict() for account in accounts],
-            "today": renderer.today,
-        }
-    )
+    accounts = [Account(source.path, use) for source in sources]
+    with contextlib.closing(StoreWriter(folder, len(renderer.tokenizer))) as writer:
+        for number, (source, account) in enumerate(zip(sources, accounts, strict=True)):
+            with progress(f"preparing {source.path}", expected(source)) as bar:
+                for batch in _batches(read_source(source)):
+                    account.read += len(batch)
+                    for origin, result in _render(batch, renderer):
+                        document = _settle(result, origin, config, account)
+                        if document is not None:
+                            writer.add(document, number, origin.line)
+                    bar.advance(len(batch), f"{account.tokens:,} tokens")
+        _require_something(accounts)
+        writer.finish(
+            {
+                "format": _FORMAT,
+                "sources": [source.path for source in sources],
+                "accounts": [account.as_dict() for account in accounts],
+                "today": renderer.today,
+            }
+        )
 
 
 def _batches(items: Iterator[Conversation | BadLine]) -> Iterator[list[Conversation | BadLine]]:
@@ -153,7 +151,8 @@ def _require_something(accounts: Sequence[Account]) -> None:
     if any(account.kept for account in accounts):
         return
     reasons = "; ".join(
-        f"{account.source}: {account.read} read, " + ", ".join(f"{n} {reason}" for reason, n in account.reasons.items())
+        f"{account.source}: "
+        + (", ".join(f"{n} {reason}" for reason, n in account.reasons.items()) or "no conversation in it")
         for account in accounts
     )
     raise WhetError(f"no conversation is left to train on ({reasons}). Raise data.max_length or mend the data")

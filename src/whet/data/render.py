@@ -66,21 +66,26 @@ class Renderer:
                 f"the tokenizer of {tokenizer.name_or_path} is a slow one, which cannot say which characters a token "
                 "came from. Use a model folder with a tokenizer.json"
             )
-        template = tokenizer.chat_template
-        if not isinstance(template, str):
+        if not tokenizer.chat_template:
             raise WhetError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template, so a conversation has no form yet. "
                 "Use the chat (instruct) version of the model, or put a chat_template.jinja into its folder"
             )
+        try:
+            template = str(tokenizer.get_chat_template())
+        except ValueError as error:  # several by name, and none of them the default
+            raise WhetError(f"the tokenizer of {tokenizer.name_or_path}: {error}") from None
         self.tokenizer = tokenizer
         self.train_on = train_on
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._constants = _compared_constants(template)
-        now = today or datetime.date.today().isoformat()
-        self.today = now if "strftime_now" in template else None
-        self._markers = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+        self.today = (today or datetime.date.today().isoformat()) if _DATE.search(template) else None
+        self.template = _with_date(template, self.today) if self.today else template
+        self._constants = _compared_constants(self.template)
+        self._markers = {
+            token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
+        }
         self._marker = re.compile(
             "|".join(re.escape(text) for text in sorted(self._markers, key=len, reverse=True)) or "(?!)"
         )
@@ -89,16 +94,13 @@ class Renderer:
 
     def text(self, messages: Sequence[dict[str, str]], prompt: bool = False) -> str:
         """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
-        frozen: dict[str, Any] = {}
-        if self.today:  # both renderings, and every run on the same store, must see the same date
-            frozen["strftime_now"] = datetime.datetime.fromisoformat(self.today).strftime
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=prompt, **frozen
+                    list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=prompt
                 )
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program of someone else's: it can fail in any way
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
     def end_of_turn(self) -> int | None:
@@ -127,18 +129,30 @@ class Renderer:
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")
-        dyed = _Dyed(messages, self._constants)
-        whole = dyed.check(text, self.text(dyed.messages))
+        dyed, whole = self._dye(messages, text)
         chosen = turns[-1:] if train_on == "last" else turns
         return Layout(text, tuple(self._span(dyed, whole, text, turn) for turn in chosen))
+
+    def _dye(self, messages: Sequence[Message], text: str) -> tuple[_Dyed, str]:
+        """The dyed messages and their rendering. If dyeing everything changes what the template does, quotes and the
+        words that it looks for are left as they are."""
+        dyed = _Dyed(messages)
+        try:
+            return dyed, dyed.check(text, self.text(dyed.messages))
+        except BadRecordError:
+            dyed = _Dyed(messages, self._constants)
+            return dyed, dyed.check(text, self.text(dyed.messages))
 
     def _span(self, dyed: _Dyed, whole: str, text: str, turn: int) -> tuple[int, int, int]:
         first, last = dyed.extent(whole, turn)
         before = dyed.last_dyed(whole[:first])
         prompt = self.text(dyed.messages[:turn], prompt=True)
-        header = _common_prefix(prompt[dyed.last_dyed(prompt) :], whole[before:first])
-        start = before + self._uncut(whole[before:first], header)
-        if start == before:
+        asked, opening = prompt[dyed.last_dyed(prompt) :], whole[before:first]
+        header = _common_prefix(asked, opening)
+        start = before + header
+        rest = opening[header:]  # what follows the header must be the answer's own, or the prompt must end there
+        agrees = header == len(asked) or dyed.messages[turn]["content"].startswith(rest)
+        if header == 0 or not agrees or self._cuts_marker(opening, header):
             raise BadRecordError(
                 "no common header", f"the template opens message {turn + 1} otherwise than its generation prompt does"
             )
@@ -154,12 +168,8 @@ class Renderer:
             )  # fmt: skip
         return start, last + ends[0].start(), last + ends[0].end()
 
-    def _uncut(self, text: str, length: int) -> int:
-        """`length` moved back so that it does not cut a marker in two."""
-        for marker in self._marker.finditer(text):
-            if marker.start() < length < marker.end():
-                return marker.start()
-        return length
+    def _cuts_marker(self, text: str, length: int) -> bool:
+        return any(marker.start() < length < marker.end() for marker in self._marker.finditer(text))
 
     def render(self, layouts: Sequence[Layout]) -> list[Rendered | BadRecordError]:
         """Encode a batch of texts, once each, and carry the spans over to tokens."""
@@ -171,10 +181,12 @@ class Renderer:
         if self.train_on == "all":
             loss = np.ones(len(ids), dtype=np.uint8)
             loss[:1] = 0  # nothing comes before it, so it is no target
-            return Rendered(ids, loss, ends=bool(len(ids)) and int(ids[-1]) == self.tokenizer.eos_token_id)
+            return Rendered(ids, loss, ends=layout.text.rstrip().endswith(tuple(self.stops)))
         loss = np.zeros(len(ids), dtype=np.uint8)
         for start, marker, _end in layout.spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(marker)
+            places = (encoding.char_to_token(place) for place in range(start, marker + 1))
+            first = next((token for token in places if token is not None), None)  # some characters have no token
+            last = encoding.char_to_token(marker)
             if first is None or last is None or encoding.token_to_chars(last)[0] != marker:
                 return BadRecordError(
                     "markers are no tokens",
@@ -189,7 +201,8 @@ class Renderer:
 class _Dyed:
     """The messages with their characters replaced, and the way back."""
 
-    def __init__(self, messages: Sequence[Message], constants: Sequence[str]) -> None:
+    def __init__(self, messages: Sequence[Message], constants: Sequence[str] | None = None) -> None:
+        """Whitespace is never dyed, because templates strip it; with `constants`, neither are they and quotes."""
         contents = [message.content for message in messages]
         codes = _codes("".join(contents))
         if len(codes) > _DYE_END - _DYE_START:
@@ -259,12 +272,16 @@ def _is_dye(codes: NDArray[np.uint32]) -> NDArray[np.bool_]:
     return (codes >= _DYE_START) & (codes < _DYE_END)
 
 
-_KEPT = np.array(sorted({ord(char) for char in "\"'\\"} | {c for c in range(0x3001) if chr(c).isspace()}), np.uint32)
+_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+_QUOTES = np.array([ord(char) for char in "\"'\\"], np.uint32)
 
 
-def _keep(codes: NDArray[np.uint32], contents: Sequence[str], constants: Sequence[str]) -> NDArray[np.bool_]:
+def _keep(codes: NDArray[np.uint32], contents: Sequence[str], constants: Sequence[str] | None) -> NDArray[np.bool_]:
     """Characters that stay undyed: templates strip whitespace, escape quotes and look for certain words."""
-    kept: NDArray[np.bool_] = np.isin(codes, _KEPT)
+    kept: NDArray[np.bool_] = np.isin(codes, _SPACES)
+    if constants is None:
+        return kept
+    kept |= np.isin(codes, _QUOTES)
     offset = 0
     for content in contents:
         for constant in constants:
@@ -274,6 +291,15 @@ def _keep(codes: NDArray[np.uint32], contents: Sequence[str], constants: Sequenc
                 at = content.find(constant, at + len(constant))
         offset += len(content)
     return kept
+
+
+_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+
+
+def _with_date(template: str, today: str) -> str:
+    """The template with its calls for today's date answered: every rendering, also of a resumed run, sees the same."""
+    date = datetime.datetime.fromisoformat(today)
+    return _DATE.sub(lambda call: f"'{date.strftime(call['format'])}'", template)
 
 
 def _compared_constants(template: str) -> tuple[str, ...]:

@@ -41,9 +41,14 @@ class StoreWriter:
         self._origins.append((source, line))
         self._targets.append(count_targets(document))
 
-    def finish(self, manifest: dict[str, Any]) -> None:
+    def close(self) -> None:
         self._tokens.close()
         self._loss.close()
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Write what makes the folder a store, the manifest last."""
+        self._tokens.finish()
+        self._loss.finish()
         np.save(self._folder / "origin.npy", np.array(self._origins, dtype=np.int64).reshape(-1, 2))
         np.save(self._folder / "targets.npy", np.array(self._targets, dtype=np.int32))
         write_json(self._folder / MANIFEST, manifest)
@@ -58,8 +63,8 @@ class Store:
         self.folder = folder
         self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
         self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
-        self._origins = np.load(folder / "origin.npy", mmap_mode="r")
-        self.targets: NDArray[np.int32] = np.load(folder / "targets.npy", mmap_mode="r")
+        self._origins: NDArray[np.int64] = _load(folder / "origin.npy")
+        self.targets: NDArray[np.int32] = _load(folder / "targets.npy")
         if not len(self._tokens) == len(self._loss) == len(self._origins) == len(self.targets):
             raise WhetError(f"{folder}: its files disagree on the number of documents; delete it and prepare again")
 
@@ -81,6 +86,13 @@ class Store:
         """The source and line that a document was read from."""
         source, line = self._origins[document]
         return Origin(self.manifest["sources"][int(source)], int(line))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        raise WhetError(f"{path}: missing or damaged; delete its folder and prepare the data again") from None
 
 
 def count_targets(document: Rendered) -> int:
