@@ -28,6 +28,7 @@ def train(
     from whet.watch.report import write_report
     from whet.watch.run import RunView
     from whet.watch.summary import result
+    from whet.watch.table import score_line
 
     config = read_config(recipe, overrides or [])
     finished = resume and read_status(config.folder).get("state") == "finished"
@@ -41,5 +42,6 @@ def train(
         return {}
     view = RunView.read(config.folder)
     page = view.folder / "report.html" if finished else write_report(config.folder)
+    say(score_line(view))
     say(f"done: {view.folder} · report {page}")
     return result(view)

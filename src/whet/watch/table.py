@@ -12,7 +12,7 @@ from whet.watch.readable import DASH, number_text, share_text
 from whet.watch.run import RunView
 from whet.watch.samples import Sample, pick
 
-_LONGEST = 400
+_LONGEST = 200
 """Characters of one text that are shown; the whole text is in samples.jsonl."""
 
 
