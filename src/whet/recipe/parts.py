@@ -23,6 +23,7 @@ from whet.data.store import Store
 from whet.model import attention
 from whet.model.load import load_model, load_tokenizer, stop_ids
 from whet.model.lora import add_adapter
+from whet.model.precision import HonestDouble
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,8 +100,10 @@ class Arithmetic:
     compute: torch.dtype
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
-        """Mixed precision where weights and arithmetic differ."""
-        return torch.autocast(device.type, self.compute) if self.name == "bf16" else nullcontext()
+        """Mixed precision where weights and arithmetic differ; fp64 without the models' own excursions to fp32."""
+        if self.name == "bf16":
+            return torch.autocast(device.type, self.compute)
+        return HonestDouble() if self.name == "fp64" else nullcontext()
 
 
 def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:

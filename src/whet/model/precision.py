@@ -1,0 +1,29 @@
+"""Arithmetic in honest double precision, for proofs.
+
+Models of transformers convert to fp32 in places (norms, rotary positions), whatever type they are in. In an fp64 model
+that rounds: two layouts that differ by 1e-16 can come out 1e-7 apart where a value falls on the other side of a
+rounding border (seen: losses 4e-9 apart after six steps). Inside this context such conversions do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class HonestDouble(TorchFunctionMode):
+    """fp64 tensors stay fp64 when a model asks for fp32."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.to, Tensor.float) and args[0].dtype == torch.float64:
+            asked = [*args[1:], *kwargs.values()] if func is Tensor.to else [torch.float32]
+            if torch.float32 in [value for value in asked if isinstance(value, torch.dtype)]:
+                return args[0]
+        return func(*args, **kwargs)
