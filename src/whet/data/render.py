@@ -131,7 +131,7 @@ class Renderer:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")
         dyed, whole = self._dye(messages, text)
         chosen = turns[-1:] if train_on == "last" else turns
-        return Layout(text, tuple(self._span(dyed, whole, text, turn) for turn in chosen))
+        return Layout(text, tuple(self._span(dyed, whole, turn) for turn in chosen))
 
     def _dye(self, messages: Sequence[Message], text: str) -> tuple[_Dyed, str]:
         """The dyed messages and their rendering. If dyeing everything changes what the template does, quotes and the
@@ -143,7 +143,7 @@ class Renderer:
             dyed = _Dyed(messages, self._constants)
             return dyed, dyed.check(text, self.text(dyed.messages))
 
-    def _span(self, dyed: _Dyed, whole: str, text: str, turn: int) -> tuple[int, int, int]:
+    def _span(self, dyed: _Dyed, whole: str, turn: int) -> tuple[int, int, int]:
         first, last = dyed.extent(whole, turn)
         before = dyed.last_dyed(whole[:first])
         prompt = self.text(dyed.messages[:turn], prompt=True)

@@ -20,6 +20,7 @@ from whet.model.config import ModelConfig
 from whet.model.load import load_model, load_tokenizer
 from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
+from whet.recipe.folder import frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
 from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, hush_libraries, prepare_data
 
@@ -64,6 +65,8 @@ class LoadedRun:
 
 def load_run(path: Path, step: str = "latest") -> LoadedRun:
     """The model of a run after a step, or as the newest checkpoint has it."""
+    if not (path / "config.yaml").exists():
+        raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
     config = read_config(path / "config.yaml").at(path)
     folder = path / "checkpoints"
     known = checkpoints.steps_in(folder)
@@ -85,7 +88,7 @@ def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
     path, _, step = reference.partition("@")
     run = load_run(Path(path), step or "latest")
     config = read_config(Path(path) / "config.yaml", overrides).at(Path(path))
-    data = prepare_data(config)
+    data = prepare_data(config, frozen_date(Path(path)))
     root = LossModel(language_model(run.model))
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)
     return {"run": path, "step": run.step, **results}
@@ -96,4 +99,5 @@ def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
     hush_libraries()
     path, _, step = reference.partition("@")
     run = load_run(Path(path), step or "latest")
-    return export_model(run.config, prepare_data(run.config), run.model, kind)
+    data = prepare_data(run.config, frozen_date(Path(path)))
+    return export_model(run.config, data, run.model, kind)
