@@ -54,7 +54,7 @@ def test_a_merged_export_loads_in_transformers_and_carries_its_certificate(
 
     folder = tmp_path / "exports" / "merged"
     base = logits(load_model(TINY, torch.float32))
-    certificate = export(adapted, tokenizer, STOPS, PROBES, "merged", folder)
+    certificate = export(adapted, tokenizer, STOPS, PROBES, "merged", folder, 7)
     written = json.loads((folder / "certificate.json").read_text())
     assert written == certificate.as_dict()
     assert written["verified"] is True
@@ -75,7 +75,7 @@ def test_an_adapter_export_loads_in_peft(adapted: nn.Module, tokenizer: Any, tmp
     adapted.eval()
     adapted.set_attn_implementation("sdpa")
     wanted = logits(adapted)
-    certificate = export(adapted, tokenizer, STOPS, PROBES, "adapter", folder)
+    certificate = export(adapted, tokenizer, STOPS, PROBES, "adapter", folder, 7)
     assert certificate.verified
     assert list(certificate.files) == ["adapter_model.safetensors"]
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), wanted)
@@ -83,7 +83,7 @@ def test_an_adapter_export_loads_in_peft(adapted: nn.Module, tokenizer: Any, tmp
 
 def test_a_whole_model_has_no_adapter_to_export(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(WhetError, match="--to merged"):
-        export(load_model(TINY, torch.float32), tokenizer, STOPS, PROBES, "adapter", tmp_path / "adapter")
+        export(load_model(TINY, torch.float32), tokenizer, STOPS, PROBES, "adapter", tmp_path / "adapter", 7)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,7 +101,7 @@ def test_a_merge_that_went_wrong_is_refused_and_leaves_what_was_there(
     (folder / "older").touch()
     monkeypatch.setattr(exports, "merge", tampered)
     with pytest.raises(RunFailedError, match="is not the trained one"):
-        export(adapted, tokenizer, STOPS, PROBES, "merged", folder)
+        export(adapted, tokenizer, STOPS, PROBES, "merged", folder, 7)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["merged", "merged/older"]
 
 
@@ -109,7 +109,7 @@ def test_a_new_export_takes_the_place_of_the_old(tokenizer: Any, tmp_path: Path)
     folder = tmp_path / "merged"
     folder.mkdir()
     (folder / "older").touch()
-    export(load_model(TINY, torch.float32), tokenizer, STOPS, PROBES, "merged", folder)
+    export(load_model(TINY, torch.float32), tokenizer, STOPS, PROBES, "merged", folder, 7)
     assert not (folder / "older").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
@@ -117,7 +117,7 @@ def test_a_new_export_takes_the_place_of_the_old(tokenizer: Any, tmp_path: Path)
 def test_the_model_attends_as_before_after_being_compared(tokenizer: Any, tmp_path: Path) -> None:
     model = load_model(TINY, torch.float32)
     attention.install(model, "sdpa")
-    export(model, tokenizer, STOPS, PROBES, "merged", tmp_path / "merged")
+    export(model, tokenizer, STOPS, PROBES, "merged", tmp_path / "merged", 7)
     assert model.config._attn_implementation == attention.name_of("sdpa")
 
 
@@ -130,5 +130,5 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 
     monkeypatch.setattr(tokenizer, "save_pretrained", full, raising=False)
     with pytest.raises(WhetError, match="the disk is full while exporting"):
-        export(adapted, tokenizer, STOPS, PROBES, kind, tmp_path / kind)
+        export(adapted, tokenizer, STOPS, PROBES, kind, tmp_path / kind, 7)
     assert list(tmp_path.iterdir()) == []

@@ -123,7 +123,7 @@ def test_an_error_is_one_object_too(whet: Any, recipe: str, arguments: list[str]
 
 def test_without_json_stdout_stays_empty_or_holds_the_answer_alone(whet: Any, recipe: str, run: Path) -> None:
     assert whet("prepare", recipe).out == ""
-    assert whet("eval", run).out == ""
+    assert whet("eval", run).out.startswith(f"run: {run}\nstep: 30\n")
     as_json = only_object(whet("chat", run, "--prompt", "Hello", "--max-new-tokens", "5", "--json").out)
     assert whet("chat", run, "--prompt", "Hello", "--max-new-tokens", "5").out == as_json["answer"] + "\n"
 

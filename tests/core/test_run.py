@@ -25,9 +25,10 @@ def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
 
 def test_a_path_that_is_a_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
-    for path in (tmp_path / "f", tmp_path / "f" / "below"):
-        with pytest.raises(WhetError, match=rf"run\.dir: {path} cannot be used as a folder: .*run\.dir=FOLDER"):
-            RunFolder(path)
+    with pytest.raises(WhetError, match=rf"run\.dir: {tmp_path}/f cannot be used as a folder: .*run\.dir=FOLDER"):
+        RunFolder(tmp_path / "f")
+    with pytest.raises(WhetError, match=rf"{tmp_path}/f/below: a part of the path is not a folder .*run\.dir for runs"):
+        RunFolder(tmp_path / "f" / "below")
 
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,10 +97,16 @@ def test_the_fault_is_placed_at_its_message() -> None:
 )
 def test_keys_that_change_what_is_learned_are_refused_not_ignored(key: str) -> None:
     turn = {"role": "user", "content": "a"}
-    for record in ({"messages": [turn], key: 1}, {"messages": [turn, {**turn, key: None}]}):
+    for record in ({"messages": [turn], key: 1}, {"messages": [turn, {**turn, key: [1]}]}):
         with pytest.raises(BadRecordError, match=key) as caught:
             parse_record(record, HERE)
         assert caught.value.reason == "unsupported key"
+
+
+@pytest.mark.parametrize("nothing", [None, [], {}, ""])
+def test_keys_that_hold_nothing_change_nothing(nothing: Any) -> None:
+    turn = {"role": "user", "content": "a", "tool_calls": nothing}
+    assert parse_record({"messages": [turn], "tools": nothing}, HERE).messages == (Message("user", "a"),)
 
 
 @settings(max_examples=300, deadline=None)

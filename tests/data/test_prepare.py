@@ -83,7 +83,7 @@ LINES = {
     "unknown role": line(("human", "Hi")),
     "no assistant turn": line(("user", "Hi")),
     "empty turn": line(("user", "Hi"), ("assistant", "")),
-    "template refuses": line(("assistant", "Hi")),
+    "starts with the assistant": line(("assistant", "Hi")),
     "bad text": '{"messages": [{"role": "user", "content": "\\ud800"}]}',
 }
 
@@ -218,7 +218,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "on_bad": {"on_bad": "skip"},
     "train_on last": {"train_on": "last"},
     "train_on all": {"train_on": "all"},
-    "use": {"use": "validation"},
     "max_samples": {"max_samples": 1},
     "template": {"tokenizer": small_tokenizer(CHATML_TEMPLATE + " ", CHATML.markers, eos="<|im_end|>")},
     "eos": {"tokenizer": small_tokenizer(CHATML_TEMPLATE, CHATML.markers, eos="<|im_start|>")},
@@ -235,13 +234,22 @@ def test_another_option_is_another_store(jsonl: Jsonl, changed: dict[str, Any]) 
 
 @pytest.mark.usefixtures("own_cache")
 def test_other_content_stops_or_order_of_sources_is_another_store(jsonl: Jsonl) -> None:
-    one, two = jsonl(GOOD, name="one"), jsonl(GOOD, name="two")
+    one, two = jsonl(GOOD, name="one"), jsonl(GOOD, "", GOOD, name="two")
     end = (tokenizer_of(PHI3).convert_tokens_to_ids("<|end|>"),)
     folders = [go(one, two).store.folder, go(two, one).store.folder, go(one).store.folder]
     folders += [go(one, tokenizer=tokenizer_of(PHI3), stops=stops).store.folder for stops in ((), end)]
     jsonl(GOOD, GOOD, name="one")
     folders.append(go(one, two).store.folder)
     assert len(set(folders)) == 6
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_same_content_under_another_name_is_the_same_store_under_that_name(jsonl: Jsonl) -> None:
+    made, found = go(jsonl("{", GOOD, name="a"), on_bad="skip"), go(jsonl("{", GOOD, name="b"), on_bad="skip")
+    assert (made.reused, found.reused) == (False, True)
+    assert account(found)["source"].endswith("/b")
+    assert account(found)["first"] == {"broken JSON": [f"{account(found)['source']}:1"]}
+    assert str(found.store.origin(0)) == f"{account(found)['source']}:2"
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -432,7 +432,7 @@ def test_a_template_that_raises_on_two_users_in_a_row_is_refused() -> None:
 
 
 def test_a_conversation_that_starts_with_the_assistant_has_no_prompt_and_is_refused() -> None:
-    assert refusal(tokenizer_of(CHATML), ("assistant", "Yes"), ("user", "Hi")).reason == "template refuses"
+    assert refusal(tokenizer_of(CHATML), ("assistant", "Yes"), ("user", "Hi")).reason == "starts with the assistant"
 
 
 @pytest.mark.parametrize("empty", ["", " ", "\n\t ", "\u3000"])

@@ -111,11 +111,15 @@ def test_resume_without_a_run_starts_one(whet: Any, recipe: str, tmp_path: Path)
 
 
 def test_resuming_a_finished_run_does_nothing(whet: Any, recipe: str, tiny_run: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in tiny_run.rglob("*") if path.is_file()}
+    files = [path for path in tiny_run.rglob("*") if path.is_file() and path.name != "lock"]
+    before = {path: path.stat().st_mtime_ns for path in files}
     ended = whet("train", recipe, *FULL, f"run.dir={tiny_run}", "--resume")
     assert ended.code == 0
     assert "finished" in ended.err
-    assert {path: path.stat().st_mtime_ns for path in tiny_run.rglob("*") if path.is_file()} == before
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    changed = whet("train", recipe, *FULL, f"run.dir={tiny_run}", "--resume", "train.optimizer.lr=1")
+    assert changed.code == 1
+    assert "train.optimizer.lr" in changed.err
 
 
 def test_what_may_change_in_a_resumed_run_may_change(whet: Any, recipe: str, tmp_path: Path, tiny_run: Path) -> None:

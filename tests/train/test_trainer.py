@@ -66,8 +66,8 @@ def test_it_measures_and_saves_when_it_should(make_trainer: Callable[..., Any]) 
     made, did = make_trainer(Cadence(steps=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
     made.run(0, Seen())
     assert kinds(did, "evaluate", "save") == [
-        ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("evaluate", 6), ("save", 6), ("evaluate", 7),
-        ("save", 7),
+        ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("save", 6), ("evaluate", 6), ("save", 7),
+        ("evaluate", 7),
     ]  # fmt: skip
 
 
@@ -109,10 +109,17 @@ def test_a_second_interrupt_does_not_wait(make_trainer: Callable[..., Any]) -> N
     assert kinds(did, "save") == []
 
 
-def test_a_stop_asked_for_in_the_last_step_finishes_the_run(make_trainer: Callable[..., Any]) -> None:
+def test_a_checkpoint_whose_step_was_not_measured_is_measured_first(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(steps=4, evaluate_every=2, evaluate_at_start=True, save_every=2))
+    made.run(2, Seen())
+    assert kinds(did, "evaluate", "save") == [("evaluate", 2), ("save", 4), ("evaluate", 4)]
+
+
+def test_a_stop_asked_for_in_the_last_step_leaves_measuring_to_the_next_start(make_trainer: Callable[..., Any]) -> None:
     made, did = make_trainer(Cadence(2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM))
-    made.run(0, Seen())
-    assert kinds(did, "save") == [("save", 2)]
+    with pytest.raises(StoppedError):
+        made.run(0, Seen())
+    assert kinds(did, "save", "evaluate") == [("save", 2)]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

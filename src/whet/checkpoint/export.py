@@ -28,6 +28,7 @@ class Certificate:
     """What was compared between the trained model and the exported folder."""
 
     kind: str
+    step: int
     verified: bool
     conversations: int
     tokens: int
@@ -46,6 +47,8 @@ def export(
     probes: Sequence[Sequence[int]],
     kind: str,
     folder: Path,
+    step: int,
+    trust_remote_code: bool = False,
 ) -> Certificate:
     """Write `model` as `kind` (merged or adapter) to `folder`. Merging changes `model`: it is the last thing done.
 
@@ -63,7 +66,8 @@ def export(
         with atomic_dir(folder) as temporary:
             (merge(model) if kind == "merged" else model).save_pretrained(temporary)  # type: ignore[operator]
             tokenizer.save_pretrained(temporary)
-            certificate = _certify(temporary, model, wanted, probes, kind)
+            loaded = _load_back(temporary, kind, trust_remote_code).to(wanted.device)
+            certificate = _certify(temporary, loaded, wanted, probes, kind, step)
             write_json(temporary / "certificate.json", certificate.as_dict())
             if not certificate.verified:
                 raise RunFailedError(
@@ -76,26 +80,30 @@ def export(
     return certificate
 
 
-def _certify(folder: Path, model: nn.Module, wanted: Tensor, probes: Sequence[Sequence[int]], kind: str) -> Certificate:
-    loaded = _load_back(folder, kind).to(wanted.device)
+def _certify(
+    folder: Path, loaded: nn.Module, wanted: Tensor, probes: Sequence[Sequence[int]], kind: str, step: int
+) -> Certificate:
     found = _logits(loaded, probes)
     difference = (found - wanted).abs().max().item()
     agree = (found.argmax(dim=-1) == wanted.argmax(dim=-1)).double().mean().item()
     dtype = next(loaded.parameters()).dtype
     allowed = _TOLERANCE.get(dtype, 0.1) * max(1.0, wanted.abs().max().item())
     files = {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))}
-    return Certificate(kind, difference <= allowed and agree > 0.95, len(probes), len(wanted), difference, agree, files)
+    return Certificate(
+        kind, step, difference <= allowed and agree > 0.95, len(probes), len(wanted), difference, agree, files
+    )
 
 
-def _load_back(folder: Path, kind: str) -> nn.Module:
+def _load_back(folder: Path, kind: str, trust_remote_code: bool) -> nn.Module:
     """As any user of the folder would load it."""
+    how: dict[str, Any] = {"dtype": "auto", "trust_remote_code": trust_remote_code}
     if kind == "adapter":
         from peft import AutoPeftModelForCausalLM
 
-        return language_model(AutoPeftModelForCausalLM.from_pretrained(folder, dtype="auto"))
+        return language_model(AutoPeftModelForCausalLM.from_pretrained(folder, **how))
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, **how)
 
 
 @torch.inference_mode()

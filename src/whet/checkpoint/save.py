@@ -65,10 +65,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         with _quiet():
             dcp_load(tensors, storage_reader=SafeReader(path), no_dist=ranks.world == 1)
     except (Exception, CheckpointException) as error:
-        cause = error.__cause__ or error
         raise WhetError(
-            f"{path}: this checkpoint does not fit the model, or is damaged ({cause}). Was the adapter or the model "
-            "changed since? Use an older checkpoint, or start a new run"
+            f"{path}: this checkpoint does not fit the model, or is damaged ({type(error).__name__}). Was the model "
+            "changed since? Delete the folder and --resume continues from the checkpoint before it, if there is one"
         ) from None
     return dict(read_json(path / _STATE))
 
@@ -84,7 +83,8 @@ def need_room(folder: Path, model: nn.Module, kept: int, export: int) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of all complete checkpoints, oldest first."""
-    return sorted(int(state.parent.name.removeprefix("step-")) for state in folder.glob(f"step-*/{_STATE}"))
+    names = (state.parent.name.removeprefix("step-") for state in folder.glob(f"step-*/{_STATE}"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def newest(folder: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from whet.core.errors import INTERRUPTED, STOPPED, RunFailedError, WhetError, disk_error
+from whet.core.errors import INTERRUPTED, STOPPED, CancelledError, RunFailedError, WhetError, disk_error
 
 P = ParamSpec("P")
 
@@ -39,8 +40,7 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
         try:
             result = function(*args, **kwargs)
         except KeyboardInterrupt:
-            console.show_error("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+            _fail(CancelledError("interrupted"), as_json)
         except WhetError as error:
             _fail(error, as_json)
         except (typer.Exit, typer.Abort):
@@ -64,7 +64,7 @@ def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
 
     rank = _rank()
-    label = "" if error.exit_code == STOPPED else "error: "
+    label = "" if error.exit_code in (STOPPED, INTERRUPTED) else "error: "
     console.show_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
     if as_json and rank == 0:
         console.write_result({"error": str(error), "exit_code": error.exit_code})
@@ -73,6 +73,4 @@ def _fail(error: WhetError, as_json: bool) -> None:
 
 
 def _rank() -> int:
-    import os
-
     return int(os.environ.get("RANK", "0"))

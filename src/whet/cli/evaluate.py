@@ -17,10 +17,10 @@ def evaluate(
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Measure a run's model again: validation loss, token accuracy, tasks."""
-    from whet.core.console import say
     from whet.recipe.use import evaluate_run
 
     result = evaluate_run(run, overrides or [])
-    for name, value in result.items():
-        say(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+    if not as_json:
+        for name, value in result.items():
+            typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     return result

@@ -34,8 +34,8 @@ def prepare(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, a
         f"{counts['kept']} of {counts['in']} conversations kept, {counts['dropped']} dropped, {counts['truncated']} "
         f"truncated; {result['tokens']:,} tokens, {result['supervised_tokens']:,} of them supervised"
     )
-    for reason, number in result["reasons"].items():
-        say(f"  {reason}: {number}")
+    for reason, places in result["first"].items():
+        say(f"  {reason}: {result['reasons'].get(reason, counts['truncated'])}, first {', '.join(places[:3])}")
     say(f"store: {result['store']}" + (" (was there already)" if data.train.reused else ""))
     return result
 
@@ -43,13 +43,17 @@ def prepare(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, a
 def summarise(accounts: list[dict[str, Any]]) -> dict[str, Any]:
     """The accounts of all sources in one."""
     reasons: dict[str, int] = {}
+    first: dict[str, list[str]] = {}
     for account in accounts:
+        for reason, places in account["first"].items():
+            first.setdefault(reason, []).extend(places)
         for reason, number in account["reasons"].items():
             reasons[reason] = reasons.get(reason, 0) + number
     keys = ("in", "kept", "dropped", "truncated")
     return {
         "conversations": {key: sum(account["conversations"][key] for account in accounts) for key in keys},
         "reasons": reasons,
+        "first": first,
         "tokens": sum(account["tokens"] for account in accounts),
         "supervised_tokens": sum(account["supervised_tokens"] for account in accounts),
     }

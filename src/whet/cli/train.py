@@ -31,13 +31,10 @@ def train(
     from whet.watch.table import score_line
 
     config = read_config(recipe, overrides or [])
-    finished = resume and read_status(config.folder).get("state") == "finished"
-    if finished:
-        say(f"{config.folder}: this run is finished; nothing to do")
-    else:
-        from whet.recipe.train import train as run
+    from whet.recipe.train import train as run  # after the recipe was read: this takes seconds
 
-        run(config, resume)
+    finished = resume and read_status(config.folder).get("state") == "finished"
+    run(config, resume)
     if who_am_i()[0] > 0:
         return {}
     view = RunView.read(config.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 _console = Console(stderr=True, highlight=False)
 _silent = False
+_LINE_EVERY_S = 20.0  # in a log file
 
 
 def be_quiet() -> None:
@@ -49,14 +51,19 @@ class Bar:
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
+        self._said = time.monotonic()
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self._progress.update(self._task, advance=n, note=note)
+        if not _console.is_terminal and not _silent and time.monotonic() - self._said > _LINE_EVERY_S:
+            self._said = time.monotonic()
+            task = self._progress.tasks[self._task]
+            _console.print(f"{task.description} {task.completed:g}/{task.total or 0:g} {note}", markup=False)
 
 
 @contextmanager
 def progress(title: str, total: int | None, done: int = 0) -> Iterator[Bar]:
-    """A bar for long work; on a terminal it moves and vanishes, in a log file it leaves one line at the end."""
+    """A bar for long work; on a terminal it moves and vanishes, in a log file it leaves a line now and then."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),

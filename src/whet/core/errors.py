@@ -29,12 +29,19 @@ class StoppedError(WhetError):
     exit_code = STOPPED
 
 
+class CancelledError(WhetError):
+    """The user interrupted before there was anything to save."""
+
+    exit_code = INTERRUPTED
+
+
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your disk quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
+    errno.ENOTDIR: "a part of the path is not a folder",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ def cache_dir() -> Path:
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -52,11 +53,24 @@ def read_json(path: Path) -> Any:
         raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None
 
 
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that tells host and process, after clearing away what dead processes of this host left."""
+    mine = f".{path.name}.{socket.gethostname()}-"
+    for left in path.parent.glob(f"{glob.escape(mine)}*"):
+        pid = left.name.removeprefix(mine)
+        if pid.isdecimal() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists():
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+    return path.with_name(f"{mine}{os.getpid()}")
+
+
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary sibling folder that becomes `path` if the block succeeds and vanishes if it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:

@@ -34,6 +34,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Take the folder; an error says who has it or why it cannot be written."""
         self.path = path
+        self._lock_is_new = not (path / "lock").exists()
         self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -101,6 +102,8 @@ class RunFolder:
             for folder in self._made:
                 with contextlib.suppress(OSError):  # not empty: another run lives beside it
                     folder.rmdir()
+        elif not self.holds_run() and self._lock_is_new:
+            (self.path / "lock").unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,10 @@ class Source(Section):
         default="train", description="Of a built-in generator: which of its two disjoint halves."
     )
     max_samples: int | None = Field(default=None, ge=1, description="Take at most this many, from the start.")
+
+    def identity(self) -> tuple[str, str]:
+        """The same for two ways to write the same path."""
+        return (self.path, self.split) if self.path.startswith("builtin:") else (str(Path(self.path).resolve()), "")
 
 
 class Validation(Section):
@@ -54,9 +59,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _no_overlap(self) -> DataConfig:
         held = (self.validation.sources or []) if self.validation else []
-        train = {(source.path, source.split) for source in self.sources}
+        train = {source.identity() for source in self.sources}
         for source in held:
-            if (source.path, source.split) in train:
+            if source.identity() in train:
                 raise impossible(
                     "validation",
                     f"{source.path} is a training source too, so the validation would measure memory. "

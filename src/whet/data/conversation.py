@@ -54,8 +54,8 @@ def parse_record(record: Any, origin: Origin) -> Conversation:
     """A record of the `messages` format: {"messages": [{"role": "user", "content": "…"}, …]}."""
     if not isinstance(record, dict):
         raise BadRecordError("not an object", f"a record is an object with 'messages', this is {_kind(record)}")
-    for key in record:
-        if key in _MEANINGFUL:
+    for key, value in record.items():
+        if key in _MEANINGFUL and value not in (None, [], {}, ""):
             raise BadRecordError("unsupported key", f"the record has '{key}', which whet cannot mask yet; remove it")
     turns = record.get("messages")
     if turns is None:
@@ -78,8 +78,8 @@ def _parse_message(turn: Any, number: int) -> Message:
         raise BadRecordError("no role", f"message {number} has no 'role'; add one of {', '.join(ROLES)}")
     if role not in ROLES:
         raise BadRecordError("unknown role", f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
-    for key in turn:
-        if key in _MEANINGFUL:
+    for key, value in turn.items():
+        if key in _MEANINGFUL and value not in (None, [], {}, ""):
             raise BadRecordError("unsupported key", f"message {number} has '{key}', which whet cannot mask yet")
     return Message(role, _parse_content(turn.get("content"), number))
 
@@ -91,7 +91,7 @@ def _parse_content(content: Any, number: int) -> str:
         texts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
-        if all(isinstance(text, str) for text in texts):
+        if texts and all(isinstance(text, str) for text in texts):
             return _checked("".join(texts), number)  # type: ignore[arg-type]
         raise BadRecordError("bad content", f"message {number}: only parts of type 'text' can be trained on")
     raise BadRecordError("bad content", f"message {number}: 'content' must be text, not {_kind(content)}")

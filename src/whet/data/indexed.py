@@ -68,7 +68,7 @@ class IndexedReader:
         index, data = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
         for file in (index, data):
             if not file.exists():
-                raise WhetError(f"{file}: no such file; prepare the data again")
+                raise WhetError(f"{file}: no such file")
         with index.open("rb") as opened:
             header = opened.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -77,14 +77,14 @@ class IndexedReader:
         if version != 1 or code not in _CODES:
             raise WhetError(f"{index}: version {version} with dtype code {code} is not known; version 1 is")
         if index.stat().st_size != _HEADER.size + 12 * count + 8 * documents:
-            raise WhetError(f"{index}: the file is cut off or damaged; prepare the data again")
+            raise WhetError(f"{index}: the file is cut off or damaged")
         dtype = np.dtype(_CODES[code])
         raw = np.memmap(index, mode="r", offset=_HEADER.size) if count else np.empty(0, np.uint8)
         self.sizes: NDArray[np.int32] = raw[: 4 * count].view(np.int32)
         self._offsets: NDArray[np.int64] = raw[4 * count : 12 * count].view(np.int64)
         end = int(self._offsets[-1]) + int(self.sizes[-1]) * dtype.itemsize if count else 0
         if data.stat().st_size != end:
-            raise WhetError(f"{data}: {data.stat().st_size} bytes where the index says {end}; prepare the data again")
+            raise WhetError(f"{data}: {data.stat().st_size} bytes where the index says {end}")
         self._data = np.memmap(data, mode="r", dtype=dtype) if end else np.empty(0, dtype)
 
     def __len__(self) -> int:
@@ -95,5 +95,5 @@ class IndexedReader:
         start = int(self._offsets[number]) // size
         end = len(self._data) if last else int(self._offsets[number + 1]) // size
         if end - start != self.sizes[number]:
-            raise WhetError(f"{self._prefix}.idx: damaged at sequence {number}; prepare the data again")
+            raise WhetError(f"{self._prefix}.idx: damaged at sequence {number}")
         return self._data[start:end]

@@ -63,7 +63,12 @@ class Plan:
     @classmethod
     def load(cls, folder: Path, per_epoch: int) -> Plan:
         """A saved plan, memory-mapped: seeking to any step costs nothing."""
-        documents, rows, steps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        try:
+            documents, rows, steps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        except (OSError, ValueError, EOFError) as error:
+            raise WhetError(
+                f"{folder}: the plan is damaged ({error}). Delete the folder and --resume makes it anew"
+            ) from None
         return cls(documents, rows, steps, per_epoch)
 
 

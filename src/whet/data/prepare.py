@@ -42,14 +42,30 @@ def prepare(
     renderer = Renderer(tokenizer, config.train_on, stop_ids, today)
     folder = cache_dir() / "stores"
     try:
-        folder /= hash_json(_identity(config, sources, use, renderer))[:20]
-        with waiting_lock(folder.with_suffix(".lock")):
-            reused = (folder / MANIFEST).exists()
-            if not reused:
-                _make(folder, config, sources, use, renderer)
+        folder /= hash_json(_identity(config, sources, renderer))[:20]
+        reused = (folder / MANIFEST).exists()
+        if not reused:
+            with waiting_lock(folder.with_suffix(".lock")):
+                reused = (folder / MANIFEST).exists()
+                if not reused:
+                    _make(folder, config, sources, use, renderer)
     except Exception as error:
         raise disk_error(error, "preparing the data", folder) or error from None
-    return Prepared(Store(folder), reused)
+    store = Store(folder)
+    _use_current_names(store, sources, use)
+    return Prepared(store, reused)
+
+
+def _use_current_names(store: Store, sources: Sequence[Source], use: str) -> None:
+    """A store is found by content; the files may have been called otherwise when it was made."""
+    store.manifest["sources"] = [source.path for source in sources]
+    for account, source in zip(store.manifest["accounts"], sources, strict=True):
+        account |= {"source": source.path, "use": use}
+        if not source.path.startswith("builtin:"):
+            account["first"] = {
+                reason: [f"{source.path}:{place.rpartition(':')[2]}" for place in places]
+                for reason, places in account["first"].items()
+            }
 
 
 def _make(folder: Path, config: DataConfig, sources: Sequence[Source], use: str, renderer: Renderer) -> None:
@@ -58,12 +74,11 @@ def _make(folder: Path, config: DataConfig, sources: Sequence[Source], use: str,
         _fill(temporary, config, sources, use, renderer)
 
 
-def _identity(config: DataConfig, sources: Sequence[Source], use: str, renderer: Renderer) -> dict[str, Any]:
+def _identity(config: DataConfig, sources: Sequence[Source], renderer: Renderer) -> dict[str, Any]:
     options = config.model_dump(include={"train_on", "max_length", "too_long", "on_bad"})
     return {
         "format": _FORMAT,
-        "use": use,
-        "sources": [{"name": source.path, **fingerprint(source)} for source in sources],
+        "sources": [fingerprint(source) for source in sources],
         "tokenizer": renderer.tokenizer.backend_tokenizer.to_str(),
         "template": renderer.template,
         "stops": renderer.stops,

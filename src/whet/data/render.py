@@ -144,6 +144,8 @@ class Renderer:
             return dyed, dyed.check(text, self.text(dyed.messages))
 
     def _span(self, dyed: _Dyed, whole: str, turn: int) -> tuple[int, int, int]:
+        if turn == 0:
+            raise BadRecordError("starts with the assistant", "message 1 is the assistant's, so nothing asks for it")
         first, last = dyed.extent(whole, turn)
         before = dyed.last_dyed(whole[:first])
         prompt = self.text(dyed.messages[:turn], prompt=True)

@@ -62,7 +62,10 @@ class Store:
             raise WhetError(f"{folder}: no complete store here ({MANIFEST} is missing); run `whet prepare` again")
         self.folder = folder
         self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
-        self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
+        try:
+            self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
+        except WhetError as error:
+            raise WhetError(f"{error}. Delete the folder {folder}: it will be made again") from None
         self._origins: NDArray[np.int64] = _load(folder / "origin.npy")
         self.targets: NDArray[np.int32] = _load(folder / "targets.npy")
         if not len(self._tokens) == len(self._loss) == len(self._origins) == len(self.targets):

@@ -14,12 +14,11 @@ import torch
 from whet.checkpoint import save as checkpoints
 from whet.config import Config
 from whet.core.console import say
-from whet.core.errors import FAILED, INPUT, INTERRUPTED, WhetError, disk_error
+from whet.core.errors import FAILED, INPUT, INTERRUPTED, StoppedError, WhetError, disk_error
 from whet.core.files import JsonLines, atomic_dir, atomic_write, read_json, write_json
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
 from whet.core.yaml import read_yaml
-from whet.infer.tasks import find_task
 from whet.model.loss import LossModel
 from whet.recipe.parts import Data, make_plan
 from whet.train.metrics import Seen
@@ -41,7 +40,10 @@ def run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder 
         with contextlib.suppress(OSError):
             folder.end("failed" if code in (INPUT, FAILED) else "stopped", code)
         folder.abandon()
-        raise disk_error(error, "writing the run", folder.path) or error from None
+        known = None if isinstance(error, WhetError) else disk_error(error, "writing the run", folder.path)
+        if isinstance(error, KeyboardInterrupt) and checkpoints.newest(folder.path / "checkpoints"):
+            known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
+        raise known or error from None
     folder.close()
 
 
@@ -54,8 +56,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
             f"{folder.path}: this folder holds a run already. Continue it with --resume, or give the new run another "
             "folder: run.dir=FOLDER"
         )
-    before = read_yaml(folder.path / "config.yaml").plain()
-    changed = _differences(before, config.settled())
+    changed = changed_settings(folder.path, config)
     if changed:
         shown = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, old, new in changed[:5])
         raise WhetError(
@@ -76,19 +77,27 @@ def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any,
     return [] if same else [(above.rstrip("."), before, now)]
 
 
+def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
+    """(key, value then, value now) of what makes `config` another run than the one in the folder."""
+    return _differences(read_yaml(path / "config.yaml").plain(), config.settled())
+
+
 def begin(folder: RunFolder, config: Config, data: Data) -> None:
     """Write down, before anything is computed, all that is decided. config.yaml first: it makes the folder a run."""
     path = folder.path
-    if (path / "plan").exists():
+    (path / "checkpoints").mkdir(exist_ok=True)
+    if (path / "ledger.json").exists():
         _same_data(path, data)
-        return
-    for task in config.eval.tasks:
-        find_task(task)
+    elif checkpoints.newest(path / "checkpoints"):
+        raise WhetError(
+            f"{path}/ledger.json is gone, so it cannot be known whether the data is still the same. Bring it back, or "
+            "start a new run: run.dir=FOLDER"
+        )
     atomic_write(path / "config.yaml", config.dump())
     write_json(path / "ledger.json", data.ledger())
-    (path / "checkpoints").mkdir(exist_ok=True)
-    with atomic_dir(path / "plan") as temporary:
-        make_plan(config, data).save(temporary)
+    if not (path / "plan").exists():
+        with atomic_dir(path / "plan") as temporary:
+            make_plan(config, data).save(temporary)
 
 
 def _same_data(path: Path, data: Data) -> None:

@@ -52,15 +52,17 @@ def answer_stops(renderer: Renderer, model: ModelConfig) -> list[int]:
     return sorted(number for number in known if number is not None)
 
 
-def export_model(config: Config, data: Data, model: nn.Module, kind: str) -> tuple[Path, Certificate]:
-    """Ship a run's model into its folder and compare it on a few of its own conversations."""
+def export_model(
+    config: Config, data: Data, model: nn.Module, kind: str, step: int, name: str
+) -> tuple[Path, Certificate]:
+    """Ship a run's model as exports/NAME and compare it on a few of its own conversations."""
     store, documents = data.train.store, data.train_documents
     if data.validation is not None:
         store, documents = data.validation, data.validation_documents
     probes = [store.ids(int(document)).tolist() for document in documents[:_PROBES]]
-    folder = config.folder / "exports" / kind
+    folder = config.folder / "exports" / name
     stops = answer_stops(Renderer(data.tokenizer, config.data.train_on), config.model)
-    certificate = export(model, data.tokenizer, stops, probes, kind, folder)
+    certificate = export(model, data.tokenizer, stops, probes, kind, folder, step, config.model.trust_remote_code)
     say(
         f"exported to {folder}: loaded back and compared on {certificate.conversations} conversations, "
         f"largest difference of a logit {certificate.max_logit_difference:.1e}"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,12 +17,13 @@ from torch import nn
 
 from whet.checkpoint import save as checkpoints
 from whet.config import Config
-from whet.core.console import be_quiet, say
+from whet.core.console import be_quiet, say, warn
 from whet.core.errors import RunFailedError
 from whet.core.files import write_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
-from whet.core.run import RunFolder
+from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan, efficiency
+from whet.infer.tasks import find_task
 from whet.model import attention
 from whet.model.flops import Work, work_of
 from whet.model.lora import language_model
@@ -37,7 +42,7 @@ from whet.recipe.parts import (
 )
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
-from whet.train.trainer import Cadence, Hooks, Trainer
+from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
 
 
 def train(config: Config, resume: bool) -> None:
@@ -46,7 +51,13 @@ def train(config: Config, resume: bool) -> None:
     if rank > 0:
         be_quiet()
     hush_libraries()
-    with run_folder(config, resume, first=rank == 0) as folder:
+    for task in config.eval.tasks:
+        find_task(task)
+    finished = resume and read_status(config.folder).get("state") == "finished"
+    with _terminate_like_ctrl_c(), run_folder(config, resume, first=rank == 0) as folder:
+        if finished:
+            say(f"{config.folder}: this run is finished; nothing to do")
+            return
         data = prepare_data(config, frozen_date(config.folder))
         if folder is not None:
             begin(folder, config, data)
@@ -60,6 +71,20 @@ def train(config: Config, resume: bool) -> None:
             ) from None
         finally:
             ranks.leave()
+
+
+@contextlib.contextmanager
+def _terminate_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends preparing, measuring and exporting in good order too; the loop of steps has its own way."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> None:
@@ -78,6 +103,12 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
         export = whole if config.export.at_end == "merged" else 0
         checkpoints.need_room(folder.path, root, config.checkpoint.keep_last, export)
         write_json(folder.path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
+    if config.adapter is not None and config.adapter.dropout > 0:
+        say("adapter.dropout is on: it falls differently for other train.micro_rows and numbers of processes")
+    longest = int(data.train.store.lengths[plan.documents].max())
+    room = getattr(model.config, "max_position_embeddings", longest)
+    if longest > room:
+        warn(f"the longest conversation has {longest} tokens, but the model was made for {room}; lower data.max_length")
     say(
         f"{len(plan)} steps on {ranks.world} × {ranks.device.type}, {arithmetic.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
@@ -85,7 +116,7 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
     )
     _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config))
     if folder is not None and config.export.at_end != "none":
-        export_model(config, data, model, config.export.at_end)
+        export_model(config, data, model, config.export.at_end, len(plan), config.export.at_end)
     ranks.wait()
     if folder is not None:
         folder.set_status("finished", len(plan), len(plan), exit_code=0)
@@ -151,6 +182,11 @@ class _Run:
 
     def evaluate(self, step: int) -> None:
         results, samples = measure(self.config, self.data, self.root, self.ranks, self.arithmetic)
+        broken = {name: value for name, value in results.items() if not math.isfinite(value)}
+        if broken:
+            raise RunFailedError(
+                f"step {step}: the evaluation is not finite ({broken}): the model has diverged. {RETRY}"
+            )
         if self.files is not None and results:
             for sample in samples:
                 self.files.samples.write({"step": step, **sample.as_dict()})

@@ -15,12 +15,13 @@ from whet.checkpoint.export import Certificate
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
+from whet.core.run import read_status
 from whet.data.render import Renderer
 from whet.model.config import ModelConfig
 from whet.model.load import load_model, load_tokenizer
 from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
-from whet.recipe.folder import frozen_date
+from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
 from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, hush_libraries, prepare_data
 
@@ -37,12 +38,12 @@ class Ready:
 def load_ready(reference: str) -> Ready:
     """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@latest), ready to answer."""
     hush_libraries()
-    path, _, step = reference.partition("@")
-    if not (Path(path) / "config.yaml").exists():
+    path, step = split_reference(reference)
+    if not (path / "config.yaml").exists():
         config = ModelConfig(path=reference)
         model = load_model(config, "auto")
     else:
-        run = load_run(Path(path), step or "latest")
+        run = load_run(path, step)
         config, model = run.config.model, merge(run.model)
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
     tokenizer = load_tokenizer(config)
@@ -85,19 +86,35 @@ def load_run(path: Path, step: str = "latest") -> LoadedRun:
 def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure a run again, as its configuration, or `overrides`, say."""
     hush_libraries()
-    path, _, step = reference.partition("@")
-    run = load_run(Path(path), step or "latest")
-    config = read_config(Path(path) / "config.yaml", overrides).at(Path(path))
-    data = prepare_data(config, frozen_date(Path(path)))
+    path, step = split_reference(reference)
+    run = load_run(path, step)
+    config = read_config(path / "config.yaml", overrides).at(path)
+    changed = [key for key, _, _ in changed_settings(path, config) if not key.startswith("data.validation.sources")]
+    if changed:
+        raise WhetError(
+            f"{changed[0]}: an evaluation cannot change what was trained, or trained conversations might be measured. "
+            "It takes eval.*, data.validation.sources and train.micro_rows"
+        )
+    data = prepare_data(config, frozen_date(path))
     root = LossModel(language_model(run.model))
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)
-    return {"run": path, "step": run.step, **results}
+    return {"run": str(path), "step": run.step, **results}
 
 
 def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
-    """Export a run's newest, or a named, checkpoint."""
+    """Export a run's newest, or a named, checkpoint. Only a finished run's last state is called plainly by its kind."""
     hush_libraries()
-    path, _, step = reference.partition("@")
-    run = load_run(Path(path), step or "latest")
-    data = prepare_data(run.config, frozen_date(Path(path)))
-    return export_model(run.config, data, run.model, kind)
+    path, step = split_reference(reference)
+    run = load_run(path, step)
+    data = prepare_data(run.config, frozen_date(path))
+    is_final = run.step == read_status(path).get("steps")
+    name = kind if is_final else f"{kind}-step-{run.step:06d}"
+    return export_model(run.config, data, run.model, kind, run.step, name)
+
+
+def split_reference(reference: str) -> tuple[Path, str]:
+    """RUN@STEP as (RUN, STEP); without a step, or where the whole is a folder, the step is `latest`."""
+    path, at, step = reference.rpartition("@")
+    if not at or (Path(reference) / "config.yaml").exists():
+        return Path(reference), "latest"
+    return Path(path), step or "latest"

@@ -27,12 +27,15 @@ class BatchConfig(Section):
         return self
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     """How gradients become updates."""
 
     name: Literal["adamw"] = Field(default="adamw", description="The rule.")
     lr: float = Field(default=1e-4, gt=0, description="The highest learning rate; the schedule scales it.")
-    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
+    betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="How long AdamW remembers gradients and their squares."
     )
     eps: float = Field(default=1e-8, gt=0, description="Keeps AdamW from dividing by zero.")

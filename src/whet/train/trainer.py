@@ -26,6 +26,8 @@ from whet.train.optim import set_rate
 from whet.train.schedule import rate_factor
 from whet.train.step import train_step
 
+RETRY = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
+
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
@@ -71,23 +73,23 @@ class Trainer:
 
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
-        if start == 0 and self.cadence.evaluate_at_start:
-            self.hooks.evaluate(0)
+        if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
+            self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.steps):
                 stop = asked() or self.hooks.stop_requested()
                 seen, note, stopping = self._one(step, seen, stop)
                 bar.advance(1, note)
                 done = step + 1
-                if self.cadence.evaluates_after(done):
-                    self.hooks.evaluate(done)
                 if stopping or self.cadence.saves_after(done):
                     self.hooks.save(done, seen)
-                if stopping and done < self.cadence.steps:
+                if stopping:
                     raise StoppedError(
                         f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved. "
                         "Start it again to continue (whet train: with --resume)"
                     )
+                if self.cadence.evaluates_after(done):
+                    self.hooks.evaluate(done)
 
     def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
         began = time.perf_counter()
@@ -100,9 +102,8 @@ class Trainer:
         )  # fmt: skip
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise RunFailedError(
-                f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}. The weights "
-                "were not changed by this step and the last checkpoint is good. A lower train.optimizer.lr often "
-                "helps; then start again, or continue with --resume"
+                f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}; this step did "
+                f"not change the weights. {RETRY}"
             )
         totals = self.loader.totals(step)
         seen = seen.plus(totals, self.work)
@@ -122,7 +123,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        say("stopping after this step; Ctrl-C again stops at once")
+        say("stopping when this step is saved; Ctrl-C again stops at once")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
