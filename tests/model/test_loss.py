@@ -115,9 +115,9 @@ def test_a_head_that_caps_its_logits_is_refused_however_gently(make_model: Calla
         LossModel(model).check(64)
 
 
-@pytest.mark.parametrize("count", [513, 1021])
-def test_the_gradient_of_a_mean_is_not_rounded_by_its_count(count: int) -> None:
+def test_the_gradient_of_a_mean_is_not_rounded_by_its_count() -> None:
     """1 / 1021 in bf16 is off by 0.27 %: the scale must be applied in fp32. 1 / 512 is exact in any type."""
+    count = 1021
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(count, 8, generator=generator).bfloat16()
     weight = torch.randn(16, 8, generator=generator).bfloat16()

@@ -60,13 +60,14 @@ def export(
     model.eval()
     language_model(model).generation_config.eos_token_id = list(stops)  # type: ignore[union-attr]
     wanted = _logits(language_model(model), probes)
+    dtype = language_model(model).get_input_embeddings().weight.dtype  # type: ignore[operator]
     size = sum(parameter.nbytes for parameter in model.parameters())
     try:
         need_space(folder, size if kind == "merged" else 2**26, "the export")
         with atomic_dir(folder) as temporary:
             (merge(model) if kind == "merged" else model).save_pretrained(temporary)  # type: ignore[operator]
             tokenizer.save_pretrained(temporary)
-            loaded = _load_back(temporary, kind, trust_remote_code).to(wanted.device)
+            loaded = _load_back(temporary, kind, dtype, trust_remote_code).to(wanted.device)
             certificate = _certify(temporary, loaded, wanted, probes, kind, step)
             write_json(temporary / "certificate.json", certificate.as_dict())
             if not certificate.verified:
@@ -94,9 +95,9 @@ def _certify(
     )
 
 
-def _load_back(folder: Path, kind: str, trust_remote_code: bool) -> nn.Module:
-    """As any user of the folder would load it."""
-    how: dict[str, Any] = {"dtype": "auto", "trust_remote_code": trust_remote_code}
+def _load_back(folder: Path, kind: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """As any user of the folder would load it, in the type that was trained in: an adapter does not carry that."""
+    how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if kind == "adapter":
         from peft import AutoPeftModelForCausalLM
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whet.core.errors import WhetError
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -67,6 +69,11 @@ def start_ranks() -> Ranks:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local)
     if device.type != "cpu":
+        if local >= torch.accelerator.device_count():
+            raise WhetError(
+                f"this machine has {torch.accelerator.device_count()} {device.type} devices, and process {local + 1} "
+                "wants one of its own. Start fewer: torchrun --nproc-per-node"
+            )
         torch.accelerator.set_device_index(local)
     if world > 1:
         if device.type == "cpu":
