@@ -41,10 +41,12 @@ def test_the_first_losses_are_the_pinned_ones(tiny_run: Path, steps_of: Steps) -
     assert lines[-1]["loss"] < 3.5  # and it learns
 
 
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
 def test_two_processes_give_the_losses_and_norms_of_one(
-    tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
+    tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, packing: str
 ) -> None:
-    under_torchrun(recipe, f"run.dir={tmp_path / 'two'}", "train.precision=fp64")
+    """Packed, a step has two or three rows and both add in the same order; unpacked it has eight, and they do not."""
+    under_torchrun(recipe, f"run.dir={tmp_path / 'two'}", "train.precision=fp64", f"data.packing={packing}")
     one, two = steps_of(tiny_run), steps_of(tmp_path / "two")
     assert len(two) == 30
     assert_equal(two, one, 1e-9, "loss", "grad_norm")
