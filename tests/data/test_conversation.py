@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.conversation import ROLES, BadRecordError, Conversation, Message, Origin, parse_record
+from whet.data.conversation import ROLES, BadRecordError, Conversation, Message, Origin
+from whet.data.formats.messages import parse_record
 
 HERE = Origin("a.jsonl", 7)
 JSON = st.recursive(

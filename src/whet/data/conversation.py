@@ -1,19 +1,20 @@
-"""A conversation, and how a JSON record becomes one."""
+"""What sources give: conversations, plain text, marked text, ready tokens, and lines that cannot be used."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-_MEANINGFUL = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight", "train", "tools")
-"""Keys that change what a model should learn. Ignoring them would train on something else than was meant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a conversation was read: a source and a line, counted from 1."""
+    """Where a record was read: a source and a line (in Parquet and the like a row), counted from 1."""
 
     source: str
     line: int
@@ -23,23 +24,100 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the assistant asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn."""
 
     role: str
     content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    learn: bool | None = None
+    """False: not supervised whatever train_on says (`weight: 0`, `train: false`). None: as train_on says."""
+    call_id: str | None = None
+    """Of a tool's result: the call that it answers."""
+    name: str | None = None
+    """Of a tool's result: the tool."""
 
-    def as_dict(self) -> dict[str, str]:
-        """As chat templates expect it."""
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates expect it. Some call the reasoning `reasoning_content`, some `thinking`: both get it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            turn |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
+        if self.calls:
+            turn["tool_calls"] = [call.as_dict() for call in self.calls]
+        if self.call_id is not None:
+            turn["tool_call_id"] = self.call_id
+        if self.name is not None:
+            turn["name"] = self.name
+        return turn
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of one conversation, in order."""
+    """The turns of one conversation, in order, and the tools that the assistant may call (OpenAI's schema)."""
 
     messages: tuple[Message, ...]
     origin: Origin
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A plain document: every token is learned."""
+
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Text in which markers open and close the turns (data.markers)."""
+
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A document that was tokenised before, with its loss mask."""
+
+    ids: NDArray[np.int32]
+    loss: NDArray[np.uint8]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A record that cannot be used."""
+
+    origin: Origin
+    reason: str
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A record that the source's filter excludes."""
+
+    origin: Origin
+    reason: str
+
+
+Item = Conversation | Text | Marked | Tokens | BadLine | LeftOut
+"""What becomes of one record of a source."""
 
 
 class BadRecordError(Exception):
@@ -48,62 +126,3 @@ class BadRecordError(Exception):
     def __init__(self, reason: str, explanation: str) -> None:
         super().__init__(explanation)
         self.reason = reason
-
-
-def parse_record(record: Any, origin: Origin) -> Conversation:
-    """A record of the `messages` format: {"messages": [{"role": "user", "content": "…"}, …]}."""
-    if not isinstance(record, dict):
-        raise BadRecordError("not an object", f"a record is an object with 'messages', this is {_kind(record)}")
-    for key, value in record.items():
-        if key in _MEANINGFUL and value not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"the record has '{key}', which whet cannot mask yet; remove it")
-    turns = record.get("messages")
-    if turns is None:
-        keys = ", ".join(map(repr, record)) or "no keys"
-        raise BadRecordError(
-            "no messages",
-            f"the record has no 'messages' (it has {keys}); write "
-            '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}',
-        )
-    if not isinstance(turns, list) or not turns:
-        raise BadRecordError("no messages", f"'messages' must be a list of at least one message, not {_kind(turns)}")
-    return Conversation(tuple(_parse_message(turn, i) for i, turn in enumerate(turns, 1)), origin)
-
-
-def _parse_message(turn: Any, number: int) -> Message:
-    if not isinstance(turn, dict):
-        raise BadRecordError("bad message", f"message {number} must be an object, not {_kind(turn)}")
-    role = turn.get("role")
-    if role is None:
-        raise BadRecordError("no role", f"message {number} has no 'role'; add one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise BadRecordError("unknown role", f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
-    for key, value in turn.items():
-        if key in _MEANINGFUL and value not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"message {number} has '{key}', which whet cannot mask yet")
-    return Message(role, _parse_content(turn.get("content"), number))
-
-
-def _parse_content(content: Any, number: int) -> str:
-    if isinstance(content, str):
-        return _checked(content, number)
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if texts and all(isinstance(text, str) for text in texts):
-            return _checked("".join(texts), number)  # type: ignore[arg-type]
-        raise BadRecordError("bad content", f"message {number}: only parts of type 'text' can be trained on")
-    raise BadRecordError("bad content", f"message {number}: 'content' must be text, not {_kind(content)}")
-
-
-def _checked(text: str, number: int) -> str:
-    """JSON can escape half a surrogate pair (`\\ud800`), which is no text and breaks every tokenizer."""
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise BadRecordError("bad text", f"message {number} holds a lone surrogate, which is not valid Unicode")
-    return text
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
-    return "an empty list" if value == [] else names.get(type(value), "a number")

@@ -13,10 +13,10 @@ from whet.core.console import progress
 from whet.core.errors import WhetError, disk_error
 from whet.core.files import atomic_dir, cache_dir, hash_json, need_space, waiting_lock
 from whet.data.config import DataConfig, Source
-from whet.data.conversation import BadRecordError, Conversation, Origin
+from whet.data.conversation import BadLine, BadRecordError, Conversation, Origin
 from whet.data.ledger import Account
 from whet.data.render import Layout, Rendered, Renderer
-from whet.data.sources import BadLine, expected, fingerprint, read_source, size_of
+from whet.data.sources import expected, fingerprint, read_source, size_of
 from whet.data.store import MANIFEST, Store, StoreWriter, count_targets
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from whet.core.errors import WhetError
 from whet.core.files import hash_file
 from whet.data.config import Source
-from whet.data.conversation import BadRecordError, Conversation, Message, Origin, parse_record
+from whet.data.conversation import BadLine, BadRecordError, Conversation, Message, Origin
+from whet.data.formats.messages import parse_record
 from whet.data.orders import orders
 
 BUILTIN: dict[str, Callable[[str], Iterator[tuple[str, str]]]] = {"builtin:orders": orders}
@@ -20,15 +20,6 @@ BUILTIN: dict[str, Callable[[str], Iterator[tuple[str, str]]]] = {"builtin:order
 
 BUILTIN_SAMPLES = 1000
 """How many conversations a generator gives when max_samples is not set."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that cannot be used."""
-
-    origin: Origin
-    reason: str
-    explanation: str
 
 
 def read_source(source: Source) -> Iterator[Conversation | BadLine]:
@@ -44,7 +35,12 @@ def fingerprint(source: Source) -> dict[str, object]:
     """What identifies a source's content: a file by its bytes, a generator by its first answers."""
     identity: dict[str, object] = {"max_samples": source.max_samples}
     if source.path.startswith("builtin:"):
-        return {**identity, "path": source.path, "split": source.split, "start": [*itertools.islice(_pairs(source), 9)]}
+        return {
+            **identity,
+            "path": source.path,
+            "split": (source.split or "train"),
+            "start": [*itertools.islice(_pairs(source), 9)],
+        }
     return {**identity, "content": hash_file(_existing(source.path))}
 
 
@@ -68,11 +64,11 @@ def expected(source: Source) -> int:
 def _pairs(source: Source) -> Iterator[tuple[str, str]]:
     if source.path not in BUILTIN:
         raise WhetError(f"data.sources: there is no {source.path}; built in are: {', '.join(BUILTIN)}")
-    return BUILTIN[source.path](source.split)
+    return BUILTIN[source.path](source.split or "train")
 
 
 def _generate(source: Source) -> Iterator[Conversation]:
-    name = f"{source.path}/{source.split}"
+    name = f"{source.path}/{(source.split or 'train')}"
     pairs = itertools.islice(_pairs(source), source.max_samples or BUILTIN_SAMPLES)
     for line, (prompt, answer) in enumerate(pairs, 1):
         yield Conversation((Message("user", prompt), Message("assistant", answer)), Origin(name, line))

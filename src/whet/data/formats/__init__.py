@@ -1,0 +1,1 @@
+"""Formats: how a record of a file becomes a conversation."""
