@@ -51,9 +51,11 @@ class Message:
     name: str | None = None
     """Of a tool's result: the tool."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """As chat templates expect it. Some call the reasoning `reasoning_content`, some `thinking`: both get it."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+    def as_dict(self, in_parts: bool = False) -> dict[str, Any]:
+        """As chat templates expect it. Some call the reasoning `reasoning_content`, some `thinking`: both get it.
+        Those of models that see images want the content in parts."""
+        content = [{"type": "text", "text": self.content}] if in_parts else self.content
+        turn: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning:
             turn |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
         if self.calls:

@@ -1,0 +1,91 @@
+"""The skeletons of the shapes that were met, and which texts may be filled into them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from whet.data.conversation import BadRecordError, Conversation
+from whet.data.dye import map_texts
+from whet.data.skeleton import InspectedError, Skeleton, Traced, skeleton_of
+from whet.data.template import ChatTemplate
+
+_CHECK_EVERY = 256
+_MOST = 4096  # shapes kept; conversations of hundreds of turns have a shape each
+
+_UNASSIGNED = re.compile("[\U00040000-\U000dffff]")
+
+
+class Shapes:
+    """Skeletons by shape. A conversation is served only if no text of it could make the template act differently."""
+
+    def __init__(self, template: ChatTemplate, in_parts: bool) -> None:
+        self._template, self._in_parts = template, in_parts
+        self._equal, inside = template.tells_apart()
+        self._inside = tuple(sorted(inside))
+        self._known: dict[Any, tuple[Skeleton, int] | None] = {}
+        self._served: dict[Any, int] = {}
+
+    def fill(self, conversation: Conversation) -> tuple[str, tuple[tuple[int, int, int], ...], int] | None:
+        """The rendered text, its supervised places and the number of the template's control tokens, if the shape is
+        known and the texts are harmless."""
+        known = self._known.get(_shape(conversation))
+        if known is None:
+            return None
+        texts = _texts(conversation)
+        return (*known[0].fill(texts), known[1]) if all(map(self._is_harmless, texts)) else None
+
+    def is_due_for_a_check(self, conversation: Conversation) -> bool:
+        """Now and then, more often at first, a filled-in conversation is rendered in full and compared."""
+        shape = _shape(conversation)
+        count = self._served[shape] = self._served.get(shape, 0) + 1
+        return count % _CHECK_EVERY == 0 or (count < _CHECK_EVERY and count & (count - 1) == 0)
+
+    def learn(
+        self, conversation: Conversation, text: str, extents: Sequence[tuple[int, int, int]] | None,
+        spans: Sequence[tuple[int, int, int]], controls: int,
+    ) -> None:  # fmt: skip
+        """Keep the skeleton of a conversation that was rendered in full, if there is one."""
+        shape = _shape(conversation)
+        if shape is None or shape in self._known or len(self._known) >= _MOST:
+            return
+        if not all(map(self._is_harmless, _texts(conversation))):
+            return
+        skeleton = None
+        if extents is not None and self._prints_only(conversation, text):
+            skeleton = skeleton_of(text, extents, spans)
+        self._known[shape] = None if skeleton is None else (skeleton, controls)
+
+    def _prints_only(self, conversation: Conversation, text: str) -> bool:
+        traced = (map_texts(message, lambda text, _: Traced(text)) for message in conversation.messages)
+        messages = [message.as_dict(self._in_parts) for message in traced]
+        try:
+            return self._template.render(messages, conversation.tools) == text
+        except (InspectedError, BadRecordError):
+            return False
+
+    def _is_harmless(self, text: str) -> bool:
+        return (
+            not text[:1].isspace()
+            and not text[-1:].isspace()
+            and text not in self._equal
+            and not any(word in text for word in self._inside)
+            and (text.isascii() or _UNASSIGNED.search(text) is None)
+        )
+
+
+def _shape(conversation: Conversation) -> Any:
+    """What a template may treat differently, texts aside; None where there are tool calls, which are too manifold."""
+    roles = []
+    for message in conversation.messages:
+        if message.calls or message.call_id is not None or message.name is not None:
+            return None
+        roles.append((message.role, bool(message.reasoning), bool(message.content), message.learn))
+    return (*roles, json.dumps(conversation.tools) if conversation.tools else "")
+
+
+def _texts(conversation: Conversation) -> list[str]:
+    """The texts in the order of the slots: reasoning, then content."""
+    return [text for message in conversation.messages for text in (message.reasoning, message.content) if text]

@@ -1,0 +1,135 @@
+"""Chat templates: compiled once, rendered as transformers renders them, and read for what they look for in a text.
+
+Rendering through transformers costs more than the template itself, and rebuilds every string on the way, so that
+nothing can be traced. Here the same language is set up directly; that both give the same text is checked on every
+conversation that is not served from the cache of skeletons (`whet.data.skeleton`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from whet.core.errors import WhetError
+from whet.data.conversation import BadRecordError
+from whet.data.skeleton import note_encoding
+
+
+class _GenerationMarks(Extension):
+    """`{% generation %}…{% endgeneration %}`: marks of the assistant's text, which whet does not need."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    note_encoding(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _raise  # templates ask whether it is defined; its calls are answered before
+    return environment
+
+
+class ChatTemplate:
+    """One template with the special tokens that it may name and the date that it may ask for."""
+
+    def __init__(self, source: str, special: Mapping[str, str], today: str | None = None) -> None:
+        self.today = (today or datetime.date.today().isoformat()) if _DATE.search(source) else None
+        self.source = _with_date(source, self.today) if self.today else source
+        environment = _environment()
+        try:
+            self._tree = environment.parse(self.source)
+            self._compiled = environment.from_string(self.source)
+        except TemplateError as error:
+            raise WhetError(f"the chat template is not valid Jinja: {error}") from None
+        self._special = dict(special)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
+    ) -> str:
+        """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
+        try:
+            return self._compiled.render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._special
+            )
+        except Exception as error:  # a template is a program of someone else's: it can fail in any way
+            raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
+
+    def words(self) -> tuple[str, ...]:
+        """Every text that the template compares with or searches for, such as `</think>`."""
+        found = {
+            constant.value
+            for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
+            for parent in self._tree.find_all(kind)
+            for constant in parent.find_all(nodes.Const)
+            if isinstance(constant.value, str) and constant.value.strip()
+        }
+        return tuple(sorted(found))
+
+    def tells_apart(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What the template can tell texts apart by: texts equal to one of the first, or with one of the second inside.
+
+        Searches for whitespace at the edges are left out: texts with spaces there are told apart in any case.
+        """
+        equal: set[str] = set()
+        inside: set[str] = set()
+        for compare in self._tree.find_all(nodes.Compare):
+            for operand in compare.ops:
+                sides = inside if operand.op in ("in", "notin") else equal
+                sides |= _texts(compare.expr)
+                equal |= _texts(operand.expr)
+        for call in self._tree.find_all(nodes.Call):
+            name = call.node.attr if isinstance(call.node, nodes.Getattr) else getattr(call.node, "name", "")
+            if name not in _BLIND:
+                inside |= {t for arg in call.args for t in _texts(arg) if t.strip() or name not in _AT_THE_EDGE}
+        for use in self._tree.find_all(nodes.Filter):
+            if use.name in ("replace", "trim"):
+                inside |= {text for arg in use.args for text in _texts(arg) if text.strip() or use.name == "replace"}
+            elif use.name in ("selectattr", "rejectattr"):
+                equal |= {text for arg in use.args for text in _texts(arg)}
+        return frozenset(equal), frozenset(inside - {""})
+
+
+_BLIND = ("raise_exception", "strftime_now", "namespace", "get", "dict", "range", "join")
+"""Calls whose texts are names or messages, not something that is looked for."""
+
+_AT_THE_EDGE = ("strip", "lstrip", "rstrip")
+
+
+def _texts(expression: nodes.Node) -> set[str]:
+    if isinstance(expression, nodes.Const):
+        return {expression.value} if isinstance(expression.value, str) else set()
+    return {constant.value for constant in expression.find_all(nodes.Const) if isinstance(constant.value, str)}
+
+
+_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+
+
+def _with_date(template: str, today: str) -> str:
+    """The template with its calls for today's date answered: every rendering, also of a resumed run, sees the same."""
+    date = datetime.datetime.fromisoformat(today)
+    return _DATE.sub(lambda call: f"'{date.strftime(call['format'])}'", template)
