@@ -22,7 +22,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("WHET_CACHE") or Path.home() / ".cache" / "whet")
 
 
-def atomic_write(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
     """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     data = content.encode() if isinstance(content, str) else content
     temporary = _temporary(path)
@@ -100,9 +100,18 @@ def put_in_place(temporary: Path, path: Path) -> None:
 def waiting_lock(path: Path) -> Iterator[None]:
     """Only one process at a time is inside; the others wait. Ranks need no collective to share one preparation."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    while True:
+        file = path.open("a")
         fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                break
+        file.close()  # the one before us removed it: lock the file that is there now
+    try:
         yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
 
 
 def need_space(path: Path, size: int, doing: str) -> None:

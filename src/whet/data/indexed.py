@@ -37,11 +37,12 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: type[np.generic]) -> None:
         self._prefix, self._dtype = prefix, np.dtype(dtype)
         self._bin = prefix.with_suffix(".bin").open("wb")
-        self._sizes: list[int] = []
+        self._sizes: list[NDArray[np.int32]] = []
 
-    def add(self, sequence: NDArray[np.generic]) -> None:
-        self._bin.write(sequence.astype(self._dtype, copy=False).tobytes())
-        self._sizes.append(len(sequence))
+    def add(self, numbers: NDArray[np.generic], sizes: NDArray[np.int32]) -> None:
+        """Append sequences that lie back to back in `numbers`."""
+        self._bin.write(numbers.astype(self._dtype, copy=False).tobytes())
+        self._sizes.append(np.asarray(sizes, dtype=np.int32))
 
     def close(self) -> None:
         """Let the file go; without `finish` it cannot be read."""
@@ -50,7 +51,7 @@ class IndexedWriter:
     def finish(self) -> None:
         """Write the index, which makes the sequences readable."""
         self._bin.close()
-        sizes = np.array(self._sizes, dtype=np.int32)
+        sizes = np.concatenate([np.empty(0, np.int32), *self._sizes])
         offsets = np.zeros(len(sizes), dtype=np.int64)
         np.cumsum(sizes[:-1], dtype=np.int64, out=offsets[1:])
         code = next(code for code, dtype in _CODES.items() if np.dtype(dtype) == self._dtype)

@@ -13,21 +13,26 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Account:
-    """What became of one source's conversations."""
+    """What became of one source's conversations, or of a part of them."""
 
-    source: str
-    use: str
     read: int = 0
     kept: int = 0
     truncated: int = 0
+    split: int = 0
+    documents: int = 0
     tokens: int = 0
     supervised: int = 0
     ended: int = 0
+    duplicates: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    """Why conversations were dropped."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What is to be known about conversations that were kept."""
     first: dict[str, list[str]] = field(default_factory=dict)
 
     def keep(self, tokens: int, supervised: int, ended: bool) -> None:
-        self.kept += 1
+        """Count a document; what makes the conversation kept is `kept`."""
+        self.documents += 1
         self.tokens += tokens
         self.supervised += supervised
         self.ended += ended
@@ -35,30 +40,63 @@ class Account:
     def drop(self, reason: str, origin: Origin) -> None:
         """Leave a conversation out; the first few of each reason are named."""
         self.reasons[reason] += 1
-        self._note(reason, origin)
+        self._remember(reason, origin)
 
     def truncate(self, origin: Origin) -> None:
-        """Count a conversation that was cut and kept; if the rest is dropped too, both are told."""
+        """Count a conversation that was cut; if the rest is dropped too, both are told."""
         self.truncated += 1
-        self._note("truncated", origin)
+        self._remember("truncated", origin)
 
-    def _note(self, reason: str, origin: Origin) -> None:
+    def note(self, what: str, origin: Origin) -> None:
+        """Count something about a conversation that is kept."""
+        self.notes[what] += 1
+        self._remember(what, origin)
+
+    def duplicate(self, origin: Origin) -> None:
+        """Count an exact copy of an earlier conversation."""
+        self.duplicates += 1
+        self._remember("duplicate", origin)
+
+    def _remember(self, reason: str, origin: Origin) -> None:
         places = self.first.setdefault(reason, [])
         if len(places) < _SHOWN:
             places.append(str(origin))
 
-    def as_dict(self) -> dict[str, Any]:
+    def add(self, other: Account) -> None:
+        """Take over what a later part of the same source adds."""
+        for name in ("read", "kept", "truncated", "split", "documents", "tokens", "supervised", "ended", "duplicates"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.reasons.update(other.reasons)
+        self.notes.update(other.notes)
+        for reason, places in other.first.items():
+            known = self.first.setdefault(reason, [])
+            known += places[: _SHOWN - len(known)]
+
+    def state(self) -> dict[str, Any]:
+        """As plain values, for `restore`."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> Account:
+        return cls(**state | {"reasons": Counter(state["reasons"]), "notes": Counter(state["notes"])})
+
+    def as_dict(self, source: str, use: str) -> dict[str, Any]:
+        """The entry in the ledger. `use` is train or validation."""
         dropped = self.reasons.total()
         assert self.read == self.kept + dropped, "a conversation was lost from the ledger"
         return {
-            "source": self.source,
-            "use": self.use,
+            "source": source,
+            "use": use,
             "conversations": {
                 "in": self.read, "kept": self.kept, "dropped": dropped, "truncated": self.truncated,
+                "split": self.split,
             },
             "reasons": dict(self.reasons),
+            "notes": dict(self.notes),
+            "duplicates": self.duplicates,
             "first": self.first,
+            "documents": self.documents,
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,
-            "eos_supervised": self.ended / self.kept if self.kept else None,
+            "eos_supervised": self.ended / self.documents if self.documents else None,
         }  # fmt: skip

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from whet.core.console import progress
+from whet.core.console import say
 from whet.core.errors import WhetError, disk_error
 from whet.core.files import atomic_dir, cache_dir, hash_json, need_space, waiting_lock
+from whet.data.chunks import Job, make
 from whet.data.config import DataConfig, Source
-from whet.data.conversation import BadLine, BadRecordError, Conversation, Origin
-from whet.data.ledger import Account
-from whet.data.render import Layout, Rendered, Renderer
-from whet.data.sources import expected, fingerprint, read_source, size_of
-from whet.data.store import MANIFEST, Store, StoreWriter, count_targets
+from whet.data.merge import merge
+from whet.data.render import UnevenTemplateError
+from whet.data.settle import Rendering
+from whet.data.sources import Reader, fingerprint, size_of
+from whet.data.store import MANIFEST, Store
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+_FORMAT = 2  # raise it when the same inputs would give other tokens, masks or files
 
-_FORMAT = 1  # raise it when the same inputs would give other tokens, masks or files
-_BATCH = 256  # conversations encoded at a time; the tokenizer uses all cores within a batch
+
+class Language(Protocol):
+    """What turns conversations into tokens: a tokenizer and a way to write turns, loaded when they are needed."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the tokens, known without loading anything."""
+        ...
+
+    def rendering(self, cached: bool) -> Rendering: ...
+
+    def vocabulary(self) -> int: ...
+
+    def save(self, folder: Path) -> None:
+        """Keep with the store what its ids mean."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +47,19 @@ class Prepared:
     reused: bool
 
 
-def prepare(
-    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: PreTrainedTokenizerFast,
-    stop_ids: Sequence[int] = (), today: str | None = None,
-) -> Prepared:  # fmt: skip
-    """The store for `sources`, made if it does not exist. `use` is train or validation, for the ledger."""
-    renderer = Renderer(tokenizer, config.train_on, stop_ids, today)
-    folder = cache_dir() / "stores"
+def prepare(config: DataConfig, sources: Sequence[Source], use: str, language: Language) -> Prepared:
+    """The store for `sources`, made if it does not exist. `use` is train or validation, for the ledger.
+
+    Chunks that are there already, from other machines or from a preparation that was killed, are taken as they are.
+    """
+    folder, key = _address(config, sources, use, language)
     try:
-        folder /= hash_json(_identity(config, sources, renderer))[:20]
-        reused = (folder / MANIFEST).exists()
+        reused = _is_complete(folder, key)
         if not reused:
-            with waiting_lock(folder.with_suffix(".lock")):
-                reused = (folder / MANIFEST).exists()
+            with waiting_lock(folder.with_name(f".{folder.name}.lock")):
+                reused = _is_complete(folder, key)
                 if not reused:
-                    _make(folder, config, sources, use, renderer)
+                    _make(_job(folder, config, sources, language), folder, key, sources, use)
     except Exception as error:
         raise disk_error(error, "preparing the data", folder) or error from None
     store = Store(folder)
@@ -56,118 +67,107 @@ def prepare(
     return Prepared(store, reused)
 
 
+def prepare_shard(
+    config: DataConfig, sources: Sequence[Source], use: str, language: Language, number: int, count: int
+) -> Path:
+    """Make every count-th chunk, from `number` on; needs no lock, because machines share no chunk."""
+    folder, key = _address(config, sources, use, language)
+    try:
+        if not _is_complete(folder, key):
+            _chunks(_job(folder, config, sources, language), number, count)
+    except Exception as error:
+        raise disk_error(error, "preparing the data", folder) or error from None
+    return folder
+
+
+def require_all_shards(config: DataConfig, sources: Sequence[Source], use: str, language: Language) -> None:
+    """Refuse to merge while a machine is still at work, or never was."""
+    folder, key = _address(config, sources, use, language)
+    if _is_complete(folder, key):
+        return
+    missing, total = _job(folder, config, sources, language).missing()
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        raise WhetError(
+            f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). Chunk c is made by "
+            "`whet prepare --shard i/n` with i = c modulo n: let the missing shards finish, or leave --merge out to "
+            "make them here"
+        )
+
+
+def _address(config: DataConfig, sources: Sequence[Source], use: str, language: Language) -> tuple[Path, str]:
+    """Where the store is or will be, and the key of its content."""
+    key = hash_json(_identity(config, sources, language))[:20]
+    folder = cache_dir() / "stores" / key if config.store is None else Path(config.store).expanduser() / use
+    return folder, key
+
+
+def _is_complete(folder: Path, key: str) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    return folder.name == key or Store(folder).manifest["key"] == key
+
+
 def _use_current_names(store: Store, sources: Sequence[Source], use: str) -> None:
     """A store is found by content; the files may have been called otherwise when it was made."""
-    store.manifest["sources"] = [source.path for source in sources]
-    for account, source in zip(store.manifest["accounts"], sources, strict=True):
+    files = store.manifest["files"]
+    for number, (account, source) in enumerate(zip(store.manifest["accounts"], sources, strict=True)):
         account |= {"source": source.path, "use": use}
-        if not source.path.startswith("builtin:"):
+        mine = [i for i, owner in enumerate(files["source"]) if owner == number]
+        if len(mine) == 1 and not source.is_generated and files["name"][mine[0]] != source.path:
+            before, files["name"][mine[0]] = files["name"][mine[0]], source.path
             account["first"] = {
-                reason: [f"{source.path}:{place.rpartition(':')[2]}" for place in places]
+                reason: [place.replace(before, source.path, 1) for place in places]
                 for reason, places in account["first"].items()
             }
 
 
-def _make(folder: Path, config: DataConfig, sources: Sequence[Source], use: str, renderer: Renderer) -> None:
-    need_space(folder, 2 * sum(size_of(source) for source in sources) + 2**20, "the prepared data")
-    with atomic_dir(folder) as temporary:
-        _fill(temporary, config, sources, use, renderer)
-
-
-def _identity(config: DataConfig, sources: Sequence[Source], renderer: Renderer) -> dict[str, Any]:
-    options = config.model_dump(include={"train_on", "max_length", "too_long", "on_bad"})
+def _identity(config: DataConfig, sources: Sequence[Source], language: Language) -> dict[str, Any]:
+    options = config.model_dump(include={"train_on", "max_length", "too_long", "on_bad", "deduplicate"})
     return {
         "format": _FORMAT,
         "sources": [fingerprint(source) for source in sources],
-        "tokenizer": renderer.tokenizer.backend_tokenizer.to_str(),
-        "template": renderer.template,
-        "stops": renderer.stops,
-        "today": renderer.today,
+        "language": language.identity,
         **options,
     }
 
 
-def _fill(folder: Path, config: DataConfig, sources: Sequence[Source], use: str, renderer: Renderer) -> None:
-    accounts = [Account(source.path, use) for source in sources]
-    with contextlib.closing(StoreWriter(folder, len(renderer.tokenizer))) as writer:
-        for number, (source, account) in enumerate(zip(sources, accounts, strict=True)):
-            with progress(f"preparing {source.path}", expected(source)) as bar:
-                for batch in _batches(read_source(source)):
-                    account.read += len(batch)
-                    for origin, result in _render(batch, renderer):
-                        document = _settle(result, origin, config, account)
-                        if document is not None:
-                            writer.add(document, number, origin.line)
-                    bar.advance(len(batch), f"{account.tokens:,} tokens")
-        _require_something(accounts)
-        writer.finish(
-            {
-                "format": _FORMAT,
-                "sources": [source.path for source in sources],
-                "accounts": [account.as_dict() for account in accounts],
-                "today": renderer.today,
-            }
+def _job(folder: Path, config: DataConfig, sources: Sequence[Source], language: Language) -> Job:
+    if (folder / MANIFEST).exists():
+        raise WhetError(
+            f"data.store: {folder} holds other data than this configuration asks for. Choose another folder, or "
+            "delete it"
         )
+    size = sum(size_of(source) for source in sources)
+    need_space(folder, 2 * size + 2**20, "the prepared data")
+    work = folder.with_name(f".{folder.name}.work")
+    work.mkdir(parents=True, exist_ok=True)
+    return Job(work, config, [Reader(source) for source in sources], size, language)
 
 
-def _batches(items: Iterator[Conversation | BadLine]) -> Iterator[list[Conversation | BadLine]]:
-    while batch := list(itertools.islice(items, _BATCH)):
-        yield batch
+def _chunks(job: Job, first: int = 0, step: int = 1) -> list[Path]:
+    """Make chunks and name all that the store consists of."""
+    for reader in job.readers:
+        if reader.decision:
+            say(reader.decision)
+    try:
+        total = make(job, first, step)
+    except UnevenTemplateError:
+        say("the chat template treats conversations of the same shape differently: each is rendered in full")
+        job.render_in_full()
+        total = make(job, first, step)
+    return [job.file(number) for number in range(total)]
 
 
-def _render(
-    batch: Sequence[Conversation | BadLine], renderer: Renderer
-) -> Iterator[tuple[Origin, Rendered | BadRecordError]]:
-    """Each item with its tokens or its reason, in order; the texts are encoded together."""
-    laid: list[Layout | BadRecordError] = []
-    for item in batch:
-        if isinstance(item, BadLine):
-            laid.append(BadRecordError(item.reason, item.explanation))
-            continue
-        try:
-            laid.append(renderer.layout(item))
-        except BadRecordError as error:
-            laid.append(error)
-    encoded = iter(renderer.render([layout for layout in laid if isinstance(layout, Layout)]))
-    for item, layout in zip(batch, laid, strict=True):
-        yield item.origin, next(encoded) if isinstance(layout, Layout) else layout
-
-
-def _settle(result: Rendered | BadRecordError, origin: Origin, config: DataConfig, account: Account) -> Rendered | None:
-    """The document to store, if it is to be; the ledger knows in any case."""
-    if isinstance(result, BadRecordError):
-        if config.on_bad == "error":
-            raise WhetError(
-                f"{origin}: {result}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
-            )
-        account.drop(result.reason, origin)
-        return None
-    if len(result.ids) > config.max_length:
-        if config.too_long == "error":
-            raise WhetError(
-                f"{origin}: {len(result.ids)} tokens, over data.max_length = {config.max_length}. "
-                "Raise it, or choose data.too_long=drop or truncate"
-            )
-        if config.too_long == "drop":
-            account.drop("too long", origin)
-            return None
-        account.truncate(origin)
-        n = config.max_length  # a prefix as it is: no invented end of turn
-        result = Rendered(result.ids[:n], result.loss[:n], ends=False)
-    targets = count_targets(result)
-    if targets == 0:
-        account.drop("nothing to learn", origin)
-        return None
-    account.keep(len(result.ids), targets, result.ends)
-    return result
-
-
-def _require_something(accounts: Sequence[Account]) -> None:
-    if any(account.kept for account in accounts):
-        return
-    reasons = "; ".join(
-        f"{account.source}: "
-        + (", ".join(f"{n} {reason}" for reason, n in account.reasons.items()) or "no conversation in it")
-        for account in accounts
-    )
-    raise WhetError(f"no conversation is left to train on ({reasons}). Raise data.max_length or mend the data")
+def _make(job: Job, folder: Path, key: str, sources: Sequence[Source], use: str) -> None:
+    """After a crash or a full disk the finished chunks stay, to continue from; if the data is wrong, they go."""
+    try:
+        paths = _chunks(job)
+        with atomic_dir(folder) as temporary:
+            job.language.save(temporary)
+            merge(paths, temporary, key, sources, use, job.config, job.language)
+    except WhetError as error:
+        if error.exit_code == WhetError.exit_code:
+            shutil.rmtree(job.folder, ignore_errors=True)
+        raise
+    shutil.rmtree(job.folder, ignore_errors=True)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.core.errors import WhetError
-from whet.data.conversation import BadRecordError, Conversation, Message, Origin, Text
+from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, Text
 from whet.data.dye import Dyed, Rendering, slots_of
 from whet.data.shapes import Shapes
 from whet.data.template import ChatTemplate
@@ -215,6 +215,25 @@ class Renderer:
 
     def _cuts_marker(self, text: str, length: int) -> bool:
         return any(marker.start() < length < marker.end() for marker in self._marker.finditer(text))
+
+    def render_items(self, items: Sequence[Conversation | Text | Marked]) -> list[Rendered | BadRecordError]:
+        """Tokens and masks of a batch, in order; what cannot be rendered comes back as the reason."""
+        laid: list[Layout | BadRecordError] = []
+        texts: list[Text] = []
+        for item in items:
+            if isinstance(item, Text):
+                texts.append(item)
+            elif isinstance(item, Conversation):
+                try:
+                    laid.append(self.layout(item))
+                except BadRecordError as error:
+                    laid.append(error)
+            else:
+                laid.append(BadRecordError("marked text", "text with markers needs data.markers to be read"))
+        encoded = iter(self.render([layout for layout in laid if isinstance(layout, Layout)]))
+        conversations = (next(encoded) if isinstance(layout, Layout) else layout for layout in laid)
+        documents = iter(self.render_texts(texts))
+        return [next(documents) if isinstance(item, Text) else next(conversations) for item in items]
 
     def render(self, layouts: Sequence[Layout]) -> list[Rendered | BadRecordError]:
         """Encode a batch of texts, once each, and carry the spans over to tokens."""

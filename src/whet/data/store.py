@@ -1,7 +1,8 @@
 """The store: conversations as tokens and loss masks on disk, with their origins, complete or absent.
 
 tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
-origin.npy        (source, line) of each      targets.npy     number of targets of each
+origin.npy        (file, line) of each        targets.npy     number of targets of each
+hashes.npy        tells exact copies          tokenizer.json  what the ids mean
 manifest.json     written last: present means complete
 """
 
@@ -31,15 +32,25 @@ class StoreWriter:
         self._folder = folder
         self._tokens = IndexedWriter(folder / "tokens", token_dtype(vocabulary))
         self._loss = IndexedWriter(folder / "loss", np.uint8)
-        self._origins: list[tuple[int, int]] = []
-        self._targets: list[int] = []
+        self._origins: list[NDArray[np.int64]] = []
+        self._targets: list[NDArray[np.int32]] = []
+        self._hashes: list[NDArray[np.uint64]] = []
 
-    def add(self, document: Rendered, source: int, line: int) -> None:
-        """Append a document that came from line `line` of source number `source`."""
-        self._tokens.add(document.ids)
-        self._loss.add(document.loss)
-        self._origins.append((source, line))
-        self._targets.append(count_targets(document))
+    def add(
+        self,
+        tokens: NDArray[np.generic],
+        loss: NDArray[np.uint8],
+        sizes: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        origins: NDArray[np.int64],
+        hashes: NDArray[np.uint64],
+    ) -> None:
+        """Append documents, back to back, of which `origins[i]` is (file, line)."""
+        self._tokens.add(tokens, sizes)
+        self._loss.add(loss, sizes)
+        self._origins.append(origins)
+        self._targets.append(targets)
+        self._hashes.append(hashes)
 
     def close(self) -> None:
         self._tokens.close()
@@ -49,13 +60,14 @@ class StoreWriter:
         """Write what makes the folder a store, the manifest last."""
         self._tokens.finish()
         self._loss.finish()
-        np.save(self._folder / "origin.npy", np.array(self._origins, dtype=np.int64).reshape(-1, 2))
-        np.save(self._folder / "targets.npy", np.array(self._targets, dtype=np.int32))
+        np.save(self._folder / "origin.npy", np.concatenate([np.empty((0, 2), np.int64), *self._origins]))
+        np.save(self._folder / "targets.npy", np.concatenate([np.empty(0, np.int32), *self._targets]))
+        np.save(self._folder / "hashes.npy", np.concatenate([np.empty(0, np.uint64), *self._hashes]))
         write_json(self._folder / MANIFEST, manifest)
 
 
 class Store:
-    """A complete store, memory-mapped."""
+    """A complete store, memory-mapped: it opens at once, whatever its size."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / MANIFEST).exists():
@@ -68,7 +80,9 @@ class Store:
             raise WhetError(f"{error}. Delete the folder {folder}: it will be made again") from None
         self._origins: NDArray[np.int64] = _load(folder / "origin.npy")
         self.targets: NDArray[np.int32] = _load(folder / "targets.npy")
-        if not len(self._tokens) == len(self._loss) == len(self._origins) == len(self.targets):
+        self.hashes: NDArray[np.uint64] = _load(folder / "hashes.npy")
+        counts = {len(part) for part in (self._tokens, self._loss, self._origins, self.targets, self.hashes)}
+        if len(counts) > 1:
             raise WhetError(f"{folder}: its files disagree on the number of documents; delete it and prepare again")
 
     def __len__(self) -> int:
@@ -79,6 +93,11 @@ class Store:
         """Tokens of each document."""
         return self._tokens.sizes
 
+    @property
+    def sources(self) -> NDArray[np.int64]:
+        """The number of the source that each document came from."""
+        return np.array(self.manifest["files"]["source"], dtype=np.int64)[self._origins[:, 0]]
+
     def ids(self, document: int) -> NDArray[np.int64]:
         return self._tokens[document].astype(np.int64)
 
@@ -86,9 +105,9 @@ class Store:
         return self._loss[document].astype(np.bool_)
 
     def origin(self, document: int) -> Origin:
-        """The source and line that a document was read from."""
-        source, line = self._origins[document]
-        return Origin(self.manifest["sources"][int(source)], int(line))
+        """The file and line that a document was read from."""
+        file, line = self._origins[document]
+        return Origin(self.manifest["files"]["name"][int(file)], int(line))
 
 
 def _load(path: Path) -> Any:
@@ -101,3 +120,8 @@ def _load(path: Path) -> Any:
 def count_targets(document: Rendered) -> int:
     """How many tokens of a document are learned; its first one has nothing before it to be predicted from."""
     return int(document.loss[1:].sum())
+
+
+def overlap(one: Store, other: Store) -> NDArray[np.int64]:
+    """Documents of `one` that are exact copies of documents in `other`."""
+    return np.flatnonzero(np.isin(one.hashes, other.hashes))

@@ -1,0 +1,125 @@
+"""Several processes that share numbered pieces of work.
+
+Each process takes the next free number whenever it is done with one, so that a slow piece holds up nobody. They are
+forked: they start in milliseconds and find everything loaded. They live no longer than the one that started them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+from whet.core.errors import RunFailedError, WhetError
+
+_context = multiprocessing.get_context("fork")
+
+
+class Share:
+    """What the processes see of each other: the next free number, what is done, and whether to stop."""
+
+    def __init__(self, first: int, step: int, workers: int) -> None:
+        """Numbers are first, first + step, first + 2 · step, …"""
+        self._step = step
+        self._next: Synchronized[int] = _context.Value("q", first)
+        self._last: Synchronized[int] = _context.Value("q", 2**62)
+        self.is_shared = workers > 1
+        self.done = _context.RawArray("q", workers)
+        self.tokens = _context.RawArray("q", workers)
+        self._parent = os.getpid()
+
+    def numbers(self) -> Iterator[int]:
+        """Free numbers, one at a time, until the work is to stop."""
+        while True:
+            with self._next.get_lock():
+                number = self._next.value
+                self._next.value += self._step
+            if number > self._last.value or os.getpid() != self._parent != os.getppid():
+                return
+            yield number
+
+    @property
+    def last(self) -> int:
+        """The last number that has work, once a process has found the end."""
+        return self._last.value
+
+    def stop_after(self, number: int) -> None:
+        """Give out no number beyond this one: there is no more work, or something failed there."""
+        with self._last.get_lock():
+            self._last.value = min(self._last.value, number)
+
+
+Work = Callable[[int, Share], None]
+"""What one process does: (its number, the share)."""
+
+
+class Team:
+    """Processes at work."""
+
+    def __init__(self, work: Work, workers: int, share: Share) -> None:
+        """Start them. They are forked, so nothing that has threads (a progress bar) may be open."""
+        self._failures = _context.SimpleQueue()
+        self._processes = [
+            _context.Process(target=_child, args=(work, worker, share, self._failures)) for worker in range(workers)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def wait(self, watch: Callable[[], None]) -> None:
+        """Until all are done; `watch` is called a few times a second meanwhile.
+
+        An error of a worker is raised here; of several the one with the smallest number of work.
+        """
+        failed: list[tuple[int, Exception]] = []
+        try:
+            while any(process.is_alive() for process in self._processes):
+                self._processes[0].join(0.05)
+                watch()
+                self._collect(failed)
+        except BaseException:
+            for process in self._processes:
+                process.terminate()
+            raise
+        finally:
+            for process in self._processes:
+                process.join()
+        self._collect(failed)
+        if failed:
+            raise min(failed, key=lambda pair: pair[0])[1]
+        broken = [process.exitcode for process in self._processes if process.exitcode]
+        if broken:
+            raise RunFailedError(
+                f"a process that prepared data died (exit code {broken[0]}; −9 is often too little memory). What was "
+                "finished is kept: start it again to continue"
+            )
+
+    def _collect(self, failed: list[tuple[int, Exception]]) -> None:
+        while not self._failures.empty():
+            failed.append(self._failures.get())
+
+
+class FailedAtError(Exception):
+    """Something failed at a numbered piece of work."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.number, self.error = number, error
+
+
+def _child(work: Work, worker: int, share: Share, failures: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its children
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked thread pool would wait for ever
+    try:
+        work(worker, share)
+    except FailedAtError as failure:
+        share.stop_after(failure.number)
+        failures.put((failure.number, failure.error))
+    except Exception as error:
+        share.stop_after(-1)
+        text = "".join(traceback.format_exception(error))
+        failures.put((-1, error if isinstance(error, WhetError) else RuntimeError(text)))

@@ -1,0 +1,146 @@
+"""Records → documents: parsed, rendered, cut to length by the user's policy, and accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from whet.core.errors import WhetError
+from whet.data.chunk import Chunk
+from whet.data.config import DataConfig
+from whet.data.conversation import BadLine, BadRecordError, Conversation, Item, LeftOut, Marked, Origin, Text, Tokens
+from whet.data.render import Rendered
+from whet.data.too_long import exchanges, join, leading, windows
+from whet.data.store import count_targets
+
+_BATCH = 256  # conversations encoded at a time
+_BATCH_CHARACTERS = 2_000_000  # and no more text than this, which bounds memory
+
+
+class Rendering(Protocol):
+    """Turns items into tokens with masks, a batch at a time; what cannot be rendered comes back as the reason."""
+
+    def render_items(self, items: Sequence[Conversation | Text | Marked]) -> list[Rendered | BadRecordError]: ...
+
+
+def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: DataConfig) -> None:
+    """Put the documents of `items` into a chunk; the ledger knows what became of each."""
+    for batch in _batches(items):
+        chunk.account.read += len(batch)
+        texts = [item for item in batch if isinstance(item, Conversation | Text | Marked)]
+        rendered = iter(rendering.render_items(texts))
+        for item in batch:
+            if isinstance(item, LeftOut):
+                chunk.account.drop(item.reason, item.origin)
+            elif isinstance(item, BadLine):
+                _bad(item.reason, item.explanation, item.origin, chunk, config)
+            elif isinstance(item, Tokens):
+                whole = Rendered(item.ids, item.loss, ends=bool(item.loss[-1:].any()))
+                _good(item, whole, chunk, rendering, config)
+            else:
+                result = next(rendered)
+                if isinstance(result, BadRecordError):
+                    _bad(result.reason, str(result), item.origin, chunk, config)
+                else:
+                    _good(item, result, chunk, rendering, config)
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        size += _characters(item)
+        batch.append(item)
+        if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(item: Item) -> int:
+    if isinstance(item, Conversation):
+        return sum(len(message.content) for message in item.messages)
+    return len(item.text) if isinstance(item, Text | Marked) else 0
+
+
+def _bad(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
+    if config.on_bad == "error":
+        raise WhetError(
+            f"{origin}: {explanation}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
+        )
+    chunk.account.drop(reason, origin)
+
+
+def _good(
+    item: Conversation | Text | Marked | Tokens, whole: Rendered, chunk: Chunk, rendering: Rendering, config: DataConfig
+) -> None:
+    account, origin, n = chunk.account, item.origin, config.max_length
+    documents = [whole]
+    is_split = False
+    if len(whole.ids) > n:
+        if config.too_long == "error":
+            raise WhetError(
+                f"{origin}: {len(whole.ids)} tokens, over data.max_length = {n}. Raise it, or choose "
+                "data.too_long=drop, truncate or split"
+            )
+        if config.too_long == "truncate":
+            account.truncate(origin)  # a prefix as it is: no invented end of turn
+            documents = [replace(whole, ids=whole.ids[:n], loss=whole.loss[:n], ends=False)]
+        elif config.too_long == "split":
+            is_split = True
+            documents = _split(item, whole, rendering, n)
+        if config.too_long == "drop" or not documents:
+            account.drop("too long", origin)
+            return
+    kept = [document for document in documents if count_targets(document)]
+    if not kept:
+        account.drop("nothing to learn", origin)
+        return
+    for document in kept:
+        account.keep(len(document.ids), count_targets(document), document.ends)
+    notes = [note for document in kept for note in document.notes]
+    for what in dict.fromkeys(notes):
+        account.note(what, origin)
+    account.kept += 1
+    account.split += is_split
+    chunk.add(kept, origin)
+
+
+_LOST = "an exchange of it too long"
+
+
+def _split(
+    item: Conversation | Text | Marked | Tokens, whole: Rendered, rendering: Rendering, limit: int
+) -> list[Rendered]:
+    """Pieces that fit: of a conversation runs of exchanges, each rendered as a conversation of its own.
+
+    An exchange that is too long by itself is lost, which the pieces note.
+    """
+    if not isinstance(item, Conversation):
+        return windows(whole, limit)
+    parts = exchanges(item)
+    singles = rendering.render_items([join(item, [part]) for part in parts])
+    lengths = [len(single.ids) if isinstance(single, Rendered) else limit + 1 for single in singles]
+    head = rendering.render_items([join(item, [])])[0] if leading(item) else None
+    overhead = len(head.ids) if isinstance(head, Rendered) else 0
+    pieces: list[Rendered] = []
+    start = 0
+    while start < len(parts):
+        if lengths[start] > limit:
+            start += 1
+            continue
+        end, size = start + 1, lengths[start]
+        while end < len(parts) and size + lengths[end] - overhead <= limit:
+            size += lengths[end] - overhead
+            end += 1
+        piece: Rendered | BadRecordError = rendering.render_items([join(item, parts[start:end])])[0]
+        while end > start + 1 and (not isinstance(piece, Rendered) or len(piece.ids) > limit):
+            end -= 1  # the estimate was too hopeful
+            piece = rendering.render_items([join(item, parts[start:end])])[0]
+        if isinstance(piece, Rendered):
+            pieces.append(piece)
+        start = end
+    lost = (_LOST,) if max(lengths) > limit else ()
+    return [replace(piece, notes=(*piece.notes, *lost)) for piece in pieces]
