@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.batch import IGNORED, Shape, pack_batch
+from whet.data import batch as batches
+from whet.data.batch import IGNORED, PackedBatch, Shape
 from whet.data.store import Store
 
 from .conftest import MakeStore, write_store
@@ -18,6 +19,10 @@ EXAMPLE = [([H, I, BANG], [0, 1, 1]), ([Y, E, S], [1, 1, 1])]
 DOCUMENTS = st.lists(
     st.lists(st.tuples(st.integers(1, 900), st.integers(0, 1)), min_size=1, max_size=7), min_size=1, max_size=6
 )
+
+
+def pack_batch(store: Store, documents: list[int], longest: int, shape: Shape | None) -> PackedBatch:
+    return batches.pack_batch(store, np.array(documents, dtype=np.int32), longest, shape)
 
 
 def of(documents: list[list[tuple[int, int]]], factory: pytest.TempPathFactory) -> Store:

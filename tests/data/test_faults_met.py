@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -117,6 +118,8 @@ def test_offsets_that_point_elsewhere_are_an_error(tmp_path: Path) -> None:
     (folder / "tokens.idx").write_bytes(raw)
     with pytest.raises(WhetError, match="damaged at sequence 0"):
         Store(folder).ids(0)
+    with pytest.raises(WhetError, match="damaged at sequence 0"):
+        Store(folder).gather(np.array([1, 0]), np.empty(5, np.int64), np.empty(5, np.uint8))
 
 
 def test_a_source_that_may_not_be_read_is_a_whet_error(own_cache: Path, jsonl, monkeypatch) -> None:

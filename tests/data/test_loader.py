@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.data import planner
+from whet.data.arrange import work
 from whet.data.batch import IGNORED, PackedBatch
 from whet.data.loader import Loader, StepTotals
-from whet.data.plan import Length, plan_by_conversations, plan_by_rows, plan_whole
+from whet.data.mixture import everything
+from whet.data.plan import Plan
+from whet.data.planner import Length
 from whet.data.store import Store
 
 from .conftest import MakeStore, write_store
@@ -30,6 +38,27 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_store(tmp_path_factory.mktemp("loader") / "store", documents)
 
 
+def plan_by_conversations(store: Store, batch: int, length: Length, packing: str, seed: int = 0) -> Plan:
+    mixture = everything(np.arange(len(store)))
+    return planner.plan_by_conversations(store.lengths, mixture, batch, length, ROW, packing, 4, seed)
+
+
+def plan_by_rows(store: Store, batch: int, length: Length, packing: str, seed: int = 0) -> Plan:
+    mixture = everything(np.arange(len(store)))
+    return planner.plan_by_rows(store.lengths, mixture, batch, length, ROW, packing, 4, seed)
+
+
+def plan_whole(store: Store, row_length: int, packing: str) -> Plan:
+    return planner.plan_whole(store.lengths, np.arange(len(store)), row_length, packing, 4)
+
+
+def batches_of(
+    store: Store, plan: Plan, step: int, micro_rows: int, rank: int, world: int, padded_to: int | None = None
+) -> list[tuple[int, PackedBatch]]:
+    with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to)) as loader:
+        return list(loader.micro_batches(step))
+
+
 def documents_in(batch: PackedBatch) -> list[int]:
     """The documents of a batch, checked to be whole and padding to be padding."""
     tokens = batch.tokens.tolist()
@@ -45,14 +74,14 @@ def documents_in(batch: PackedBatch) -> list[int]:
 def test_the_ranks_together_cover_each_step_exactly(
     store: Store, packing: str, world: int, micro_rows: int, padded_to: int | None
 ) -> None:
-    plan = plan_by_conversations(store.lengths, 7, Length(steps=8), ROW, packing, 0)
+    plan = plan_by_conversations(store, 7, Length(steps=8), packing)
     loaders = [Loader(store, plan, micro_rows, rank, world, padded_to) for rank in range(world)]
     for step in range(len(plan)):
         shares = [list(loader.micro_batches(step)) for loader in loaders]
         assert len({len(share) for share in shares}) == 1, "ranks would wait for each other"
         batches = [batch for share in shares for _, batch in share]
         found = [document for batch in batches for document in documents_in(batch)]
-        assert found == plan.documents_of(step).tolist()
+        assert sorted(found) == sorted(plan.documents_of(step).tolist())
         totals = loaders[-1].totals(step)
         assert totals.conversations == len(found) == 7
         assert totals.tokens == sum(int(store.lengths[document]) for document in found)
@@ -61,41 +90,84 @@ def test_the_ranks_together_cover_each_step_exactly(
         assert totals.supervised == sum(int((batch.labels != IGNORED).sum()) for batch in batches)
 
 
+def dealt(rows: int, rank: int, world: int) -> list[int]:
+    """Cards in a circle, there and back again: what this rank holds."""
+    ranks = [*range(world), *reversed(range(world))] * rows
+    return [row for row in range(rows) if ranks[row] == rank]
+
+
 @pytest.mark.parametrize("micro_rows", [1, 2, 5])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_micro_batches_hold_as_many_rows_as_were_asked_for(store: Store, world: int, micro_rows: int) -> None:
-    plan = plan_by_rows(store.lengths, 6, Length(steps=3), ROW, "best-fit", 0)
+def test_rows_are_dealt_there_and_back_again(store: Store, world: int, micro_rows: int) -> None:
+    plan = plan_by_rows(store, 7, Length(steps=2), "best-fit")
     rows = [row.tolist() for row in plan.rows_of(1)]
-    share = -(-6 // world)
+    share = -(-7 // world)
     for rank in range(world):
-        mine = rows[rank * share : (rank + 1) * share]
-        batches = [documents_in(batch) for _, batch in Loader(store, plan, micro_rows, rank, world).micro_batches(1)]
+        mine = [rows[row] for row in dealt(7, rank, world)]
+        batches = [documents_in(batch) for _, batch in batches_of(store, plan, 1, micro_rows, rank, world)]
         wanted = [sum(mine[i : i + micro_rows], []) for i in range(0, share, micro_rows)]  # noqa: RUF017
         assert batches == wanted
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_number_beside_a_micro_batch_is_its_first_row(store: Store, world: int) -> None:
-    plan = plan_by_rows(store.lengths, 7, Length(steps=2), ROW, "best-fit", 0)
-    rows = [row.tolist() for row in plan.rows_of(0)]
-    seen: Counter[int] = Counter()
-    for rank in range(world):
-        for first, batch in Loader(store, plan, 2, rank, world).micro_batches(0):
-            seen[first] += 1
-            if documents := documents_in(batch):
-                assert documents[: len(rows[first])] == rows[first]
-    assert set(seen.values()) == {1}, "two micro-batches would draw the same random numbers"
+def test_the_deal_by_hand() -> None:
+    assert [dealt(8, rank, 3) for rank in range(3)] == [[0, 5, 6], [1, 4, 7], [2, 3]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 9])
+def test_the_number_beside_a_micro_batch_is_its_first_row_in_the_step(store: Store, world: int) -> None:
+    plan = plan_by_rows(store, 7, Length(steps=2), "best-fit")
+    rows = [row.tolist() for row in plan.rows_of(1)]
+    for micro_rows in (1, 2):
+        seen: Counter[int] = Counter()
+        for rank in range(world):
+            for first, batch in batches_of(store, plan, 1, micro_rows, rank, world):
+                seen[first] += 1
+                if documents := documents_in(batch):
+                    assert documents[: len(rows[first])] == rows[first]
+                else:
+                    assert first >= 7
+        assert set(seen.values()) == {1}, "two micro-batches would draw the same random numbers"
+        if micro_rows == 1:
+            assert set(range(7)) <= set(seen), "the same rows have the same numbers in any world"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, ROW), min_size=1, max_size=60),
+    st.integers(1, 7),
+    st.integers(1, 4),
+    st.sampled_from(["none", "best-fit"]),
+)
+def test_ranks_differ_by_less_than_the_heaviest_row(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], world: int, micro_rows: int, packing: str
+) -> None:
+    store = write_store(
+        tmp_path_factory.mktemp("balance") / "store", [([i + 1] * n, [1] * n) for i, n in enumerate(lengths)]
+    )
+    plan = plan_whole(store, ROW, packing)
+    rows = [int(work(store.lengths[row]).sum()) for row in plan.rows_of(0)]
+    works = np.array(
+        [
+            [int(work(store.lengths[documents_in(batch)]).sum()) if documents_in(batch) else 0 for _, batch in share]
+            for share in (batches_of(store, plan, 0, micro_rows, rank, world) for rank in range(world))
+        ]
+    )  # [ranks, micro-batches]
+    assert works.sum() == sum(rows)
+    assert np.ptp(works.sum(axis=1)) <= max(rows)
+    for number in range(works.shape[1] - 1):  # in the last one some ranks may have nothing to do
+        mine = rows[number * micro_rows * world : (number + 1) * micro_rows * world]
+        assert np.ptp(works[:, number]) <= max(mine) - min(mine)
 
 
 @pytest.mark.parametrize("micro_rows", [1, 3])
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
 def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, packing: str, micro_rows: int) -> None:
-    plan = plan_by_conversations(store.lengths, 7, Length(epochs=2), ROW, packing, 0)
+    plan = plan_by_conversations(store, 7, Length(epochs=2), packing)
     shapes = {
         (batch.tokens.shape, batch.cu_seqlens.shape, batch.longest)
         for rank in range(3)
         for step in range(len(plan))
-        for _, batch in Loader(store, plan, micro_rows, rank, 3, ROW).micro_batches(step)
+        for _, batch in batches_of(store, plan, step, micro_rows, rank, 3, ROW)
     }
     assert len(shapes) == 1
     [(tokens, edges, longest)] = shapes
@@ -106,37 +178,95 @@ def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, pa
 
 
 def test_unpadded_batches_share_one_bound_on_the_longest_document(store: Store) -> None:
-    plan = plan_by_conversations(store.lengths, 7, Length(epochs=1), ROW, "best-fit", 0)
+    plan = plan_by_conversations(store, 7, Length(epochs=1), "best-fit")
     loader = Loader(store, plan, 2, 0, 1)
     bounds = {batch.longest for step in range(len(plan)) for _, batch in loader.micro_batches(step)}
     assert bounds == {int(store.lengths.max())}
 
 
 def test_a_rank_without_rows_runs_padding_that_teaches_nothing(store: Store) -> None:
-    plan = plan_by_conversations(store.lengths, 1, Length(steps=1), ROW, "none", 0)
+    plan = plan_by_conversations(store, 1, Length(steps=1), "none")
     for padded_to, size in ((None, 1), (ROW, ROW)):
-        [(_, batch)] = Loader(store, plan, 1, 3, 4, padded_to).micro_batches(0)
+        [(_, batch)] = batches_of(store, plan, 0, 1, 3, 4, padded_to)
         assert batch.tokens.tolist() == [0] * size
         assert len(batch.supervised_at) == 0
 
 
 def test_any_step_can_be_asked_for_again(store: Store) -> None:
-    plan = plan_by_rows(store.lengths, 3, Length(steps=5), ROW, "best-fit", 0)
+    plan = plan_by_rows(store, 3, Length(steps=5), "best-fit")
     loader = Loader(store, plan, 1, 0, 1)
     forward = [[batch.tokens.tolist() for _, batch in loader.micro_batches(step)] for step in range(5)]
     backward = [[batch.tokens.tolist() for _, batch in loader.micro_batches(step)] for step in (4, 3, 2, 1, 0)]
     assert forward == backward[::-1]
 
 
+def test_batches_made_ahead_are_those_made_at_once(store: Store) -> None:
+    """Each step asked of a loader of its own, and all of one, over the edges of steps."""
+    plan = plan_by_conversations(store, 9, Length(epochs=1), "none")
+    with contextlib.closing(Loader(store, plan, 2, 1, 2, ROW)) as loader:
+        for step in [*range(len(plan)), 0, 3, 2]:
+            ahead, direct = list(loader.micro_batches(step)), batches_of(store, plan, step, 2, 1, 2, ROW)
+            assert [first for first, _ in ahead] == [first for first, _ in direct]
+            for (_, one), (_, other) in zip(ahead, direct, strict=True):
+                assert one.edges == other.edges
+                for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at"):
+                    assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+def test_the_next_step_is_made_while_this_one_computes_but_not_the_whole_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("whet.data.loader.pack_batch", lambda store, documents, *_: made.append(int(documents[0])))
+    plan = plan_by_rows(store, 2, Length(epochs=2), "none")
+    with contextlib.closing(Loader(store, plan, 1, 0, 1)) as loader:
+        list(loader.micro_batches(0))
+        deadline = time.monotonic() + 5
+        while len(made) < 6 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+    assert made == plan.documents[:6].tolist()  # step 0, and four micro-batches ahead of it
+
+
+def test_an_error_in_the_background_reaches_the_step_that_meets_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_by_rows(store, 1, Length(steps=4), "none")
+    broken = int(plan.documents_of(2)[0])
+
+    def fail(store: Store, documents: np.ndarray, *_: object) -> int:
+        if broken in documents:
+            raise OSError("the disk is gone")
+        return 1
+
+    monkeypatch.setattr("whet.data.loader.pack_batch", fail)
+    with contextlib.closing(Loader(store, plan, 1, 0, 1)) as loader:
+        assert len(list(loader.micro_batches(0))) == len(list(loader.micro_batches(1))) == 1
+        with pytest.raises(OSError, match="the disk is gone"):
+            list(loader.micro_batches(2))
+
+
+def test_a_loader_starts_without_a_look_at_all_documents(store: Store) -> None:
+    """At 60 million documents looking takes a second and a gigabyte on every rank."""
+
+    class Untouched:
+        def __getitem__(self, key: object) -> None:
+            raise AssertionError("looked")
+
+    plan = plan_by_rows(store, 3, Length(steps=5), "best-fit")
+    hidden = replace(plan, documents=Untouched(), rows=Untouched(), steps=Untouched())  # type: ignore[arg-type]
+    Loader(store, hidden, 1, 0, 1, ROW).close()
+
+
 def test_totals_of_an_example_counted_by_hand(make_store: MakeStore) -> None:
     store = make_store([([1, 1, 1], [0, 1, 1]), ([2, 2], [1, 0]), ([3], [1])])
-    plan = plan_whole(store.lengths, 10, "best-fit")
+    plan = plan_whole(store, 10, "best-fit")
     assert Loader(store, plan, 1, 0, 1).totals(0) == StepTotals(conversations=3, tokens=6, supervised=2, squares=14)
 
 
 def test_squares_do_not_overflow_32_bits(make_store: MakeStore) -> None:
     store = make_store([([1] * 50_000, [1] * 50_000)])
-    plan = plan_whole(store.lengths, 50_000, "none")
+    plan = plan_whole(store, 50_000, "none")
     assert Loader(store, plan, 1, 0, 1).totals(0).squares == 2_500_000_000
 
 
@@ -151,12 +281,12 @@ def test_squares_do_not_overflow_32_bits(make_store: MakeStore) -> None:
 def test_any_layout_of_any_batch_covers_each_step(
     store: Store, world: int, micro_rows: int, batch_rows: int, seed: int, padded: bool
 ) -> None:
-    plan = plan_by_rows(store.lengths, batch_rows, Length(epochs=1), ROW, "best-fit", seed)
+    plan = plan_by_rows(store, batch_rows, Length(epochs=1), "best-fit", seed)
     for step in (0, len(plan) - 1):
         found = [
             document
             for rank in range(world)
-            for _, batch in Loader(store, plan, micro_rows, rank, world, ROW if padded else None).micro_batches(step)
+            for _, batch in batches_of(store, plan, step, micro_rows, rank, world, ROW if padded else None)
             for document in documents_in(batch)
         ]
-        assert found == plan.documents_of(step).tolist()
+        assert sorted(found) == sorted(plan.documents_of(step).tolist())

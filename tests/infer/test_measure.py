@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.data.config import DataConfig, Source
 from whet.data.loader import Loader
-from whet.data.plan import plan_whole
+from whet.data.planner import plan_whole
 from whet.data.prepare import prepare
 from whet.data.render import Renderer
 from whet.infer.evaluate import validation_loss
@@ -83,7 +84,8 @@ def test_validation_counts_every_supervised_token_once(packing: str, micro_rows:
         right += int((log_p.argmax(dim=-1) == targets).sum())
         count += len(targets)
     attention.install(model, "sdpa")
-    loader = Loader(store, plan_whole(store.lengths, 400, packing), micro_rows, 0, 1)
+    plan = plan_whole(store.lengths, np.arange(len(store)), 400, packing, 16)
+    loader = Loader(store, plan, micro_rows, 0, 1)
     found = validation_loss(LossModel(model).train(), loader, ALONE, torch.autocast("cpu", enabled=False))
     assert found["val_loss"] == pytest.approx(total / count, rel=1e-9)
     assert found["val_accuracy"] == pytest.approx(right / count)

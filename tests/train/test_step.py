@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,9 @@ from torch import nn
 from whet.core.ranks import Ranks
 from whet.data.config import DataConfig, Source
 from whet.data.loader import Loader
-from whet.data.plan import Length, Plan, plan_by_conversations
+from whet.data.mixture import everything
+from whet.data.plan import Plan
+from whet.data.planner import Length, plan_by_conversations
 from whet.data.prepare import prepare
 from whet.data.store import Store
 from whet.model import attention
@@ -43,7 +46,8 @@ def store() -> Store:
 
 def plan_of(store: Store, packing: str) -> Plan:
     """Two passes in batches of five: 26 conversations, so the last of the six steps has one."""
-    return plan_by_conversations(store.lengths, 5, Length(epochs=2.0), 400, packing, seed=3)
+    mixture = everything(np.arange(len(store)))
+    return plan_by_conversations(store.lengths, mixture, 5, Length(epochs=2.0), 400, packing, 16, seed=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(store: Store) -> Non
 
 def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:
     plan = plan_of(store, "none")
-    same_rows = Plan(plan.documents, plan.rows, plan.steps - plan.steps[1], plan.per_epoch)  # in step 1 those of step 0
+    same_rows = replace(plan, steps=plan.steps - plan.steps[1])  # in step 1 those of step 0
     model = load_model(TINY, torch.float64)
     attention.install(model, "sdpa")
     root = LossModel(language_model(add_adapter(model, AdapterConfig(dropout=0.5), seed=0))).train()

@@ -10,7 +10,6 @@ Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.data.pack import edges_of
 from whet.data.store import Store
 
 if TYPE_CHECKING:
@@ -56,31 +56,28 @@ class Shape:
     documents: int
 
 
-def pack_batch(store: Store, documents: Sequence[int], longest: int, shape: Shape | None) -> PackedBatch:
+def pack_batch(store: Store, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
     """Concatenate documents; fill up to `shape` with one padding document. No documents: padding alone."""
-    ids = [store.ids(document) for document in documents]
-    labels = [_labels(ids_, store.loss(document)) for ids_, document in zip(ids, documents, strict=True)]
-    room = shape.tokens - sum(map(len, ids)) if shape else (0 if ids else 1)
-    if room:
-        ids.append(np.zeros(room, dtype=np.int64))
-        labels.append(np.full(room, IGNORED, dtype=np.int64))
-    positions = np.concatenate([np.arange(len(ids_)) for ids_ in ids])
-    edges = np.cumsum([0, *map(len, ids)])
+    edges = edges_of(store.lengths[documents].astype(np.int64))
+    filled = int(edges[-1])
+    total = shape.tokens if shape else max(1, filled)
+    if total > filled:
+        edges = np.append(edges, total)
+    tokens, loss = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.uint8)
+    store.gather(documents, tokens[:filled], loss[:filled])
+    loss[edges[:-1]] = 0  # nothing stands before a first token that could predict it
+    targets = np.flatnonzero(loss)
+    labels = np.full(total, IGNORED, dtype=np.int64)
+    labels[targets - 1] = tokens[targets]
+    positions = np.arange(total) - np.repeat(edges[:-1], np.diff(edges))
     if shape:  # empty documents at the end keep the number of edges constant
-        edges = np.concatenate([edges, np.full(shape.documents + 2 - len(edges), edges[-1])])
-    flat = np.concatenate(labels)
+        edges = np.concatenate([edges, np.full(shape.documents + 2 - len(edges), total)])
     return PackedBatch(
-        tokens=torch.from_numpy(np.concatenate(ids)),
-        labels=torch.from_numpy(flat),
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         longest=shape.tokens if shape else longest,  # the padding may be the longest document
-        supervised_at=torch.from_numpy(np.flatnonzero(flat != IGNORED)),
+        supervised_at=torch.from_numpy(targets - 1),
         edges=tuple(edges.tolist()),
     )
-
-
-def _labels(ids: NDArray[np.int64], loss: NDArray[np.bool_]) -> NDArray[np.int64]:
-    labels = np.full(len(ids), IGNORED, dtype=np.int64)
-    labels[:-1][loss[1:]] = ids[1:][loss[1:]]
-    return labels

@@ -86,7 +86,8 @@ class IndexedReader:
         end = int(self._offsets[-1]) + int(self.sizes[-1]) * dtype.itemsize if count else 0
         if data.stat().st_size != end:
             raise WhetError(f"{data}: {data.stat().st_size} bytes where the index says {end}")
-        self._data = np.memmap(data, mode="r", dtype=dtype) if end else np.empty(0, dtype)
+        mapped = np.memmap(data, mode="r", dtype=dtype) if end else np.empty(0, dtype)
+        self._data: NDArray[np.generic] = mapped.view(np.ndarray)  # a memmap takes 2 µs to be sliced, an array 0.1
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -98,3 +99,16 @@ class IndexedReader:
         if end - start != self.sizes[number]:
             raise WhetError(f"{self._prefix}.idx: damaged at sequence {number}")
         return self._data[start:end]
+
+    def gather(self, numbers: NDArray[np.integer], out: NDArray[np.generic]) -> None:
+        """These sequences back to back, converted on the way: `out` is as long as they are together."""
+        if len(numbers) == 0:
+            return
+        size, last = self._data.itemsize, len(self) - 1
+        starts = self._offsets[numbers] // size
+        ends = np.where(numbers < last, self._offsets[np.minimum(numbers + 1, last)] // size, len(self._data))
+        wrong = ends - starts != self.sizes[numbers]
+        if wrong.any():
+            raise WhetError(f"{self._prefix}.idx: damaged at sequence {numbers[wrong.argmax()]}")
+        pieces = [self._data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        np.concatenate(pieces, out=out, casting="safe")

@@ -9,7 +9,10 @@ import numpy as np
 
 from whet.data.batch import PackedBatch, Shape, pack_batch
 from whet.data.plan import Plan
+from whet.data.prefetch import Prefetch
 from whet.data.store import Store
+
+_AHEAD = 4  # micro-batches that are made before they are asked for, across steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,11 @@ class StepTotals:
 
 
 class Loader:
-    """Cuts each step's rows into equal slices for the ranks, and a slice into micro-batches."""
+    """Deals each step's rows to the ranks and cuts a rank's share into micro-batches.
+
+    Rows descend in work and are dealt there and back again, rank r of w takes rows r, 2w − 1 − r, 2w + r, …: ranks
+    then differ by less than the heaviest row, in each micro-batch by less than its rows differ among each other.
+    """
 
     def __init__(
         self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None
@@ -32,10 +39,8 @@ class Loader:
         """`padded_to`: the constant row length where padding pays (compiled devices); None: rows as they are."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
-        lengths = store.lengths[plan.documents]
-        self._longest = int(lengths.max(initial=1))
-        documents = int(np.diff(plan.rows).max(initial=1))
-        self._shape = Shape(padded_to * micro_rows, documents * micro_rows) if padded_to else None
+        self._shape = Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows) if padded_to else None
+        self._batches = Prefetch(self._make, self._following, _AHEAD)
 
     def totals(self, step: int) -> StepTotals:
         """Known from the plan; no rank has to ask another."""
@@ -45,15 +50,32 @@ class Loader:
         return StepTotals(len(documents), int(lengths.sum()), supervised, int((lengths**2).sum()))
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
-        """This rank's share of a step, each with the number of its first row, by which randomness is seeded.
+        """This rank's share of a step, each with the number of its first row in the step, which seeds randomness.
 
         Every rank gets the same number of them, because sharded models compute together; a rank without rows runs
         padding, which adds nothing to the loss.
         """
-        rows = self._plan.rows_of(step)
-        share = -(-len(rows) // self._world)
-        mine = rows[self._rank * share : (self._rank + 1) * share]
-        for start in range(0, share, self._micro_rows):
-            chosen = mine[start : start + self._micro_rows]
-            documents = [int(document) for row in chosen for document in row]
-            yield self._rank * share + start, pack_batch(self._store, documents, self._longest, self._shape)
+        for number in range(self._count(step)):
+            yield self._batches.get((step, number))
+
+    def close(self) -> None:
+        """Stop making batches ahead of time."""
+        self._batches.close()
+
+    def _count(self, step: int) -> int:
+        """Micro-batches of a step, on every rank."""
+        return -(-self._plan.row_count(step) // (self._world * self._micro_rows))
+
+    def _following(self, key: tuple[int, int]) -> tuple[int, int] | None:
+        step, number = key
+        if number + 1 < self._count(step):
+            return step, number + 1
+        return (step + 1, 0) if step + 1 < len(self._plan) else None
+
+    def _make(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
+        step, number = key
+        turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
+        places = turns * self._world + np.where(turns % 2, self._world - 1 - self._rank, self._rank)
+        rows = [self._plan.row(step, int(place)) for place in places[places < self._plan.row_count(step)]]
+        documents = np.concatenate([self._plan.documents[:0], *rows])
+        return int(places[0]), pack_batch(self._store, documents, self._plan.sizes.longest, self._shape)

@@ -1,9 +1,12 @@
-"""Packing: which documents share a row. A pure function of lengths."""
+"""Packing: which documents share a row. Pure functions of lengths.
+
+Every document is in exactly one row, whole; a document as long as the row fits.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,26 +14,127 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_CHUNK = 1 << 16
+_ROW = 32  # bits of a row's number beside its room
 
-def best_fit(lengths: NDArray[np.integer], capacity: int) -> list[list[int]]:
-    """Rows of document numbers: each row takes the longest document that still fits, again and again.
 
-    Every document is in exactly one row, whole; a document as long as the row fits.
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Row r holds the documents order[edges[r]:edges[r + 1]]."""
+
+    order: NDArray[np.integer]
+    edges: NDArray[np.integer]
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.edges) - 1
+
+
+def pack(lengths: NDArray[np.integer], capacity: int, packing: str, bins: int) -> Packing:
+    """By the name that `data.packing` has."""
+    if packing == "none":
+        return none(lengths, capacity)
+    return k_bin(lengths, capacity, bins) if packing == "k-bin" else best_fit(lengths, capacity)
+
+
+def none(lengths: NDArray[np.integer], capacity: int) -> Packing:
+    """Each document has a row of its own."""
+    check(lengths, capacity)
+    edges = np.arange(len(lengths) + 1, dtype=index_type(len(lengths)))
+    return Packing(edges[:-1], edges)
+
+
+def best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
+    """Each row takes the longest document that still fits, again and again; equal lengths keep their order.
+
+    The sizes in a row stay the same from row to row until one of them runs short, so a pattern is found once and
+    repeated: the work is that of the different lengths, and 10 million documents take a second.
     """
-    waiting: dict[int, list[int]] = defaultdict(list)
-    for number in range(len(lengths) - 1, -1, -1):  # popped from the end: equal lengths keep their order
-        waiting[int(lengths[number])].append(number)
-    sizes = sorted(waiting)
-    if sizes and sizes[-1] > capacity:
-        raise ValueError(f"a document of {sizes[-1]} tokens does not fit a row of {capacity}")
-    rows: list[list[int]] = []
+    check(lengths, capacity)
+    narrow = lengths.astype(np.uint16) if capacity < 1 << 16 else lengths  # 16 bits are sorted by radix
+    by_size = np.argsort(narrow, kind="stable").astype(index_type(len(lengths)))
+    counts = np.bincount(lengths, minlength=1)
+    left, following = counts.tolist(), (np.cumsum(counts) - counts).tolist()
+    sizes: list[int] = np.flatnonzero(counts).tolist()
+    order = np.empty_like(by_size)
+    times, widths, filled = [], [], 0
     while sizes:
-        row, room = [], capacity
-        while (fitting := bisect_right(sizes, room)) > 0:
-            size = sizes[fitting - 1]
-            row.append(waiting[size].pop())
-            room -= size
-            if not waiting[size]:
-                del sizes[fitting - 1]
-        rows.append(row)
-    return rows
+        pattern = _pattern(sizes, left, capacity)
+        repeated = min(left[size] // many for size, many in pattern)
+        width = sum(many for _, many in pattern)
+        rows = order[filled : filled + repeated * width].reshape(repeated, width)
+        filled += repeated * width
+        column = 0
+        for size, many in pattern:
+            start, used = following[size], repeated * many
+            rows[:, column : column + many] = by_size[start : start + used].reshape(repeated, many)
+            following[size] += used
+            left[size] -= used
+            column += many
+            if left[size] == 0:
+                del sizes[bisect_left(sizes, size)]
+        times.append(repeated)
+        widths.append(width)
+    return Packing(order, edges_of(np.repeat(np.array(widths, order.dtype), times)))
+
+
+def _pattern(sizes: list[int], left: list[int], capacity: int) -> list[tuple[int, int]]:
+    """(size, how many) of the next row, from the longest that fits downwards. `sizes` ascend."""
+    pattern, room, below = [], capacity, len(sizes)
+    while (below := bisect_right(sizes, room, hi=below)) > 0:
+        below -= 1
+        size = sizes[below]
+        many = min(left[size], room // size)
+        pattern.append((size, many))
+        room -= many * size
+    return pattern
+
+
+def k_bin(lengths: NDArray[np.integer], capacity: int, bins: int, every: int | None = None) -> Packing:
+    """In the given order, each document goes where the least room remains, among at most `bins` open rows.
+
+    If it fits none and no more may be opened, the fullest is closed first. Of equally full rows the oldest serves.
+    After `every` documents all rows are closed. The rows come in the order in which they were opened.
+    """
+    check(lengths, capacity)
+    row_of = np.empty(len(lengths), dtype=index_type(len(lengths)))
+    rows, span, chunk = 0, every or max(1, len(lengths)), _CHUNK
+    for start in range(0, len(lengths), span):
+        rooms: list[int] = []  # room << _ROW | number of the row, ascending
+        for first in range(start, min(start + span, len(lengths)), chunk):
+            chosen = []
+            for length in lengths[first : min(first + chunk, start + span)].tolist():
+                size = length << _ROW
+                at = bisect_left(rooms, size)
+                if at < len(rooms):
+                    row = rooms.pop(at) - size
+                else:
+                    if len(rooms) == bins:
+                        del rooms[0]
+                    row = ((capacity << _ROW) | rows) - size
+                    rows += 1
+                insort(rooms, row)
+                chosen.append(row & ((1 << _ROW) - 1))
+            row_of[first : first + len(chosen)] = chosen
+    order = np.argsort(row_of, kind="stable").astype(row_of.dtype)
+    return Packing(order, edges_of(np.bincount(row_of, minlength=rows).astype(row_of.dtype)))
+
+
+def edges_of(counts: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Where consecutive groups of these sizes begin, and where the last one ends."""
+    edges = np.zeros(len(counts) + 1, dtype=counts.dtype)
+    np.cumsum(counts, out=edges[1:])
+    return edges
+
+
+def index_type(count: int) -> type[np.signedinteger]:
+    """Half the memory for numbers up to `count`, where they fit."""
+    return np.int32 if count < 2**31 else np.int64
+
+
+def check(lengths: NDArray[np.integer], capacity: int) -> None:
+    """Lengths that can be packed."""
+    if len(lengths) and lengths.max() > capacity:
+        raise ValueError(f"a document of {lengths.max()} tokens does not fit a row of {capacity}")
+    if len(lengths) and lengths.min() < 1:
+        raise ValueError("a document without tokens cannot be packed")

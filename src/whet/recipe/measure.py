@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from torch import nn
@@ -10,7 +11,7 @@ from whet.checkpoint.export import Certificate, export
 from whet.config import Config
 from whet.core.console import say
 from whet.core.ranks import Ranks
-from whet.data.plan import plan_whole
+from whet.data.planner import plan_whole
 from whet.data.render import Renderer
 from whet.infer.evaluate import validation_loss
 from whet.infer.tasks import Sample, find_task, score
@@ -30,10 +31,11 @@ def measure(
     samples: list[Sample] = []
     context = arithmetic.context(ranks.device)
     if data.validation is not None:
-        lengths = data.validation.lengths[data.validation_documents]
-        plan = plan_whole(lengths, config.row_length, config.data.packing).renumbered(data.validation_documents)
-        loader = make_loader(config, data.validation, plan, ranks)
-        results |= validation_loss(root, loader, ranks, context)
+        plan = plan_whole(
+            data.validation.lengths, data.validation_documents, config.row_length, config.data.packing, config.data.bins
+        )
+        with contextlib.closing(make_loader(config, data.validation, plan, ranks)) as loader:
+            results |= validation_loss(root, loader, ranks, context)
     renderer = Renderer(data.tokenizer, config.data.train_on)
     for name in config.eval.tasks:
         with context:

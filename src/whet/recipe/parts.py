@@ -17,8 +17,11 @@ from whet.config import Config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.data.loader import Loader
-from whet.data.plan import Length, Plan, plan_by_conversations, plan_by_rows, split_off
+from whet.data.mixture import mix
+from whet.data.plan import Plan
+from whet.data.planner import Length, plan_by_conversations, plan_by_rows
 from whet.data.prepare import Prepared, prepare
+from whet.data.split import split_off
 from whet.data.store import Store
 from whet.model import attention
 from whet.model.load import load_model, load_tokenizer, stop_ids
@@ -65,7 +68,7 @@ def prepare_data(config: Config, today: str | None = None) -> Data:
     if wanted.sources is not None:
         held = prepare(config.data, wanted.sources, "validation", tokenizer, stops, today).store
         return Data(tokenizer, made, everything, held, np.arange(len(held), dtype=np.int64))
-    train, held_out = split_off(len(made.store), wanted.fraction or 0.0, config.run.seed)
+    train, held_out = split_off(made.store.hashes, wanted.fraction or 0.0, config.run.seed)
     return Data(tokenizer, made, train, made.store, held_out)
 
 
@@ -75,14 +78,13 @@ def make_plan(config: Config, data: Data) -> Plan:
     length = Length(train.steps, train.epochs, train.tokens)
     if (train.steps, train.epochs, train.tokens) == (None, None, None):
         length = Length(epochs=1.0)
-    common = (length, config.row_length, config.data.packing, config.run.seed)
-    lengths = data.train.store.lengths[data.train_documents]
+    store, numbers = data.train.store, data.train_documents
+    mixture = mix(numbers, store.sources[numbers], config.data.sources)
+    common = (length, config.row_length, config.data.packing, config.data.bins, config.run.seed)
     if train.batch.conversations is not None:
-        plan = plan_by_conversations(lengths, train.batch.conversations, *common)
-    else:
-        rows = train.batch.rows or (train.batch.tokens or 0) // config.row_length
-        plan = plan_by_rows(lengths, rows, *common)
-    return plan.renumbered(data.train_documents)
+        return plan_by_conversations(store.lengths, mixture, train.batch.conversations, *common)
+    rows = train.batch.rows or (train.batch.tokens or 0) // config.row_length
+    return plan_by_rows(store.lengths, mixture, rows, *common)
 
 
 def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loader:

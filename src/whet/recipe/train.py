@@ -97,7 +97,7 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
     with arithmetic.context(ranks.device):
         root.check(len(data.tokenizer))
     start_equal(root, ranks)
-    plan = Plan.load(config.folder / "plan", len(data.train_documents))
+    plan = Plan.load(config.folder / "plan")
     if folder is not None:
         whole = sum(parameter.nbytes for parameter in model.parameters())
         export = whole if config.export.at_end == "merged" else 0
@@ -105,14 +105,14 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
         write_json(folder.path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
     if config.adapter is not None and config.adapter.dropout > 0:
         say("adapter.dropout is on: it falls differently for other train.micro_rows and numbers of processes")
-    longest = int(data.train.store.lengths[plan.documents].max())
+    longest = plan.sizes.longest
     room = getattr(model.config, "max_position_embeddings", longest)
     if longest > room:
         warn(f"the longest conversation has {longest} tokens, but the model was made for {room}; lower data.max_length")
     say(
         f"{len(plan)} steps on {ranks.world} × {ranks.device.type}, {arithmetic.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
-        f"{plan.per_epoch} conversations an epoch"
+        f"{plan.sizes.per_epoch} conversations an epoch"
     )
     _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config))
     if folder is not None and config.export.at_end != "none":
@@ -149,13 +149,13 @@ def _learn(
         Trainer(
             model=root,
             optimizer=optimizer,
-            loader=make_loader(config, data.train.store, plan, ranks),
+            loader=stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks))),
             config=config.train,
             cadence=cadence,
             hooks=Hooks(log=run.log, evaluate=run.evaluate, save=run.save, stop_requested=run.stop_requested),
             ranks=ranks,
             work=work,
-            per_epoch=plan.per_epoch,
+            per_epoch=plan.sizes.per_epoch,
             seed=config.run.seed,
             arithmetic=arithmetic.context(ranks.device),
         ).run(start, seen)
@@ -224,11 +224,11 @@ def _describe_plan(
         "steps": len(plan),
         "rows": len(plan.rows) - 1,
         "conversations": len(plan.documents),
-        "conversations_per_epoch": plan.per_epoch,
-        "epochs": len(plan.documents) / plan.per_epoch,
-        "tokens": int(store.lengths[plan.documents].sum()),
+        "conversations_per_epoch": plan.sizes.per_epoch,
+        "epochs": len(plan.documents) / plan.sizes.per_epoch,
+        "tokens": plan.sizes.tokens,
         "supervised_tokens": int(store.targets[plan.documents].sum()),
-        "efficiency": efficiency(plan, store.lengths, config.row_length),
+        "efficiency": efficiency(plan, config.row_length),
         "row_length": config.row_length,
         "micro_rows": config.train.micro_rows,
         "world": ranks.world,
