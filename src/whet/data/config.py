@@ -21,13 +21,18 @@ class MaskRules(Section):
     target."""
 
     pairs: list[_Pair] | None = Field(
-        default=None, description="[[a, b], …]: from a to the next b, both included, nothing is learned."
+        default=None,
+        description="[[a, b], …]: from a to its b, both included, nothing is learned; [7, 7] is from each odd 7 to the "
+        "next. NeoX's loss_mask_pairs writes them in one list: [7, 7].",
     )
     individual: list[int] | None = Field(default=None, description="These ids are never learned.")
     alternating: list[int] | None = Field(
         default=None, description="Of these ids every first occurrence is not learned and every second is."
     )
-    eod: int | None = Field(default=None, description="This end-of-document id is not learned.")
+    eod: int | None = Field(
+        default=None,
+        description="The token after this end-of-document id is not learned (NeoX's eod_mask_loss); the id itself is.",
+    )
 
 
 class Source(Section):

@@ -62,42 +62,35 @@ class IndexedWriter:
 
 
 class IndexedReader:
-    """Sequences by number, without reading the file."""
+    """Sequences by number, without reading the file. Opening takes the same time at any size."""
 
-    def __init__(self, prefix: Path) -> None:
-        self._prefix = prefix
-        index, data = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
-        for file in (index, data):
-            if not file.exists():
-                raise WhetError(f"{file}: no such file")
-        with index.open("rb") as opened:
-            header = opened.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise WhetError(f"{index}: not a Megatron index: it starts with {header[:9]!r} instead of {_MAGIC!r}")
-        _, version, code, count, documents = _HEADER.unpack(header)
-        if version != 1 or code not in _CODES:
-            raise WhetError(f"{index}: version {version} with dtype code {code} is not known; version 1 is")
-        if index.stat().st_size != _HEADER.size + 12 * count + 8 * documents:
-            raise WhetError(f"{index}: the file is cut off or damaged")
-        dtype = np.dtype(_CODES[code])
-        raw = np.memmap(index, mode="r", offset=_HEADER.size) if count else np.empty(0, np.uint8)
+    def __init__(self, prefix: Path, contiguous: bool = True) -> None:
+        """`contiguous` holds the file to what whet writes: sequences back to back, nothing else. Other writers may
+        share or reorder sequences; then each is checked when it is read."""
+        self.index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        self._contiguous = contiguous
+        count, documents, self.dtype = _read_header(self.index, data)
+        raw = np.memmap(self.index, mode="r", offset=_HEADER.size) if count + documents else np.empty(0, np.uint8)
         self.sizes: NDArray[np.int32] = raw[: 4 * count].view(np.int32)
         self._offsets: NDArray[np.int64] = raw[4 * count : 12 * count].view(np.int64)
-        end = int(self._offsets[-1]) + int(self.sizes[-1]) * dtype.itemsize if count else 0
-        if data.stat().st_size != end:
-            raise WhetError(f"{data}: {data.stat().st_size} bytes where the index says {end}")
-        mapped = np.memmap(data, mode="r", dtype=dtype) if end else np.empty(0, dtype)
+        self._doc_idx: NDArray[np.int64] = raw[12 * count :].view(np.int64)
+        found = data.stat().st_size
+        end = int(self._offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if count else 0
+        if found < end or found % self.dtype.itemsize or (contiguous and found != end):
+            raise WhetError(f"{data}: {found} bytes where the index says {end}")
+        mapped = np.memmap(data, mode="r", dtype=self.dtype) if found else np.empty(0, self.dtype)
         self._data: NDArray[np.generic] = mapped.view(np.ndarray)  # a memmap takes 2 µs to be sliced, an array 0.1
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, number: int) -> NDArray[np.generic]:
-        size, last = self._data.itemsize, number + 1 == len(self)
-        start = int(self._offsets[number]) // size
-        end = len(self._data) if last else int(self._offsets[number + 1]) // size
-        if end - start != self.sizes[number]:
-            raise WhetError(f"{self._prefix}.idx: damaged at sequence {number}")
+        offset, length = int(self._offsets[number]), int(self.sizes[number])
+        start, rest = divmod(offset, self._data.itemsize)
+        end = start + length
+        follows = len(self._data) if number + 1 == len(self) else int(self._offsets[number + 1]) // self._data.itemsize
+        if rest or start < 0 or length < 0 or end > len(self._data) or (self._contiguous and end != follows):
+            raise WhetError(f"{self.index}: damaged at sequence {number}")
         return self._data[start:end]
 
     def gather(self, numbers: NDArray[np.integer], out: NDArray[np.generic]) -> None:
@@ -109,6 +102,34 @@ class IndexedReader:
         ends = np.where(numbers < last, self._offsets[np.minimum(numbers + 1, last)] // size, len(self._data))
         wrong = ends - starts != self.sizes[numbers]
         if wrong.any():
-            raise WhetError(f"{self._prefix}.idx: damaged at sequence {numbers[wrong.argmax()]}")
+            raise WhetError(f"{self.index}: damaged at sequence {numbers[wrong.argmax()]}")
         pieces = [self._data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
         np.concatenate(pieces, out=out, casting="safe")
+
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """Where documents begin: number i is the sequences from `documents[i]` up to `documents[i + 1]`."""
+        bounds = self._doc_idx
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(self):
+            raise WhetError(
+                f"{self.index}: its doc_idx does not run from 0 to {len(self)}, the number of sequences, so some would "
+                "belong to no document. Write the file again with the end of each document marked"
+            )
+        return bounds
+
+
+def _read_header(index: Path, data: Path) -> tuple[int, int, np.dtype[np.generic]]:
+    """(sequences, length of doc_idx, type of the numbers)."""
+    for file in (index, data):
+        if not file.exists():
+            raise WhetError(f"{file}: no such file")
+    with index.open("rb") as opened:
+        header = opened.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise WhetError(f"{index}: not a Megatron index: it starts with {header[:9]!r} instead of {_MAGIC!r}")
+    _, version, code, count, documents = _HEADER.unpack(header)
+    if version != 1 or code not in _CODES:
+        raise WhetError(f"{index}: version {version} with dtype code {code} is not known; version 1 is")
+    if index.stat().st_size != _HEADER.size + 12 * count + 8 * documents:
+        raise WhetError(f"{index}: the file is cut off or damaged")
+    return count, documents, np.dtype(_CODES[code])

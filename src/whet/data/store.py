@@ -8,7 +8,6 @@ manifest.json     written last: present means complete
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,25 +104,10 @@ class Store:
     def loss(self, document: int) -> NDArray[np.bool_]:
         return self._loss[document].astype(np.bool_)
 
-    def gather(
-        self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]
-    ) -> None:  # fmt: skip
+    def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None:
         """Write these documents back to back into `ids` and `loss`, which are as long as they are together."""
         self._tokens.gather(documents, ids)
         self._loss.gather(documents, loss)
-
-    @property
-    def sources(self) -> NDArray[np.int64]:
-        """The number of the source that each document came from."""
-        return self._origins[:, 0]
-
-    @property
-    def hashes(self) -> NDArray[np.uint64]:
-        """What each document says, in 64 bits."""
-        digests = (
-            hashlib.blake2b(self._tokens[number].tobytes(), digest_size=8).digest() for number in range(len(self))
-        )
-        return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
     def origin(self, document: int) -> Origin:
         """The file and line that a document was read from."""

@@ -16,6 +16,10 @@ class ModelConfig(Section):
         description="A model folder, a hub id, builtin:smollm2 (real, small) or builtin:tiny (random, for tests)."
     )
     revision: str | None = Field(default=None, description="Of a hub id: branch, tag or commit.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="A folder or a SentencePiece .model file with another tokenizer than the model's own.",
+    )
     attention: Literal["auto", "varlen", "sdpa", "eager"] = Field(
         default="auto", description="How documents attend: varlen on CUDA, otherwise sdpa; eager is the reference."
     )

@@ -12,6 +12,8 @@ from torch import nn
 from whet.core.errors import WhetError
 from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
+from whet.model.pieces import derive_tokenizer
+from whet.model.turns import Turns, speak_in_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,23 +39,47 @@ def locate(path: str) -> str:
     return path
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """The model's tokenizer."""
+def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, or the one that model.tokenizer names; with `turns`, it speaks between markers."""
     from transformers import AutoTokenizer
 
-    where = locate(config.path)
-    folder = Path(where)
+    pieces = sentencepiece_file(config)
+    if pieces is not None:
+        return derive_tokenizer(pieces, turns)
+    where = locate(config.path) if config.tokenizer is None else str(Path(config.tokenizer).expanduser())
+    folder, key = Path(where), _tokenizer_key(config)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise WhetError(
-            f"model.path: {config.path}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "
+            f"{key}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "
             "tokenizer's files of the model that it was made from into it"
         )
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             where, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise _cannot_load(config.path, "tokenizer", error) from None
+        raise _cannot_load(config.tokenizer or config.path, "tokenizer", error) from None
+    if turns is not None:
+        speak_in_turns(tokenizer, turns)
+    return tokenizer
+
+
+def sentencepiece_file(config: ModelConfig) -> Path | None:
+    """The SentencePiece model that the tokenizer is derived from: a `.model` file that model.tokenizer names, or a
+    folder's tokenizer.model where there is no other tokenizer file."""
+    folder = Path(locate(config.path) if config.tokenizer is None else config.tokenizer).expanduser()
+    if config.tokenizer is not None and not folder.is_dir():
+        if not folder.is_file() or folder.suffix != ".model":
+            raise WhetError(
+                f"{_tokenizer_key(config)}: no folder and no .model file (looked in {Path.cwd()}). Give one of them"
+            )
+        return folder
+    found = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+    return folder / "tokenizer.model" if found == ["tokenizer.model"] else None
+
+
+def _tokenizer_key(config: ModelConfig) -> str:
+    return f"model.path: {config.path}" if config.tokenizer is None else f"model.tokenizer: {config.tokenizer}"
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -80,9 +106,12 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
 
 
 def stop_ids(config: ModelConfig) -> list[int]:
-    """The ids that end an answer according to the model's generation settings; none if it has no such settings."""
+    """The ids that end an answer according to the model's generation settings; none if it has no such settings, or if
+    they speak of another tokenizer's ids."""
     from transformers import GenerationConfig
 
+    if config.tokenizer is not None:
+        return []
     try:
         ids = GenerationConfig.from_pretrained(locate(config.path), revision=config.revision).eos_token_id
     except OSError:

@@ -50,7 +50,9 @@ def measure(
 
 def answer_stops(renderer: Renderer, model: ModelConfig) -> list[int]:
     """Every id that ends an answer: by the chat template, the tokenizer and the model's own settings."""
-    known = {*stop_ids(model), renderer.tokenizer.eos_token_id, renderer.end_of_turn()}
+    tokenizer = renderer.tokenizer  # its eot_token, if it has one, closes the assistant's turn
+    end = getattr(tokenizer, "eot_token_id", None)
+    known = {*stop_ids(model), tokenizer.eos_token_id, end, renderer.end_of_turn()}
     return sorted(number for number in known if number is not None)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from whet.config import Config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
+from whet.data.config import DataConfig
 from whet.data.loader import Loader
 from whet.data.mixture import mix
 from whet.data.plan import Plan
@@ -27,6 +28,7 @@ from whet.model import attention
 from whet.model.load import load_model, load_tokenizer, stop_ids
 from whet.model.lora import add_adapter
 from whet.model.precision import HonestDouble
+from whet.model.turns import Mark, Turns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +60,7 @@ class Data:
 
 def prepare_data(config: Config, today: str | None = None) -> Data:
     """The stores that the configuration asks for, made or found. `today` is for templates that insert the date."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, turns_of(config.data))
     stops = stop_ids(config.model)
     made = prepare(config.data, config.data.sources, "train", tokenizer, stops, today)
     everything = np.arange(len(made.store), dtype=np.int64)
@@ -70,6 +72,15 @@ def prepare_data(config: Config, today: str | None = None) -> Data:
         return Data(tokenizer, made, everything, held, np.arange(len(held), dtype=np.int64))
     train, held_out = split_off(made.store.hashes, wanted.fraction or 0.0, config.run.seed)
     return Data(tokenizer, made, train, made.store, held_out)
+
+
+def turns_of(data: DataConfig) -> Turns | None:
+    """The markers of data.markers as the tokenizer needs them."""
+    if data.markers is None:
+        return None
+    named = {"user": data.markers.user, "assistant": data.markers.assistant, "system": data.markers.system}
+    marks = {role: Mark(marker.text, marker.id) for role, marker in named.items() if marker is not None}
+    return Turns(marks, data.markers.append_eod)
 
 
 def make_plan(config: Config, data: Data) -> Plan:

@@ -23,7 +23,7 @@ from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
-from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, hush_libraries, prepare_data
+from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, hush_libraries, prepare_data, turns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ def load_ready(reference: str) -> Ready:
     hush_libraries()
     path, step = split_reference(reference)
     if not (path / "config.yaml").exists():
-        config = ModelConfig(path=reference)
+        config, turns = ModelConfig(path=reference), None
         model = load_model(config, "auto")
     else:
         run = load_run(path, step)
-        config, model = run.config.model, merge(run.model)
+        config, turns, model = run.config.model, turns_of(run.config.data), merge(run.model)
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config, turns)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     model = model.to(accelerator or torch.device("cpu")).eval()
     renderer = Renderer(tokenizer, "assistant")

@@ -1,0 +1,56 @@
+"""Documents that were tokenised elsewhere: the `.bin/.idx` files of GPT-NeoX and Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whet.core.errors import WhetError
+from whet.data.config import MaskRules
+from whet.data.conversation import Origin, Tokens
+from whet.data.indexed import IndexedReader
+from whet.data.mask_rules import loss_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def read_tokens(path: Path, mask: MaskRules | None) -> Iterator[Tokens]:
+    """The documents of a file, in order, with what `mask` leaves to learn. The path may end in .bin, .idx or neither.
+
+    A document is what the index's doc_idx groups: one sequence, or several that belong together.
+    """
+    reader = _open(path)
+    bounds = reader.documents
+    for number in range(len(bounds) - 1):
+        first, last = int(bounds[number]), int(bounds[number + 1])
+        if not 0 <= first <= last <= len(reader):
+            raise WhetError(f"{reader.index}: damaged: document {number + 1} is said to be sequences {first} to {last}")
+        parts = [reader[sequence] for sequence in range(first, last)]
+        origin = Origin(str(path), number + 1)
+        ids = _as_ids(parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, reader.dtype), *parts]), origin)
+        yield Tokens(ids, loss_of(ids, mask), origin)
+
+
+def count(path: Path) -> int:
+    """How many documents a file holds, without reading it."""
+    return len(_open(path).documents) - 1
+
+
+def _open(path: Path) -> IndexedReader:
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    reader = IndexedReader(prefix, contiguous=False)
+    if reader.dtype.kind == "f":
+        raise WhetError(f"{reader.index}: the file holds {reader.dtype} numbers, which are no token ids")
+    return reader
+
+
+def _as_ids(tokens: NDArray[np.generic], origin: Origin) -> NDArray[np.int32]:
+    wide = tokens.astype(np.int64)
+    wrong = wide[(wide < 0) | (wide > np.iinfo(np.int32).max)]
+    if len(wrong):
+        raise WhetError(f"{origin}: the document holds {int(wrong[0])}, which is no token id; the file is damaged")
+    return wide.astype(np.int32)
