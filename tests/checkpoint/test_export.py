@@ -16,8 +16,9 @@ from whet.core.errors import RunFailedError, WhetError
 from whet.core.files import hash_file
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
-from whet.model.load import load_model, load_tokenizer
+from whet.model.load import load_model
 from whet.model.lora import add_adapter
+from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 STOPS = [2, 5]

@@ -13,7 +13,8 @@ from whet.infer.chat import ChatSession
 from whet.infer.generate import Sampling, generate
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.model.load import load_model, load_tokenizer
+from whet.model.load import load_model
+from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -19,8 +19,9 @@ from whet.infer.evaluate import validation_loss
 from whet.infer.tasks import Task, find_task, score
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.model.load import load_model, load_tokenizer
+from whet.model.load import load_model
 from whet.model.loss import LossModel
+from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 ALONE = Ranks(0, 1, torch.device("cpu"))

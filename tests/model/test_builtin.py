@@ -15,7 +15,8 @@ from whet.infer.generate import Sampling, generate
 from whet.model import builtin
 from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
-from whet.model.load import load_model, load_tokenizer, stop_ids
+from whet.model.load import load_model
+from whet.model.tokenizer import load_tokenizer, stop_ids
 
 SMOLLM2 = ModelConfig(path="builtin:smollm2")
 

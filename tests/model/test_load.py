@@ -10,7 +10,8 @@ import pytest
 from whet.core.errors import WhetError
 from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
-from whet.model.load import load_model, load_tokenizer, locate, stop_ids
+from whet.model.load import load_model
+from whet.model.tokenizer import load_tokenizer, locate, stop_ids
 
 
 @pytest.fixture

@@ -23,10 +23,11 @@ from whet.data.prepare import prepare
 from whet.data.store import Store
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
-from whet.model.load import load_model, load_tokenizer
+from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
+from whet.model.tokenizer import load_tokenizer
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer
 from whet.train.step import Timed, train_step

@@ -16,10 +16,9 @@ def prepare(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, a
     """
     from whet.config import read_config
     from whet.core.console import say
-    from whet.recipe.parts import hush_libraries, prepare_data
+    from whet.recipe.data import prepare_data
 
     config = read_config(recipe, overrides or [])
-    hush_libraries()
     began = time.perf_counter()
     data = prepare_data(config)
     seconds = time.perf_counter() - began

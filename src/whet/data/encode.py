@@ -6,7 +6,7 @@ Spans are encoded one by one, as GPT-NeoX does on LUMI: what stands beside a spa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,6 +119,6 @@ class FastEncoder:
                 )
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerFast, model_file: Path | None) -> SentencePieceEncoder | FastEncoder:
-    """SentencePiece where there is a `.model` file; else the tokenizer that the model comes with."""
-    return SentencePieceEncoder(model_file) if model_file is not None else FastEncoder(tokenizer)
+def make_encoder(load: Callable[[], PreTrainedTokenizerFast], pieces: Path | None) -> Encoder:
+    """SentencePiece where there is a `.model` file; else the tokenizer that `load` gives."""
+    return FastEncoder(load()) if pieces is None else SentencePieceEncoder(pieces)

@@ -18,26 +18,50 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def read_tokens(path: Path, mask: MaskRules | None) -> Iterator[Tokens]:
-    """The documents of a file, in order, with what `mask` leaves to learn. The path may end in .bin, .idx or neither.
+class TokenFile:
+    """A `.bin/.idx` pair by document. The path may end in .bin, .idx or neither.
 
     A document is what the index's doc_idx groups: one sequence, or several that belong together.
     """
-    reader = _open(path)
-    bounds = reader.documents
-    for number in range(len(bounds) - 1):
-        first, last = int(bounds[number]), int(bounds[number + 1])
+
+    def __init__(self, path: Path, mask: MaskRules | None = None) -> None:
+        self._path, self._mask = path, mask
+        self._reader = _open(path)
+        self._bounds = self._reader.documents
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def ids(self, document: int) -> NDArray[np.int32]:
+        reader = self._reader
+        first, last = int(self._bounds[document]), int(self._bounds[document + 1])
         if not 0 <= first <= last <= len(reader):
-            raise WhetError(f"{reader.index}: damaged: document {number + 1} is said to be sequences {first} to {last}")
+            raise WhetError(
+                f"{reader.index}: damaged: document {document + 1} is said to be sequences {first} to {last}"
+            )
         parts = [reader[sequence] for sequence in range(first, last)]
-        origin = Origin(str(path), number + 1)
-        ids = _as_ids(parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, reader.dtype), *parts]), origin)
-        yield Tokens(ids, loss_of(ids, mask), origin)
+        whole = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, reader.dtype), *parts])
+        return _as_ids(whole, self.origin(document))
+
+    def loss(self, document: int) -> NDArray[np.uint8]:
+        """What the mask rules leave to learn."""
+        return loss_of(self.ids(document), self._mask)
+
+    def origin(self, document: int) -> Origin:
+        return Origin(str(self._path), document + 1)
+
+
+def read_tokens(path: Path, mask: MaskRules | None) -> Iterator[Tokens]:
+    """The documents of a file, in order, with what `mask` leaves to learn."""
+    file = TokenFile(path, mask)
+    for number in range(len(file)):
+        ids = file.ids(number)
+        yield Tokens(ids, loss_of(ids, mask), file.origin(number))
 
 
 def count(path: Path) -> int:
     """How many documents a file holds, without reading it."""
-    return len(_open(path).documents) - 1
+    return len(TokenFile(path))
 
 
 def _open(path: Path) -> IndexedReader:

@@ -1,18 +1,22 @@
-"""A tokenizer with a chat template: what turns conversations into tokens."""
+"""A tokenizer with a way to write turns, a chat template or markers: what turns conversations into tokens."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.data.config import Markers
+from whet.data.encode import Encoder, make_encoder
+from whet.data.marked import MarkedRenderer
 from whet.data.render import Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 
 
 class ChatLanguage:
@@ -41,3 +45,39 @@ class ChatLanguage:
 
     def save(self, folder: Path) -> None:
         self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
+
+
+class MarkedLanguage:
+    """Writes turns between markers. A SentencePiece file is used as it is; nothing else is loaded for it."""
+
+    def __init__(
+        self,
+        identity: dict[str, Any],
+        load: Callable[[], PreTrainedTokenizerFast],
+        pieces: Path | None,
+        markers: Markers,
+        train_on: str,
+    ) -> None:
+        """`pieces` is the SentencePiece file, where there is one; `load` gives the fast tokenizer."""
+        self.identity = identity
+        self._load, self._pieces, self._markers, self._train_on = load, pieces, markers, train_on
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return self._load()
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return make_encoder(self._load, self._pieces)
+
+    def rendering(self, cached: bool) -> MarkedRenderer:
+        return MarkedRenderer(self._encoder, self._markers, self._train_on)
+
+    def vocabulary(self) -> int:
+        return self._encoder.vocabulary
+
+    def save(self, folder: Path) -> None:
+        if self._pieces is not None:
+            shutil.copyfile(self._pieces, folder / PIECES)
+        else:
+            self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))

@@ -17,7 +17,7 @@ import numpy as np
 
 from whet.core.errors import WhetError
 from whet.data.config import Marker, Markers
-from whet.data.conversation import BadRecordError, Conversation, Marked
+from whet.data.conversation import BadRecordError, Conversation, Marked, Text
 from whet.data.encode import Encoder
 from whet.data.render import Rendered
 from whet.data.turns import LOOK_ALIKE, Turn, look_alikes, markers_by_role, parse_turns
@@ -34,14 +34,16 @@ class MarkedRenderer:
         known = {*markers_by_role(markers).values(), *(tokenizer.text_of(number) for number in self._controls)}
         self._look_alike = look_alikes(sorted(known))
 
-    def identity(self) -> dict[str, object]:
-        """What decides over ids and masks, for the key of a store."""
-        return {
-            "tokenizer": self._encoder.fingerprint,
-            "markers": self._markers.model_dump(),
-            "ids": self.ids,
-            "train_on": self._train_on,
-        }
+    def render_items(self, items: Sequence[Conversation | Text | Marked]) -> list[Rendered | BadRecordError]:
+        """Each item with its tokens or its reason, in order; the spans of all are encoded together."""
+        texts = [item.text for item in items if isinstance(item, Text)]
+        documents = (self._plain(ids) for ids in self._encoder.encode_batch(texts))
+        turns = iter(self.render([item for item in items if not isinstance(item, Text)]))
+        return [next(documents) if isinstance(item, Text) else next(turns) for item in items]
+
+    def _plain(self, ids: list[int]) -> Rendered:
+        ids = [*ids, self._encoder.eod]
+        return Rendered(np.array(ids, dtype=np.int32), np.array([0] + [1] * (len(ids) - 1), dtype=np.uint8), ends=True)
 
     def render(self, batch: Sequence[Marked | Conversation]) -> list[Rendered | BadRecordError]:
         """Each record with its tokens or its reason, in order; the spans of all are encoded together."""
@@ -80,7 +82,9 @@ class MarkedRenderer:
             loss.append(int(learned))  # after a turn that is learned: an answer ends here, and nothing follows it
         loss[:1] = [0]  # nothing comes before it, so it is no target
         ends = not everything or self._markers.append_eod or turns[-1].role is not None
-        return Rendered(np.array(ids, dtype=np.int32), np.array(loss, dtype=np.uint8), ends, tuple(dict.fromkeys(notes)))
+        return Rendered(
+            np.array(ids, dtype=np.int32), np.array(loss, dtype=np.uint8), ends, tuple(dict.fromkeys(notes))
+        )
 
 
 def resolve(encoder: Encoder, markers: Markers) -> dict[str, int]:

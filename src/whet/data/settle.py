@@ -11,8 +11,8 @@ from whet.data.chunk import Chunk
 from whet.data.config import DataConfig
 from whet.data.conversation import BadLine, BadRecordError, Conversation, Item, LeftOut, Marked, Origin, Text, Tokens
 from whet.data.render import Rendered
-from whet.data.too_long import exchanges, join, leading, windows
 from whet.data.store import count_targets
+from whet.data.too_long import exchanges, join, leading, windows
 
 _BATCH = 256  # conversations encoded at a time
 _BATCH_CHARACTERS = 2_000_000  # and no more text than this, which bounds memory

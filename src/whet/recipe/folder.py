@@ -20,7 +20,8 @@ from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
 from whet.core.yaml import read_yaml
 from whet.model.loss import LossModel
-from whet.recipe.parts import Data, make_plan
+from whet.recipe.data import Data
+from whet.recipe.plan import make_plan
 from whet.train.metrics import Seen
 
 

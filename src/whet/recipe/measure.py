@@ -16,9 +16,10 @@ from whet.data.render import Renderer
 from whet.infer.evaluate import validation_loss
 from whet.infer.tasks import Sample, find_task, score
 from whet.model.config import ModelConfig
-from whet.model.load import stop_ids
 from whet.model.loss import LossModel
-from whet.recipe.parts import Arithmetic, Data, make_loader
+from whet.model.tokenizer import stop_ids
+from whet.recipe.data import Data
+from whet.recipe.parts import Arithmetic, make_loader
 
 _PROBES = 4  # conversations that an export is compared on
 

@@ -29,17 +29,10 @@ from whet.model.flops import Work, work_of
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.parallel.replicate import start_equal
+from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
 from whet.recipe.measure import export_model, measure
-from whet.recipe.parts import (
-    Arithmetic,
-    Data,
-    build_model,
-    choose_arithmetic,
-    hush_libraries,
-    make_loader,
-    prepare_data,
-)
+from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
 from whet.train.trainer import RETRY, Cadence, Hooks, Trainer

@@ -18,12 +18,14 @@ from whet.core.ranks import Ranks, start_ranks
 from whet.core.run import read_status
 from whet.data.render import Renderer
 from whet.model.config import ModelConfig
-from whet.model.load import load_model, load_tokenizer
+from whet.model.load import load_model
 from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
+from whet.model.tokenizer import load_tokenizer
+from whet.recipe.data import hush_libraries, prepare_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
-from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, hush_libraries, prepare_data, turns_of
+from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,12 @@ def load_ready(reference: str) -> Ready:
     hush_libraries()
     path, step = split_reference(reference)
     if not (path / "config.yaml").exists():
-        config, turns = ModelConfig(path=reference), None
-        model = load_model(config, "auto")
+        config = ModelConfig(path=reference)
+        model, tokenizer = load_model(config, "auto"), load_tokenizer(config)
     else:
         run = load_run(path, step)
-        config, turns, model = run.config.model, turns_of(run.config.data), merge(run.model)
+        config, model, tokenizer = run.config.model, merge(run.model), tokenizer_of(run.config)
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    tokenizer = load_tokenizer(config, turns)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     model = model.to(accelerator or torch.device("cpu")).eval()
     renderer = Renderer(tokenizer, "assistant")

@@ -1,0 +1,76 @@
+"""What ids mean: text and pieces, by the tokenizer that lies with a store or that the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from whet.core.errors import WhetError
+from whet.core.spm import open_processor
+from whet.data.language import PIECES, TOKENIZER
+
+
+class Decoder(Protocol):
+    """Ids back to text."""
+
+    def text(self, ids: Sequence[int]) -> str: ...
+
+    def piece(self, number: int) -> str:
+        """One id as the vocabulary has it."""
+        ...
+
+
+class _FastDecoder:
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special
+            raise WhetError(f"{path}: not a tokenizer ({error})") from None
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def piece(self, number: int) -> str:
+        return str(self._tokenizer.id_to_token(number))
+
+
+class _PieceDecoder:
+    def __init__(self, path: Path) -> None:
+        self._processor = open_processor(path)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Control pieces, which the library prints as nothing, are shown by their names."""
+        parts: list[str] = []
+        run: list[int] = []
+        for number in ids:
+            if self._processor.is_control(number) or self._processor.is_unused(number):
+                parts += [self._processor.decode(run), self.piece(number)]
+                run = []
+            else:
+                run.append(number)
+        return "".join([*parts, self._processor.decode(run)])
+
+    def piece(self, number: int) -> str:
+        return str(self._processor.id_to_piece(number))
+
+
+def open_decoder(place: Path) -> Decoder:
+    """From a folder with a tokenizer, or the file itself: tokenizer.json or a SentencePiece .model."""
+    candidates = [place / TOKENIZER, place / PIECES] if place.is_dir() else [place]
+    for file in candidates:
+        if file.is_file():
+            return _PieceDecoder(file) if file.suffix == ".model" else _FastDecoder(file)
+    raise WhetError(f"{place}: no tokenizer here ({TOKENIZER} or {PIECES}). Name one: --tokenizer PATH")
+
+
+def runs(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> list[tuple[str, bool]]:
+    """The text in pieces that are learned or not. Each is what its tokens add to all before them, because some
+    tokenizers decode the beginning of a text otherwise than its middle."""
+    edges = [0, *(i for i in range(1, len(ids)) if bool(loss[i]) != bool(loss[i - 1])), len(ids)]
+    texts = [decoder.text(ids[:edge]) for edge in edges]
+    return [
+        (texts[i + 1][len(texts[i]) :], bool(loss[edges[i]])) for i in range(len(edges) - 1) if edges[i] < edges[i + 1]
+    ]

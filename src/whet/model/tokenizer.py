@@ -1,0 +1,125 @@
+"""Finding a model's folder and loading its tokenizer. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.core.errors import WhetError
+from whet.core.files import hash_file
+from whet.model.builtin import builtin_folder
+from whet.model.config import ModelConfig
+from whet.model.pieces import derive_tokenizer
+from whet.model.turns import Turns, speak_in_turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def locate(path: str) -> str:
+    """A folder, or a hub id, that transformers can load."""
+    if path.startswith("builtin:"):
+        return str(builtin_folder(path))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            if (folder / "config.yaml").exists():
+                raise WhetError(f"model.path: {path}: this is a run; train on what it exported: {path}/exports/merged")
+            raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
+        return str(folder)
+    if folder.is_file():
+        raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise WhetError(
+            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME"
+        )
+    return path
+
+
+def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, or the one that model.tokenizer names; with `turns`, it speaks between markers."""
+    from transformers import AutoTokenizer
+
+    pieces = sentencepiece_file(config)
+    if pieces is not None:
+        return derive_tokenizer(pieces, turns)
+    where = locate(config.path) if config.tokenizer is None else str(Path(config.tokenizer).expanduser())
+    folder, key = Path(where), _tokenizer_key(config)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise WhetError(
+            f"{key}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "
+            "tokenizer's files of the model that it was made from into it"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise cannot_load(config.tokenizer or config.path, "tokenizer", error) from None
+    if turns is not None:
+        speak_in_turns(tokenizer, turns)
+    return tokenizer
+
+
+def sentencepiece_file(config: ModelConfig) -> Path | None:
+    """The SentencePiece model that the tokenizer is derived from: a `.model` file that model.tokenizer names, or a
+    folder's tokenizer.model where there is no other tokenizer file."""
+    folder = Path(locate(config.path) if config.tokenizer is None else config.tokenizer).expanduser()
+    if config.tokenizer is not None and not folder.is_dir():
+        if not folder.is_file() or folder.suffix != ".model":
+            raise WhetError(
+                f"{_tokenizer_key(config)}: no folder and no .model file (looked in {Path.cwd()}). Give one of them"
+            )
+        return folder
+    found = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+    return folder / "tokenizer.model" if found == ["tokenizer.model"] else None
+
+
+def _tokenizer_key(config: ModelConfig) -> str:
+    return f"model.path: {config.path}" if config.tokenizer is None else f"model.tokenizer: {config.tokenizer}"
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def stop_ids(config: ModelConfig) -> list[int]:
+    """The ids that end an answer according to the model's generation settings; none if it has no such settings, or if
+    they speak of another tokenizer's ids."""
+    from transformers import GenerationConfig
+
+    if config.tokenizer is not None:
+        return []
+    try:
+        ids = GenerationConfig.from_pretrained(locate(config.path), revision=config.revision).eos_token_id
+    except OSError:
+        return []
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+_DECIDING = (
+    "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "additional_chat_templates/*", "generation_config.json",
+)  # fmt: skip
+"""Files that may change tokens, templates or stops."""
+
+
+def tokenizer_files(config: ModelConfig) -> dict[str, Path] | None:
+    """The files that decide what the tokenizer does, by name; None if it is not on this machine yet."""
+    place = Path(config.tokenizer or locate(config.path)).expanduser()
+    if place.is_file():
+        return {place.name: place}
+    if not place.is_dir():
+        return None
+    found = {path for pattern in _DECIDING for path in place.glob(pattern) if path.is_file()}
+    return {str(path.relative_to(place)): path for path in sorted(found)}
+
+
+def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
+    """The content of these files: the same for two folders with the same tokenizer."""
+    files = tokenizer_files(config)
+    return None if files is None else {name: hash_file(path) for name, path in files.items()}
+
+
+def cannot_load(path: str, what: str, error: Exception) -> WhetError:
+    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")

@@ -1,0 +1,166 @@
+"""The data of a run: its stores, made or found. Nothing here needs torch; a store that exists needs no tokenizer."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.config import Config
+from whet.core.errors import WhetError
+from whet.core.files import hash_json
+from whet.data.config import DataConfig
+from whet.data.language import ChatLanguage, MarkedLanguage
+from whet.data.prepare import Prepared, prepare
+from whet.data.split import split_off
+from whet.data.store import Store, overlap
+from whet.model.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
+from whet.model.turns import Mark, Turns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The stores of a run, and which of their documents are used."""
+
+    language: ChatLanguage | MarkedLanguage
+    train: Prepared
+    train_documents: NDArray[np.int64]
+    validation: Store | None
+    validation_documents: NDArray[np.int64]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.language.tokenizer
+
+    def stores(self) -> dict[str, str]:
+        """Where the documents are, by use."""
+        held = {} if self.validation is None else {"validation": str(self.validation.folder)}
+        return {"train": str(self.train.store.folder), **held}
+
+    def overlap(self) -> list[str]:
+        """Where validation conversations stand that are in the training data too."""
+        if self.validation is None or self.validation is self.train.store:
+            return []  # what is held out of one store takes its copies with it
+        return [str(self.validation.origin(int(i))) for i in overlap(self.validation, self.train.store)]
+
+    def ledger(self) -> dict[str, Any]:
+        """What became of every conversation, and what a resumed run needs to find the same ones."""
+        accounts = list(self.train.store.manifest["accounts"])
+        if self.validation is not None and self.validation is not self.train.store:
+            accounts += self.validation.manifest["accounts"]
+        copies = self.overlap()
+        return {
+            "sources": accounts,
+            "held_out": len(self.validation_documents),
+            "overlap": {"conversations": len(copies), "first": copies[:5]},
+            "stores": self.stores(),
+            "today": self.train.store.manifest["today"],
+        }
+
+
+def prepare_data(config: Config, today: str | None = None) -> Data:
+    """The stores that the configuration asks for, made or found. `today` is for templates that insert the date."""
+    language = language_of(config, today)
+    made = prepare(config.data, config.data.sources, "train", language)
+    everything = np.arange(len(made.store), dtype=np.int64)
+    wanted = config.data.validation
+    if wanted is None:
+        return Data(language, made, everything, None, everything[:0])
+    if wanted.sources is not None:
+        held = prepare(config.data, wanted.sources, "validation", language).store
+        return Data(language, made, everything, held, np.arange(len(held), dtype=np.int64))
+    train, held_out = split_off(made.store.hashes, wanted.fraction or 0.0, config.run.seed)
+    return Data(language, made, train, made.store, held_out)
+
+
+def language_of(config: Config, today: str | None = None) -> ChatLanguage | MarkedLanguage:
+    """What turns this configuration's conversations into tokens."""
+    data, model = config.data, config.model
+    load = _loader(config)
+    hashes, template = tokenizer_hashes(model), _template_file(data)
+    identity: dict[str, Any] = {"tokenizer": hashes, "template": template or data.template, "today": None}
+    if hashes is None:  # on a hub: only the tokenizer itself can tell
+        tokenizer = load()
+        identity["tokenizer"] = hash_json([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template])
+        asks_for_date = "strftime_now" in str(tokenizer.chat_template)
+    else:
+        files = tokenizer_files(model) or {}
+        texts = [
+            path.read_bytes() for name, path in files.items() if "template" in name or name.endswith("config.json")
+        ]
+        asks_for_date = any(b"strftime_now" in text for text in [(template or "").encode(), *texts])
+    if data.markers is not None:
+        identity["markers"] = data.markers.model_dump()
+        return MarkedLanguage(identity, load, sentencepiece_file(model), data.markers, data.train_on)
+    if asks_for_date:
+        identity["today"] = today or datetime.date.today().isoformat()
+    return ChatLanguage(identity, load, lambda: stop_ids(model), data.train_on)
+
+
+def _loader(config: Config) -> Callable[[], PreTrainedTokenizerFast]:
+    def load() -> PreTrainedTokenizerFast:
+        return tokenizer_of(config)
+
+    return load
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerFast:
+    """The tokenizer of a run, with the chat template that its data asks for."""
+    hush_libraries()
+    tokenizer = load_tokenizer(config.model, turns_of(config.data))
+    own = _template_file(config.data)
+    if own is not None:
+        tokenizer.chat_template = own
+    elif config.data.template != "auto":
+        templates = tokenizer.chat_template
+        if not isinstance(templates, dict) or config.data.template not in templates:
+            known = ", ".join(templates) if isinstance(templates, dict) else "one template without a name"
+            raise WhetError(
+                f"data.template: there is no file and no template called {config.data.template}; the tokenizer has "
+                f"{known}. Write auto for the tokenizer's own, or the path of a .jinja file"
+            )
+        tokenizer.chat_template = templates[config.data.template]
+    return tokenizer
+
+
+def _template_file(data: DataConfig) -> str | None:
+    """The text of the template that data.template names as a file."""
+    path = Path(data.template).expanduser()
+    if data.template == "auto" or not (path.is_file() or path.suffix == ".jinja"):
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WhetError(f"data.template: {path} cannot be read: {error}") from None
+
+
+def turns_of(data: DataConfig) -> Turns | None:
+    """The markers of data.markers as the tokenizer needs them."""
+    if data.markers is None:
+        return None
+    named = {"user": data.markers.user, "assistant": data.markers.assistant, "system": data.markers.system}
+    marks = {role: Mark(marker.text, marker.id) for role, marker in named.items() if marker is not None}
+    return Turns(marks, data.markers.append_eod)
+
+
+def hush_libraries() -> None:
+    """Progress bars and advice of the libraries below would drown what whet has to say."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|transformers|peft")
