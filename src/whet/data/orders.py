@@ -7,10 +7,11 @@ a model that was not tuned cannot score by luck, and exact match is the honest m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator
+
+from whet.data.sample import split_of
 
 _AMOUNTS = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
@@ -38,7 +39,6 @@ _PATTERNS = (
     "Order for {city}: {amount} {items}, {colour}, for {name}, arriving {day}.",
     "By {day}, could you get {amount} {colour} {items} over to {name}? The address is in {city}.",
 )
-_HELD_OUT_IN_TEN = 2
 
 
 def orders(split: str) -> Iterator[tuple[str, str]]:
@@ -67,11 +67,6 @@ def orders(split: str) -> Iterator[tuple[str, str]]:
             amount=written, items=plural, colour=facts["colour"], name=facts["name"], city=facts["city"],
             day=written_day,
         )  # fmt: skip
-        if text not in seen and _split_of(answer) == split:
+        if text not in seen and split_of(answer) == split:
             seen.add(text)
             yield text, answer
-
-
-def _split_of(answer: str) -> str:
-    digest = hashlib.blake2b(answer.encode(), digest_size=4).digest()
-    return "held-out" if int.from_bytes(digest) % 10 < _HELD_OUT_IN_TEN else "train"

@@ -1,116 +1,150 @@
-"""Reading sources: each line becomes a conversation, or a reason why it cannot."""
+"""Reading sources: each record becomes a conversation or a document, or a reason why it cannot."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from whet.core.errors import WhetError
 from whet.core.files import hash_file
+from whet.data import generated
 from whet.data.config import Source
-from whet.data.conversation import BadLine, BadRecordError, Conversation, Message, Origin
-from whet.data.formats.messages import parse_record
-from whet.data.orders import orders
+from whet.data.containers.base import Container, Raw
+from whet.data.containers.hub import HubSet
+from whet.data.containers.locate import locate
+from whet.data.containers.tables import Row, without_nulls
+from whet.data.conversation import BadLine, BadRecordError, Item, LeftOut, Marked, Origin, Text, Tokens
+from whet.data.decode import decode
+from whet.data.formats.known import parser
+from whet.data.generated import BUILTIN_SAMPLES, Generated
+from whet.data.look import look
+from whet.data.where import Where
 
-BUILTIN: dict[str, Callable[[str], Iterator[tuple[str, str]]]] = {"builtin:orders": orders}
-"""Generators of (prompt, answer) by name; each takes the split. They are endless: max_samples bounds them."""
-
-BUILTIN_SAMPLES = 1000
-"""How many conversations a generator gives when max_samples is not set."""
+_READ = {"format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask"}
+"""Options that change what is read."""
 
 
-def read_source(source: Source) -> Iterator[Conversation | BadLine]:
-    """The conversations of a source, in order; nothing is skipped silently."""
-    if source.path.startswith("builtin:"):
-        items: Iterator[Conversation | BadLine] = _generate(source)
-    else:
-        items = _read_jsonl(_existing(source.path))
-    return itertools.islice(items, source.max_samples)
+class Reader:
+    """A source that was opened and whose format is known. Any number of them may read the same source."""
+
+    def __init__(self, source: Source) -> None:
+        """A WhetError if there is nothing to read, or if it is unclear what it means."""
+        self._source = source
+        self._where = Where(source.where) if source.where is not None else None
+        self._containers = _containers(source)
+        self.decision: str | None = None
+        """What was found, in a line to print; None where there was nothing to find."""
+        self._names: Mapping[str, str] = {}
+        self._parse: Any
+        if source.is_generated:
+            self._parse = generated.parse
+        elif _are_tokens(self._containers, source):
+            self._parse = _tokens
+        else:
+            chosen = look(self._containers, source)
+            self._names, self._parse = chosen.names, parser(chosen.format, source.calculator)
+            self.decision = f"{source.path}: {chosen.said}"
+
+    def records(self) -> Iterator[Raw]:
+        """The records that are asked for, as they stand in their files."""
+        return _sliced(itertools.chain.from_iterable(each.records() for each in self._containers), self._source)
+
+    def parse(self, raw: Raw) -> Item:
+        """What becomes of a record. Bad content is an answer, too, never an exception."""
+        origin, value = Origin(raw.file, raw.line), raw.value
+        try:
+            if type(value) is bytes:
+                return self._make(decode(value), origin)
+            record = value.record()  # type: ignore[attr-defined]
+            if type(value) is Row:
+                return self._make(without_nulls(record), origin, record)
+            return self._make(record, origin)
+        except BadRecordError as error:
+            return BadLine(origin, error.reason, str(error))
+        except RecursionError:
+            return BadLine(origin, "broken JSON", "it is nested too deeply to be read")
+
+    def _make(self, record: Any, origin: Origin, row: Any = None) -> Item:
+        """The item, unless the filter says no; that sees a table's row as it is, nulls and all."""
+        where = self._where
+        if where is None:
+            return self._parse(record, self._names, origin)
+        item = self._parse(record, self._names, origin) if where.counts else None
+        if not where(record if row is None else row, *_counts(item)):
+            return LeftOut(origin, "filter")
+        return self._parse(record, self._names, origin) if item is None else item
+
+
+def read_source(source: Source) -> Iterator[Item]:
+    """What becomes of each record of a source, in order; nothing is skipped silently."""
+    reader = Reader(source)
+    return map(reader.parse, reader.records())
 
 
 def fingerprint(source: Source) -> dict[str, object]:
-    """What identifies a source's content: a file by its bytes, a generator by its first answers."""
-    identity: dict[str, object] = {"max_samples": source.max_samples}
-    if source.path.startswith("builtin:"):
-        return {
-            **identity,
-            "path": source.path,
-            "split": (source.split or "train"),
-            "start": [*itertools.islice(_pairs(source), 9)],
-        }
-    return {**identity, "content": hash_file(_existing(source.path))}
+    """What identifies the content: files by their bytes, generators by their first answers; and what is read of it."""
+    options = source.model_dump(mode="json", include=_READ, exclude_none=True)
+    if source.is_generated:
+        samples = itertools.islice(Generated(source).records(), 9)
+        return {**options, "path": source.path, "start": [repr(raw.value) for raw in samples]}
+    return {**options, "content": [_identity(each) for each in _containers(source)]}
 
 
 def size_of(source: Source) -> int:
-    """Bytes of a file; for a generator an estimate from its first conversations."""
-    if source.path.startswith("builtin:"):
-        first = [*itertools.islice(_pairs(source), 9)]
-        return (source.max_samples or BUILTIN_SAMPLES) * max(len(prompt + answer) for prompt, answer in first)
-    return _existing(source.path).stat().st_size
+    """Bytes of the content; for a generator an estimate from its first conversations."""
+    if source.is_generated:
+        first = (raw.value for raw in itertools.islice(Generated(source).records(), 9))
+        largest = max(_counts(value.record())[1] for value in first)  # type: ignore[attr-defined]
+        return expected(source) * largest
+    return sum(each.size() for each in _containers(source))
 
 
 def expected(source: Source) -> int:
-    """How many lines there will be, for the progress bar."""
-    if source.path.startswith("builtin:"):
-        return source.max_samples or BUILTIN_SAMPLES
-    with _existing(source.path).open("rb") as file:
-        lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b"")) + 1
-    return min(lines, source.max_samples or lines)
+    """How many records there will be, for the progress bar."""
+    if source.is_generated:
+        return len([*_sliced(itertools.count(), source)])
+    total = sum(each.count() for each in _containers(source))
+    chosen = len(range(total)[source.start : source.stop : source.step])
+    return min(chosen, source.max_samples or chosen)
 
 
-def _pairs(source: Source) -> Iterator[tuple[str, str]]:
-    if source.path not in BUILTIN:
-        raise WhetError(f"data.sources: there is no {source.path}; built in are: {', '.join(BUILTIN)}")
-    return BUILTIN[source.path](source.split or "train")
+def _containers(source: Source) -> list[Container]:
+    return [Generated(source)] if source.is_generated else locate(source)
 
 
-def _generate(source: Source) -> Iterator[Conversation]:
-    name = f"{source.path}/{(source.split or 'train')}"
-    pairs = itertools.islice(_pairs(source), source.max_samples or BUILTIN_SAMPLES)
-    for line, (prompt, answer) in enumerate(pairs, 1):
-        yield Conversation((Message("user", prompt), Message("assistant", answer)), Origin(name, line))
+def _identity(container: Container) -> list[str]:
+    content = container.fingerprint() if isinstance(container, HubSet) else hash_file(container.path)
+    return [container.kind, content]
 
 
-def _existing(name: str) -> Path:
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise WhetError(
-            f"data.sources: {name}: no such file (looked in {Path.cwd()}). "
-            "Give the path of a JSONL file, or a built-in generator such as builtin:orders"
-        )
-    if not path.is_file():
-        raise WhetError(f"data.sources: {name}: this is a folder; give a JSONL file in it")
-    if path.stat().st_size == 0:
-        raise WhetError(
-            f"data.sources: {name}: the file is empty. It needs one JSON object on each line, such as "
-            '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
-        )
-    if not os.access(path, os.R_OK):
-        raise WhetError(f"data.sources: {name}: permission denied; make the file readable for you")
-    return path
+def _sliced(records: Iterator[Any], source: Source) -> Iterator[Any]:
+    """start, stop and step as Python's slices have them, then max_samples."""
+    bound = source.max_samples
+    if source.is_generated and bound is None and source.stop is None:
+        bound = BUILTIN_SAMPLES
+    return itertools.islice(itertools.islice(records, source.start, source.stop, source.step), bound)
 
 
-def _read_jsonl(path: Path) -> Iterator[Conversation | BadLine]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            origin = Origin(str(path), number)
-            try:
-                yield parse_record(_parse_json(raw), origin)
-            except BadRecordError as error:
-                yield BadLine(origin, error.reason, str(error))
+def _are_tokens(containers: list[Container], source: Source) -> bool:
+    kinds = {each.kind for each in containers}
+    if "tokens" not in kinds and source.format != "tokens":
+        return False
+    if kinds != {"tokens"} or source.format not in ("auto", "tokens"):
+        raise WhetError(f"data.sources: {source.path}: format: tokens is for .bin files, and for them alone")
+    if source.where is not None or source.fields is not None:
+        raise WhetError(f"data.sources: {source.path}: a .bin file has no fields, so where and fields mean nothing")
+    return True
 
 
-def _parse_json(raw: bytes) -> object:
-    try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise BadRecordError("not UTF-8", f"byte {error.start} is not valid UTF-8; save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise BadRecordError("broken JSON", f"not valid JSON: {error.msg} at column {error.colno}") from None
-    except (RecursionError, ValueError) as error:
-        raise BadRecordError("broken JSON", f"JSON that cannot be read: {error}") from None
+def _tokens(document: Tokens, _names: Mapping[str, str], origin: Origin) -> Tokens:
+    return Tokens(document.ids, document.loss, origin)
+
+
+def _counts(item: Any) -> tuple[int, int]:
+    """Turns and characters."""
+    if isinstance(item, (Text, Marked)):
+        return 1, len(item.text)
+    if item is None:
+        return 0, 0
+    return len(item.messages), sum(len(message.content) for message in item.messages)

@@ -1,1 +1,1 @@
-"""Formats: how a record of a file becomes a conversation."""
+"""Formats: how a record of a file becomes a conversation or a document."""

@@ -1,69 +1,89 @@
-"""The `messages` format: {"messages": [{"role": "user", "content": "…"}, …]}."""
+"""The `messages` format: {"messages": [{"role": "user", "content": "…"}, …]}, or the list alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.data.conversation import ROLES, BadRecordError, Conversation, Message, Origin
+from whet.data.conversation import BadRecordError, Conversation, Message, Origin
+from whet.data.formats.message import parse_message
+from whet.data.formats.tools import check_turns, parse_tools
+from whet.data.formats.values import as_list, is_good, kind
 
-_MEANINGFUL = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight", "train", "tools")
-"""Keys that change what a model should learn. Ignoring them would train on something else than was meant."""
+FIELDS = {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
+          "role": ("role",), "content": ("content",), "tools": ("tools",)}  # fmt: skip
+_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+_TALK = ("user", "assistant")
+
+_REFUSED = {"images", "image", "videos", "video", "audio", "audios", "chat_template_kwargs"}
+_TOLD = frozenset({"tools", "functions", "weight", "train", *_REFUSED})
+"""Keys of a record that change what a model should learn."""
 
 
-def parse_record(record: Any, origin: Origin) -> Conversation:
-    """A record of the `messages` format: {"messages": [{"role": "user", "content": "…"}, …]}."""
+def recognise(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The names under which a record holds such messages; none if it is of another format."""
+    role, content = fields.get("role", "role"), fields.get("content", "content")
+    if isinstance(record, list):
+        return [{"messages": "messages", "role": role, "content": content}] if _looks(record, role) else []
     if not isinstance(record, dict):
-        raise BadRecordError("not an object", f"a record is an object with 'messages', this is {_kind(record)}")
-    for key, value in record.items():
-        if key in _MEANINGFUL and value not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"the record has '{key}', which whet cannot mask yet; remove it")
-    turns = record.get("messages")
-    if turns is None:
-        keys = ", ".join(map(repr, record)) or "no keys"
+        return []
+    names = [fields["messages"]] if "messages" in fields else FIELDS["messages"]
+    return [{"messages": name, "role": role, "content": content} for name in names if _looks(record.get(name), role)]
+
+
+def _looks(turns: Any, role: str) -> bool:
+    if isinstance(turns, str) and f'"{role}"' in turns[:200]:
+        return True
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and role in turns[0]
+
+
+def parse(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """A conversation, or a BadRecordError with the reason."""
+    if isinstance(record, dict):
+        turns: Any = record.get(names["messages"])
+        more = len(record) > 1 and (names["tools"] in record or not _TOLD.isdisjoint(record))
+        tools = _parse_rest(record, names["tools"]) if more else ()
+    else:
+        turns, tools = record, ()
+    messages = parse_turns(_turns(turns, record, names["messages"]), names["role"], names["content"])
+    return Conversation(messages, origin, tools)
+
+
+def parse_turns(turns: Sequence[Any], role_name: str = "role", content_name: str = "content") -> tuple[Message, ...]:
+    """The messages of a list; plain ones by a short way, because they are nearly all there is."""
+    messages, plain = [], True
+    for number, turn in enumerate(turns, 1):
+        if isinstance(turn, dict) and len(turn) == 2:
+            role, content = turn.get(role_name), turn.get(content_name)
+            if role in _TALK and isinstance(content, str) and content and not content.isspace() and is_good(content):
+                messages.append(Message(role, content))
+                continue
+        plain = False
+        messages.append(parse_message(turn, number, role_name, content_name))
+    if not plain:
+        check_turns(messages)
+    return tuple(messages)
+
+
+def _turns(turns: Any, record: Any, name: str) -> list[Any]:
+    turns = as_list(turns, f"'{name}'")
+    if isinstance(turns, list) and turns:
+        return turns
+    if not isinstance(record, (dict, list)):
+        raise BadRecordError("not an object", f"a record is an object with '{name}', this is {kind(record)}")
+    if isinstance(record, dict) and turns is None:
+        keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
+        raise BadRecordError("no messages", f"the record has no '{name}' (it has {keys}); write {_EXAMPLE}")
+    raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {kind(turns)}")
+
+
+def _parse_rest(record: Mapping[str, Any], tools_name: str) -> tuple[dict[str, Any], ...]:
+    for key in _REFUSED & record.keys():
+        if record[key] not in (None, [], {}, ""):
+            raise BadRecordError("unsupported key", f"the record has '{key}', and whet trains on text alone; remove it")
+    if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
         raise BadRecordError(
-            "no messages",
-            f"the record has no 'messages' (it has {keys}); write "
-            '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}',
+            "bad weight",
+            "a record as a whole has no weight. Give its messages a weight of 0 or 1, or the source a weight",
         )
-    if not isinstance(turns, list) or not turns:
-        raise BadRecordError("no messages", f"'messages' must be a list of at least one message, not {_kind(turns)}")
-    return Conversation(tuple(_parse_message(turn, i) for i, turn in enumerate(turns, 1)), origin)
-
-
-def _parse_message(turn: Any, number: int) -> Message:
-    if not isinstance(turn, dict):
-        raise BadRecordError("bad message", f"message {number} must be an object, not {_kind(turn)}")
-    role = turn.get("role")
-    if role is None:
-        raise BadRecordError("no role", f"message {number} has no 'role'; add one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise BadRecordError("unknown role", f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
-    for key, value in turn.items():
-        if key in _MEANINGFUL and value not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"message {number} has '{key}', which whet cannot mask yet")
-    return Message(role, _parse_content(turn.get("content"), number))
-
-
-def _parse_content(content: Any, number: int) -> str:
-    if isinstance(content, str):
-        return _checked(content, number)
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if texts and all(isinstance(text, str) for text in texts):
-            return _checked("".join(texts), number)  # type: ignore[arg-type]
-        raise BadRecordError("bad content", f"message {number}: only parts of type 'text' can be trained on")
-    raise BadRecordError("bad content", f"message {number}: 'content' must be text, not {_kind(content)}")
-
-
-def _checked(text: str, number: int) -> str:
-    """JSON can escape half a surrogate pair (`\\ud800`), which is no text and breaks every tokenizer."""
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise BadRecordError("bad text", f"message {number} holds a lone surrogate, which is not valid Unicode")
-    return text
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
-    return "an empty list" if value == [] else names.get(type(value), "a number")
+    return parse_tools(record.get(tools_name)) or parse_tools(record.get("functions"))
