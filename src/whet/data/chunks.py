@@ -14,11 +14,12 @@ from whet.core.console import progress
 from whet.core.errors import WhetError
 from whet.data.chunk import Chunk
 from whet.data.config import DataConfig
+from whet.data.containers.base import Raw
 from whet.data.indexed import token_dtype
 from whet.data.pool import FailedAtError, Share, Team
 from whet.data.render import UnevenTemplateError
 from whet.data.settle import Rendering, settle
-from whet.data.sources import Raw, Reader, expected
+from whet.data.sources import Reader, expected
 
 if TYPE_CHECKING:
     import numpy as np

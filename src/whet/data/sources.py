@@ -30,7 +30,7 @@ class Reader:
 
     def __init__(self, source: Source) -> None:
         """A WhetError if there is nothing to read, or if it is unclear what it means."""
-        self._source = source
+        self.source = source
         self._where = Where(source.where) if source.where is not None else None
         self._containers = _containers(source)
         self.decision: str | None = None
@@ -48,7 +48,7 @@ class Reader:
 
     def records(self) -> Iterator[Raw]:
         """The records that are asked for, as they stand in their files."""
-        return _sliced(itertools.chain.from_iterable(each.records() for each in self._containers), self._source)
+        return _sliced(itertools.chain.from_iterable(each.records() for each in self._containers), self.source)
 
     def parse(self, raw: Raw) -> Item:
         """What becomes of a record. Bad content is an answer, too, never an exception."""

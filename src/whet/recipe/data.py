@@ -16,9 +16,9 @@ import numpy as np
 from whet.config import Config
 from whet.core.errors import WhetError
 from whet.core.files import hash_json
-from whet.data.config import DataConfig
+from whet.data.config import DataConfig, Source
 from whet.data.language import ChatLanguage, MarkedLanguage
-from whet.data.prepare import Prepared, prepare
+from whet.data.prepare import Prepared, prepare, prepare_shard, require_all_shards
 from whet.data.split import split_off
 from whet.data.store import Store, overlap
 from whet.model.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
@@ -82,6 +82,27 @@ def prepare_data(config: Config, today: str | None = None) -> Data:
         return Data(language, made, everything, held, np.arange(len(held), dtype=np.int64))
     train, held_out = split_off(made.store.hashes, wanted.fraction or 0.0, config.run.seed)
     return Data(language, made, train, made.store, held_out)
+
+
+def prepare_part(config: Config, number: int, count: int) -> dict[str, str]:
+    """This machine's chunks of every store that the configuration asks for; where each will be."""
+    language = language_of(config)
+    return {
+        use: str(prepare_shard(config.data, sources, use, language, number, count))
+        for use, sources in _wanted(config.data).items()
+    }
+
+
+def require_parts(config: Config) -> None:
+    """A WhetError if another machine's chunks are still missing."""
+    language = language_of(config)
+    for use, sources in _wanted(config.data).items():
+        require_all_shards(config.data, sources, use, language)
+
+
+def _wanted(data: DataConfig) -> dict[str, list[Source]]:
+    held = data.validation.sources if data.validation else None
+    return {"train": data.sources, **({"validation": held} if held else {})}
 
 
 def language_of(config: Config, today: str | None = None) -> ChatLanguage | MarkedLanguage:

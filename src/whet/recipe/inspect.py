@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def show_documents(target: Target, start: int, limit: int, pieces: bool, silent:
         )
         if silent:
             continue
-        console.rule(f"document {number} of {total} · {origin} · {len(ids)} tokens, {sum(loss)} learned", align="left")
+        console.print(_title(f"document {number} of {total} · {origin} · {len(ids)} tokens, {sum(loss[1:])} learned"))
         if target.decoder is None:
             console.print(_ids(ids, loss, console.is_terminal))
         elif pieces:
@@ -104,8 +105,15 @@ def _marked(parts: Sequence[tuple[str, bool]], in_colour: bool) -> Text:
 
 
 def _ids(ids: Sequence[int], loss: Sequence[int], in_colour: bool) -> Text:
-    parts = [(f"{number} ", bool(learned)) for number, learned in zip(ids, loss, strict=True)]
+    parts = [
+        (" ".join(str(number) for number, _ in run) + " ", bool(learned))
+        for learned, run in itertools.groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1])
+    ]
     return _marked(parts, in_colour)
+
+
+def _title(text: str) -> Text:
+    return Text(f"── {text} ──", style="bold")
 
 
 def _pieces(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> Text:
@@ -168,7 +176,7 @@ def _row(store: Store, documents: Iterable[int]) -> dict[str, Any]:
 
 def _draw(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length: int) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.rule(f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens", align="left")
+    console.print(_title(f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens"))
     for number, row in enumerate(rows):
         bar = Text(f"{number:4} ")
         for i, document in enumerate(row["documents"]):
