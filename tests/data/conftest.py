@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from whet.data.render import Rendered
 from whet.data.store import Store, StoreWriter
 
 from .families import CHATML, tokenizer_of
@@ -59,9 +58,17 @@ def make_store(tmp_path: Path) -> MakeStore:
 
 
 def write_store(folder: Path, documents: Iterable[tuple[list[int], list[int]]], vocabulary: int = 1000) -> Store:
+    """A store of given (ids, loss); document n comes from line 10 + n of one of two files in turns."""
     folder.mkdir(parents=True)
     writer = StoreWriter(folder, vocabulary)
     for number, (ids, loss) in enumerate(documents):
-        writer.add(Rendered(np.array(ids, np.int32), np.array(loss, np.uint8), True), number % 2, 10 + number)
-    writer.finish({"sources": ["a.jsonl", "b.jsonl"]})
+        writer.add(
+            np.array(ids, np.int32),
+            np.array(loss, np.uint8),
+            np.array([len(ids)], np.int32),
+            np.array([sum(loss[1:])], np.int32),
+            np.array([[number % 2, 10 + number]], np.int64),
+            np.array([abs(hash((*ids, -1, *loss)))], np.uint64),
+        )
+    writer.finish({"files": {"name": ["a.jsonl", "b.jsonl"], "source": [0, 1]}})
     return Store(folder)

@@ -39,7 +39,7 @@ def read_by_hand(prefix: Path) -> tuple[int, list[list[int]]]:
 def write(prefix: Path, sequences: list[list[int]], dtype: type[np.generic] = np.uint16) -> Path:
     writer = IndexedWriter(prefix, dtype)
     for sequence in sequences:
-        writer.add(np.array(sequence, dtype=np.int32))
+        writer.add(np.array(sequence, dtype=np.int32), np.array([len(sequence)], dtype=np.int32))
     writer.finish()
     return prefix
 
@@ -92,7 +92,7 @@ def test_two_bytes_a_token_where_the_vocabulary_allows_it(vocabulary: int, dtype
 
 def test_nothing_is_readable_before_close(tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "tokens", np.uint8)
-    writer.add(np.array([1]))
+    writer.add(np.array([1]), np.array([1], dtype=np.int32))
     assert not (tmp_path / "tokens.idx").exists()
     writer.finish()
     assert (tmp_path / "tokens.idx").exists()
