@@ -104,6 +104,15 @@ def test_a_sequence_outside_of_the_file_is_refused(tmp_path: Path, sizes: list[i
         ids(path)
 
 
+def test_a_sequence_that_starts_inside_a_token_is_refused(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "a", [1, 2], [1], [0], [0, 1])
+    raw = bytearray(Path(f"{path}.idx").read_bytes())
+    raw[34 + 4] = 1  # of the byte offset
+    Path(f"{path}.idx").write_bytes(raw)
+    with pytest.raises(WhetError, match=r"a\.idx: damaged at sequence 0"):
+        ids(path)
+
+
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
     path = foreign(tmp_path / "a", [1, 2, 3], [2, 1], [0, 2], [0, 1, 2])

@@ -186,6 +186,11 @@ def test_ids_and_mask_follow_from_the_turns(turns: list[tuple[str, str]], train_
     assert list(zip(found.ids.tolist(), found.loss.tolist(), strict=True)) == expected
 
 
+def test_a_marker_may_begin_like_another() -> None:
+    markers = Markers(user=Marker(text="<|", id=7), assistant=Marker(text="<|a", id=8))
+    assert render("<|x<|<|ay<|a", markers).ids.tolist() == [7, 120, 7, 8, 121, 8, 3]
+
+
 # Conversations between markers
 
 
