@@ -64,6 +64,56 @@ def recipe() -> str:
 
 
 @pytest.fixture(scope="session")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Trains a small SentencePiece model, once for the same options: pieces("bpe", byte_fallback=True, …).
+
+    Its first pieces are as on LUMI: <unk>, <s>, </s>, <|endoftext|> = 3, <|user|> = 7, <|assistant|> = 8.
+    """
+    import random
+
+    from sentencepiece import SentencePieceTrainer
+
+    folder, made = tmp_path_factory.mktemp("pieces"), dict[str, Path]()
+    words = [
+        "hello",
+        "world",
+        "sveiki",
+        "kā",
+        "jums",
+        "klājas",
+        "the",
+        "quick",
+        "data",
+        "12",
+        "345",
+        "!!!",
+        "aaaa",
+        "----",
+        "<div>",
+        "</div>",
+        "abab",
+        "tick\tock",
+        "<s",
+    ]
+    draw = random.Random(0)
+    lines = [" ".join(draw.choices(words, k=12)) for _ in range(1500)]
+
+    def train(kind: str = "bpe", **options: Any) -> Path:
+        name = f"{kind} {sorted(options.items())}"
+        if name not in made:
+            made[name] = folder / f"{len(made)}.model"
+            with made[name].open("wb") as file:
+                SentencePieceTrainer.train(**{
+                    "sentence_iterator": iter(lines), "model_writer": file, "model_type": kind, "vocab_size": 420,
+                    "hard_vocab_limit": False, "minloglevel": 2, "normalization_rule_name": "identity",
+                    "control_symbols": ["<|endoftext|>", "r4", "r5", "r6", "<|user|>", "<|assistant|>"], **options,
+                })  # fmt: skip
+        return made[name]
+
+    return train
+
+
+@pytest.fixture(scope="session")
 def tiny_run(whet: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """recipes/tiny.yaml in fp64, finished. To be read, not changed: copy it for that."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"

@@ -17,6 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from whet.core.console import say
 from whet.core.errors import WhetError
 from whet.core.spm import (
     BPE,
@@ -53,7 +54,9 @@ def derive_tokenizer(path: Path, turns: Turns | None) -> PreTrainedTokenizerFast
     backend = make_backend(model, names)
     specials = [AddedToken(names[number], special=True, normalized=False) for number in (model.eod, *ids)]
     backend.add_special_tokens(specials)
-    check_ids(model, open_processor(path), backend, [token.content for token in specials])
+    ties = check_ids(model, open_processor(path), backend, [token.content for token in specials])
+    if ties:
+        say(f"{path}: in a chat, equally likely pieces may stand in another order than in training ({ties} probes)")
     eod = names[model.eod]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=eod, pad_token=eod, clean_up_tokenization_spaces=False,

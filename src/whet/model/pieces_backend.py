@@ -43,8 +43,8 @@ def _normalizer(model: PieceModel) -> Any:
 
 
 def _unigram(model: PieceModel, names: list[str]) -> Any:
-    """The likeliest pieces win. One that the user defined gets a bonus by its bytes, as SentencePiece 0.2.2 gives; with
-    a library that does otherwise, the check refuses the model."""
+    """The likeliest pieces win. One that the user defined gets a bonus by its bytes, as measured in SentencePiece
+    0.2.2; with a library that does otherwise, the check refuses the model."""
     from tokenizers import models
 
     scores = [
