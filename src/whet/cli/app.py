@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from whet import __version__
-from whet.cli import chat, config, demo, evaluate, export, inspect, prepare, report, train
+from whet.cli import chat, check, config, demo, evaluate, export, inspect, prepare, report, train
 
 app = typer.Typer(
     name="whet",
@@ -40,6 +40,7 @@ for name, function in (
     ("demo", demo.demo),
     ("prepare", prepare.prepare),
     ("inspect", inspect.inspect),
+    ("check", check.check),
     ("train", train.train),
     ("eval", evaluate.evaluate),
     ("chat", chat.chat),

@@ -56,6 +56,8 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
         else:
             if as_json and result is not None and _rank() == 0:
                 console.write_result(result)
+            if result is not None and result.get("exit_code"):
+                raise typer.Exit(result["exit_code"])
 
     return command
 

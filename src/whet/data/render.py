@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+NOTHING_TO_LEARN = "nothing to learn"
+"""The ledger's reason for a conversation that no token is supervised in: dropped, and no fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A conversation as the model sees it: `loss[i] = 1` means that token i is to be learned."""
@@ -132,6 +136,15 @@ class Renderer:
         """The ids to generate an answer from."""
         return list(self._backend.encode(self.text(messages, prompt=True, tools=tools), add_special_tokens=False).ids)
 
+    def reference_ids(self, conversation: Conversation) -> list[int]:
+        """What transformers itself gives for the whole conversation."""
+        messages = [message.as_dict(self._in_parts) for message in conversation.messages]
+        return list(
+            self.tokenizer.apply_chat_template(
+                messages, tools=list(conversation.tools) or None, chat_template=self.template, return_dict=False
+            )
+        )
+
     def layout(self, conversation: Conversation) -> Layout:
         """Where in the rendered text the supervised turns are."""
         if self._shapes is None:
@@ -166,7 +179,7 @@ class Renderer:
             chosen = turns[-1:] if train_on == "last" else turns
             learned = [turn for turn in chosen if turn not in unlearned]
             if not learned:
-                raise BadRecordError("nothing to learn", "every assistant turn is marked as not to be learned")
+                raise BadRecordError(NOTHING_TO_LEARN, "every assistant turn is marked as not to be learned")
             spans = tuple(self._span(dyed, whole, turn, tools) for turn in learned)
         controls = sum(1 for _ in self._special.finditer(whole.text))
         if self._shapes is not None and train_on == self.train_on and not whole.thoughts_left_out:

@@ -10,7 +10,7 @@ from whet.core.errors import WhetError
 from whet.data.chunk import Chunk
 from whet.data.config import DataConfig
 from whet.data.conversation import BadLine, BadRecordError, Conversation, Item, LeftOut, Marked, Origin, Text, Tokens
-from whet.data.render import Rendered
+from whet.data.render import NOTHING_TO_LEARN, Rendered
 from whet.data.store import count_targets
 from whet.data.too_long import exchanges, join, leading, windows
 
@@ -66,7 +66,7 @@ def _characters(item: Item) -> int:
 
 
 def _bad(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
-    if config.on_bad == "error":
+    if config.on_bad == "error" and reason != NOTHING_TO_LEARN:
         raise WhetError(
             f"{origin}: {explanation}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
         )
@@ -96,7 +96,7 @@ def _good(
             return
     kept = [document for document in documents if count_targets(document)]
     if not kept:
-        account.drop("nothing to learn", origin)
+        account.drop(NOTHING_TO_LEARN, origin)
         return
     for document in kept:
         account.keep(len(document.ids), count_targets(document), document.ends)

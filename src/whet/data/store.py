@@ -114,6 +114,16 @@ class Store:
         file, line = self._origins[document]
         return Origin(self.manifest["files"]["name"][int(file)], int(line))
 
+    def find(self, origin: Origin) -> NDArray[np.int64]:
+        """The documents that came from a line: none, one, or the pieces of one that was split."""
+        if origin.source not in self.manifest["files"]["name"]:
+            return np.empty(0, dtype=np.int64)
+        file = self.manifest["files"]["name"].index(origin.source)
+        first, last = np.searchsorted(self._origins[:, 0], [file, file + 1])  # files are numbered as they were met
+        lines = self._origins[first:last, 1]
+        a, b = np.searchsorted(lines, [origin.line, origin.line + 1])
+        return np.arange(first + a, first + b, dtype=np.int64)
+
 
 def _load(path: Path) -> Any:
     try:

@@ -1,0 +1,41 @@
+"""`whet check`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
+
+if TYPE_CHECKING:
+    from whet.recipe.check_data import Finding
+
+_SIGNS = {"ok": ("✓", None), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
+
+
+@verb
+def check(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> dict[str, Any]:
+    """Prove, before you train, that what will be trained on is what you meant.
+
+    Looks at data, template, masks, ends of turns, cuts, copies, the tokenizer and the real model. Exit code 1 if there
+    is a fault; warnings alone are exit code 0.
+    """
+    from whet.config import read_config
+    from whet.core.console import say
+    from whet.core.errors import DONE, INPUT
+    from whet.recipe.check import check as check_all
+
+    def tell(finding: Finding) -> None:
+        sign, style = _SIGNS[finding.level]
+        say(f"{sign} {finding.check}: {finding.text}", style=style)
+
+    findings = check_all(read_config(recipe, overrides or []), tell)
+    faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
+    verdict = "fault" if faults else "pass"
+    say(f"{'not ready' if faults else 'ready to train'}: {faults} faults, {warnings} warnings, {len(findings)} checks")
+    return {
+        "verdict": verdict,
+        "faults": faults,
+        "warnings": warnings,
+        "checks": [finding.as_dict() for finding in findings],
+        "exit_code": INPUT if faults else DONE,
+    }
