@@ -86,9 +86,7 @@ class Store:
     def loss(self, document: int) -> NDArray[np.bool_]:
         return self._loss[document].astype(np.bool_)
 
-    def gather(
-        self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]
-    ) -> None:  # fmt: skip
+    def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None:
         """Write these documents back to back into `ids` and `loss`, which are as long as they are together."""
         self._tokens.gather(documents, ids)
         self._loss.gather(documents, loss)
