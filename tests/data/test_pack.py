@@ -151,11 +151,16 @@ def test_rows_are_near_the_fewest_possible(lengths: list[int]) -> None:
 
 
 def test_realistic_lengths_fill_rows_almost_completely() -> None:
-    """Lengths as of 7 473 school problems with a chat template: mean 210 tokens, few beyond 500."""
-    lengths = np.random.default_rng(1).lognormal(5.28, 0.35, 7473).astype(int).clip(60, 700)
-    filled = {name: lengths.sum() / (len(pack(lengths, 4096, name, 16)) * 4096) for name in ("best-fit", "k-bin")}
-    assert filled["best-fit"] > 0.995
-    assert filled["k-bin"] > 0.97
+    """Wide lengths, and narrow ones as of GSM8K's 7 473 problems with a chat template (97 to 570 tokens, mean 217): of
+    these the short ones that fill gaps run out, and 99.4 % is what the algorithm gives, at any number of them."""
+    wide = {name: REALISTIC.sum() / (len(pack(REALISTIC, 4096, name, 16)) * 4096) for name in ("best-fit", "k-bin")}
+    assert wide["best-fit"] > 0.999
+    assert wide["k-bin"] > 0.995
+    lengths = np.random.default_rng(1).lognormal(5.33, 0.30, 7473).astype(int).clip(97, 570)
+    narrow = {name: lengths.sum() / (len(pack(lengths, 4096, name, 16)) * 4096) for name in ("best-fit", "k-bin")}
+    assert narrow["best-fit"] > 0.993
+    assert narrow["k-bin"] > 0.99
+    assert len(best_fit(lengths, 4096)) <= math.ceil(lengths.sum() / 4096) + 2
 
 
 def test_half_a_million_documents_are_packed_at_once() -> None:

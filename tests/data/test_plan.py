@@ -123,6 +123,9 @@ def test_other_epochs_by_rows_have_other_rows(packing: str) -> None:
         rows[epoch].append(tuple(sorted(plan.rows_of(step)[0].tolist())))
     assert [sorted(sum(epoch, ())) for epoch in rows] == [list(range(200))] * 2
     assert len(set(rows[0]) & set(rows[1])) < len(rows[0]) / 4
+    sizes = [[sorted(lengths[list(row)].tolist()) for row in epoch] for epoch in rows]
+    assert sizes[0] != sizes[1], "the rows of both epochs were drawn in the same order"
+    assert packing == "k-bin" or sorted(sizes[0]) == sorted(sizes[1])
 
 
 @QUICK

@@ -46,9 +46,7 @@ def best_fit_each(lengths: NDArray[np.integer], batch: int, capacity: int) -> Pa
     return Packing(order, edges_of(np.concatenate(counts)))
 
 
-def _first_fit_decreasing(
-    sizes: NDArray[np.integer], capacity: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # fmt: skip
+def _first_fit_decreasing(sizes: NDArray[np.integer], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """`sizes` [steps, batch] → the flat numbers of the documents, row by row, and the row of each."""
     steps, batch = sizes.shape
     bits = (batch - 1).bit_length()

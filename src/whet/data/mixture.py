@@ -80,9 +80,7 @@ def draws_by_weight(counts: Sequence[int], weights: Sequence[float]) -> tuple[in
     return tuple(draws.tolist())
 
 
-def _walk(
-    count: int, draws: int, seed: int, source: int, epoch: int
-) -> list[NDArray[np.integer] | slice]:  # fmt: skip
+def _walk(count: int, draws: int, seed: int, source: int, epoch: int) -> list[NDArray[np.integer] | slice]:
     """Places `epoch * draws` to `(epoch + 1) * draws` of a source's passes.
 
     A pass that lies in the epoch as a whole needs no order of its own, because the epoch is shuffled.

@@ -76,9 +76,8 @@ def plan_whole(
 ) -> Plan:
     """These documents once, in one step: for measuring."""
     packed = pack(lengths[documents], row_length, packing, bins)
-    return _assemble(
-        lengths, documents[packed.order], packed.edges, None, np.array([0, len(packed)]), len(documents)
-    )  # fmt: skip
+    whole = np.array([0, len(packed)])
+    return _assemble(lengths, documents[packed.order], packed.edges, None, whole, len(documents))
 
 
 class _Quota:

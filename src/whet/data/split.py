@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def split_off(
-    hashes: NDArray[np.uint64], fraction: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # fmt: skip
+def split_off(hashes: NDArray[np.uint64], fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Numbers for training and for validation, at least one on each side.
 
     `hashes` identify contents: copies of a conversation are all on the same side, or the validation would measure
