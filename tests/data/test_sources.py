@@ -136,8 +136,8 @@ def test_max_samples_takes_from_the_start_bad_lines_included(jsonl: Jsonl) -> No
 @given(st.lists(st.binary(max_size=40) | st.just(GOOD.encode()), max_size=6))
 def test_any_bytes_give_one_item_for_each_line_that_is_not_blank(tmp_path: Path, lines: list[bytes]) -> None:
     content = b"\n".join(lines)
-    if not content:
-        return
+    if not content or content.startswith((b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1")):
+        return  # other containers, whose damage is an error
     path = tmp_path / "any.jsonl"
     path.write_bytes(content)
     wanted = [number for number, raw in enumerate(content.split(b"\n"), 1) if raw.strip()]

@@ -44,7 +44,8 @@ def test_an_expression_holds_or_not(text: str, holds: bool) -> None:
     [
         ("lang ==", "column 8"), ("", "data.sources: where: ''"), ("lang = 'de'", "where"), ("a; b", "column 2"),
         ("open('x')", r"open\(…\) at column 1"), ("ok and len(tags, 1)", r"len\(…\) at column 8"),
-        ("lang.lower() == 'de'", "lang.lower"), ("__import__('os')", "__import__"), ("2 ** 9", r"2 \*\* 9 at column 1"),
+        ("lang.lower() == 'de'", "lang.lower"), ("__import__('os')", "__import__"),
+        ("2 ** 9", r"'2 \*\* 9' at column 1"),
         ("[x for x in tags]", "at column 1"), ("lambda: 1", "at column 1"), ("f'{lang}'", "at column 1"),
         ("score if ok else 1", "at column 1"), ("1 << 99", "at column 1"), ("(a := 1)", "at column 2"),
         ("tags[0:1]", "column"), ("b'x'", "at column 1"), ("{1: 2}", "at column 1"), ("score @ 2", "at column 1"),
