@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import csv
 import gzip
+import importlib.machinery
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -21,10 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
-from whet.data.config import Source
+from whet.data.config import MaskRules, Source
 from whet.data.containers import array
 from whet.data.containers.array import elements
-from whet.data.conversation import BadLine, Conversation, Item, Message, Text, ToolCall
+from whet.data.conversation import BadLine, Conversation, Item, Message, Origin, Text, Tokens, ToolCall
 from whet.data.sources import Reader, expected, fingerprint, read_source, size_of
 
 from .conftest import line
@@ -384,7 +387,7 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 
 _ASK = """
 import os, multiprocessing
-from whet.data.config import Source
+from whet.data.config import MaskRules, Source
 from whet.data.sources import Reader, fingerprint
 source = Source(path="-")
 def ask(_=None):
@@ -471,3 +474,39 @@ def test_a_missing_library_is_named_with_the_command(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(WhetError, match=rf"{library}.*pip install 'whet\[data\]'"):
         read(name if ":" in name else tmp_path / name)
+
+
+# Tokens
+
+
+def test_tokens_are_handed_on_by_the_reader_of_bin_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def read_tokens(path: Path, mask: MaskRules | None) -> Iterator[Tokens]:
+        asked.append((path, mask))
+        yield Tokens(np.array([1, 2], np.int32), np.array([0, 1], np.uint8), Origin("elsewhere", 9))
+
+    module = types.ModuleType("whet.data.external")
+    module.__spec__ = importlib.machinery.ModuleSpec("whet.data.external", None)
+    module.read_tokens = read_tokens  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "whet.data.external", module)
+    for name, content in (("a.bin", b"12"), ("a.idx", bytes(18) + (7).to_bytes(8, "little"))):
+        (tmp_path / name).write_bytes(content)
+    source = Source(path=str(tmp_path / "a.bin"), mask=MaskRules(eod=3))
+    [item] = read_source(source)
+    assert isinstance(item, Tokens)
+    assert (item.ids.tolist(), item.loss.tolist(), str(item.origin)) == ([1, 2], [0, 1], f"{tmp_path}/a.bin:1")
+    assert asked == [(tmp_path / "a.bin", MaskRules(eod=3))]
+    assert Reader(source).decision is None
+    assert expected(source) == 7
+    before = fingerprint(source)
+    assert before != fingerprint(Source(path=source.path))
+    (tmp_path / "a.idx").write_bytes(bytes(26))
+    assert before != fingerprint(source)
+    for options in ({"format": "text"}, {"where": "turns > 1"}, {"fields": {"text": "a"}}):
+        with pytest.raises(WhetError, match=r"a\.bin"):
+            read(tmp_path / "a.bin", **options)
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    with pytest.raises(WhetError, match=r"format: tokens is for \.bin files"):
+        read(tmp_path / "a.jsonl", format="tokens")
+    assert len(read(tmp_path, format="tokens")) == 1
