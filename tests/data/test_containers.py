@@ -349,7 +349,7 @@ def test_a_glob_is_sorted_and_named_as_it_is_written(tmp_path: Path, monkeypatch
 def test_files_of_different_formats_in_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([GOOD] * 30))
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}')
-    with pytest.raises(WhetError, match=r"different formats.*\(messages, prompt-completion\)"):
+    with pytest.raises(WhetError, match=r"b\.jsonl:1: .*\(prompt-completion\) is of another format .*\(messages\)"):
         read(tmp_path)
     assert [type(i) for i in read(tmp_path, format="messages")] == [Conversation] * 30 + [BadLine]
 
