@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whet.core.errors import WhetError
+from whet.core.files import hash_file
 from whet.data.config import MaskRules
 from whet.data.containers.base import Container, Raw, Ready
 
@@ -34,6 +35,9 @@ class TokenFile(Container):
         read_tokens = importlib.import_module(_READER).read_tokens
         for number, document in enumerate(read_tokens(self.path, self._mask), 1):
             yield Raw(number, Ready(document), self.name)
+
+    def identity(self) -> list[str]:
+        return [*super().identity(), hash_file(self.path.with_suffix(".idx"))]
 
     def count(self) -> int:
         with self.path.with_suffix(".idx").open("rb") as file:
