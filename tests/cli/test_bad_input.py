@@ -55,7 +55,8 @@ def test_a_role_that_the_template_does_not_know(refused: Refused, write_data: An
     template = (model / "chat_template.jinja").read_text()
     refuse = "{% if m.role == 'tool' %}{{ raise_exception('No tools here') }}{% endif %}"
     (model / "chat_template.jinja").write_text("{% for m in messages %}" + refuse + "{% endfor %}" + template)
-    file = write_data(GOOD, {"messages": [USER, {"role": "tool", "content": "7"}, HELLO]})
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    file = write_data(GOOD, {"messages": [USER, call, {"role": "tool", "content": "7"}, HELLO]})
     error = refused("data.validation=null", f"data.sources.0.path={file}", f"model.path={model}")
     assert f"{file}:2: the chat template refuses it: No tools here" in error
 

@@ -35,6 +35,9 @@ def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: Da
                 chunk.account.drop(item.reason, item.origin)
             elif isinstance(item, BadLine):
                 _bad(item.reason, item.explanation, item.origin, chunk, config)
+            elif isinstance(item, Tokens) and int(item.ids.max(initial=0)) >= chunk.vocabulary:
+                told = f"it holds the id {int(item.ids.max())}, and the tokenizer has {chunk.vocabulary} tokens"
+                _bad("unknown id", told, item.origin, chunk, config)
             elif isinstance(item, Tokens):
                 whole = Rendered(item.ids, item.loss, ends=bool(item.loss[-1:].any()))
                 _good(item, whole, chunk, rendering, config)
@@ -101,6 +104,8 @@ def _good(
     for document in kept:
         account.keep(len(document.ids), count_targets(document), document.ends)
     notes = [note for document in kept for note in document.notes]
+    if len(kept) < len(documents):
+        notes.append(_UNLEARNED)
     for what in dict.fromkeys(notes):
         account.note(what, origin)
     account.kept += 1
@@ -109,6 +114,7 @@ def _good(
 
 
 _LOST = "an exchange of it too long"
+_UNLEARNED = "a piece of it with nothing to learn, left out"
 
 
 def _split(
