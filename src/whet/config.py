@@ -67,9 +67,10 @@ class Config(Section):
         """As plain values, with files by their full path, so that it means the same from any folder."""
         tree = self.model_dump(exclude_none=True, mode="json")
         validation = tree["data"].get("validation") or {}
-        for owner in [tree["model"], *tree["data"]["sources"], *(validation.get("sources") or [])]:
-            if Path(owner["path"]).expanduser().exists():
-                owner["path"] = str(Path(owner["path"]).expanduser().resolve())
+        named = [(owner, "path") for owner in (tree["model"], *tree["data"]["sources"], *validation.get("sources", []))]
+        for owner, key in [*named, (tree["model"], "tokenizer"), (tree["data"], "template"), (tree["data"], "store")]:
+            if key in owner and Path(owner[key]).expanduser().exists():
+                owner[key] = str(Path(owner[key]).expanduser().resolve())
         return tree
 
 

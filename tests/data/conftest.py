@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from whet.core.files import hash_json
+from whet.data.language import ChatLanguage
 from whet.data.store import Store, StoreWriter
 
 from .families import CHATML, tokenizer_of
@@ -27,12 +30,25 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def chatml() -> PreTrainedTokenizerFast:
-    return tokenizer_of(CHATML)
+    """One of the test's own: some add tokens to it."""
+    return copy.deepcopy(tokenizer_of(CHATML))
 
 
 def line(*turns: tuple[str, str]) -> str:
     """A record of the messages format."""
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+
+
+def chat_language(
+    tokenizer: PreTrainedTokenizerFast,
+    train_on: str = "assistant",
+    stops: tuple[int, ...] = (),
+    today: str | None = None,
+) -> ChatLanguage:
+    """A tokenizer at hand as the language of a preparation; its content is its identity."""
+    content = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token, stops]
+    identity = {"tokenizer": hash_json(content), "template": "auto", "today": today}
+    return ChatLanguage(identity, lambda: tokenizer, lambda: stops, train_on)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_of_several_named_templates_the_default_is_taken() -> None:
         Renderer(tokenizer, "assistant")
 
 
-@pytest.mark.parametrize("name", ["tokens.idx", "tokens.bin", "loss.idx", "origin.npy", "targets.npy"])
+@pytest.mark.parametrize("name", ["tokens.idx", "tokens.bin", "loss.idx", "origin.npy", "targets.npy", "hashes.npy"])
 @pytest.mark.parametrize("damage", ["missing", "empty"])
 def test_a_store_with_a_file_missing_or_emptied_is_a_whet_error(tmp_path: Path, name: str, damage: str) -> None:
     folder = write_store(tmp_path / "store", [([1, 2], [0, 1])]).folder

@@ -140,7 +140,7 @@ def test_data_of_another_length_than_the_index_says_is_an_error(tmp_path: Path, 
 def test_offsets_do_not_wrap_at_two_gigabytes(tmp_path: Path) -> None:
     """Sizes are 32-bit; their running sum must not be."""
     writer = IndexedWriter(tmp_path / "tokens", np.uint16)
-    writer._sizes = [2**31 - 1, 2**31 - 1, 5]  # as if so much had been added
+    writer._sizes = [np.array([2**31 - 1, 2**31 - 1, 5], np.int32)]  # as if so much had been added
     writer.finish()
     raw = (tmp_path / "tokens.idx").read_bytes()
     assert struct.unpack_from("<3q", raw, 34 + 12) == (0, 2 * (2**31 - 1), 4 * (2**31 - 1))

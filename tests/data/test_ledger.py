@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,22 +20,24 @@ def settle(account: Account, fate: str, line: int) -> None:
         account.truncate(Origin("a", line))
     if fate in ("keep", "cut"):
         account.keep(tokens=10, supervised=4, ended=fate == "keep")
+        account.kept += 1
     else:
         account.drop("nothing to learn" if fate == "cut and dropped" else fate, Origin("a", line))
 
 
 @given(st.lists(FATES, max_size=30))
 def test_every_conversation_is_kept_or_dropped_with_a_reason(fates: list[str]) -> None:
-    account = Account("a", "train")
+    account = Account()
     for number, fate in enumerate(fates, 1):
         settle(account, fate, number)
-    told = account.as_dict()
+    told = account.as_dict("a", "train")
     kept = [fate for fate in fates if fate in ("keep", "cut")]
     assert told["conversations"] == {
         "in": len(fates),
         "kept": len(kept),
         "dropped": len(fates) - len(kept),
         "truncated": sum(fate.startswith("cut") for fate in fates),
+        "split": 0,
     }
     assert sum(told["reasons"].values()) == told["conversations"]["dropped"]
     assert (told["tokens"], told["supervised_tokens"]) == (10 * len(kept), 4 * len(kept))
@@ -41,28 +45,44 @@ def test_every_conversation_is_kept_or_dropped_with_a_reason(fates: list[str]) -
 
 
 def test_the_first_five_of_each_reason_are_named() -> None:
-    account = Account("a", "train", read=13)
+    account = Account(read=13)
     for line in range(1, 8):
         account.drop("bad role", Origin("a", line))
     for line in range(8, 14):
         account.drop("too long", Origin("a", line))
     account.truncate(Origin("a", 99))
-    assert account.as_dict()["first"] == {
+    assert account.as_dict("a", "train")["first"] == {
         "bad role": [f"a:{line}" for line in range(1, 6)],
         "too long": [f"a:{line}" for line in range(8, 13)],
         "truncated": ["a:99"],
     }
-    assert account.as_dict()["reasons"] == {"bad role": 7, "too long": 6}
+    assert account.as_dict("a", "train")["reasons"] == {"bad role": 7, "too long": 6}
 
 
 @pytest.mark.parametrize("read", [0, 2])
 def test_a_lost_or_invented_conversation_does_not_pass(read: int) -> None:
-    account = Account("a", "train", read=read)
-    account.keep(1, 1, True)
+    account = Account(read=read)
+    account.kept += 1
     with pytest.raises(AssertionError, match="lost"):
-        account.as_dict()
+        account.as_dict("a", "train")
 
 
 def test_it_says_whose_and_what_for() -> None:
-    told = Account("a.jsonl", "validation").as_dict()
+    told = Account().as_dict("a.jsonl", "validation")
     assert (told["source"], told["use"]) == ("a.jsonl", "validation")
+
+
+@given(st.lists(st.lists(FATES, max_size=12), max_size=4))
+def test_the_parts_of_a_source_add_up_to_the_whole(parts: list[list[str]]) -> None:
+    whole, joined, line = Account(), Account(), 0
+    for fates in parts:
+        part = Account()
+        for fate in fates:
+            line += 1
+            settle(part, fate, line)
+            settle(whole, fate, line)
+            for account in (part, whole):
+                account.note("odd", Origin("a", line))
+                account.duplicate(Origin("a", line))
+        joined.add(Account.restore(json.loads(json.dumps(part.state()))))  # as it is after a stay in a chunk's file
+    assert joined == whole

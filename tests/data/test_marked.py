@@ -19,7 +19,8 @@ from whet.core.errors import WhetError
 from whet.data.config import Marker, Markers
 from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, ToolCall
 from whet.data.encode import FastEncoder, SentencePieceEncoder, make_encoder
-from whet.data.marked import MarkedRenderer, Noted
+from whet.data.marked import MarkedRenderer
+from whet.data.render import Rendered
 from whet.data.store import StoreWriter
 from whet.data.turns import LOOK_ALIKE
 
@@ -51,10 +52,10 @@ class Letters:
         assert set(ids) <= {6, 7, 8}
 
 
-def render(item: str | Conversation, markers: Markers = MARKERS, train_on: str = "assistant") -> Noted:
+def render(item: str | Conversation, markers: Markers = MARKERS, train_on: str = "assistant") -> Rendered:
     record = Marked(item, HERE) if isinstance(item, str) else item
     (found,) = MarkedRenderer(Letters(), markers, train_on).render([record])
-    assert isinstance(found, Noted), found
+    assert isinstance(found, Rendered), found
     assert found.ids.dtype == np.int32
     assert found.loss.dtype == np.uint8
     return found
@@ -140,7 +141,7 @@ def test_a_bad_line_does_not_shift_its_neighbours() -> None:
     renderer = MarkedRenderer(Letters(), MARKERS, "assistant")
     found = renderer.render([Marked(TWO, HERE), Marked("x", HERE), talk(("user", "a"), ("assistant", "b"))])
     assert isinstance(found[1], BadRecordError)
-    assert [item.ids.tolist() for item in (found[0], found[2]) if isinstance(item, Noted)] == [
+    assert [item.ids.tolist() for item in (found[0], found[2]) if isinstance(item, Rendered)] == [
         TWO_IDS, [7, 97, 7, 8, 98, 8, 3],
     ]  # fmt: skip
 
@@ -287,8 +288,11 @@ def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
     found = MarkedRenderer(encoder, MARKERS, "assistant").render([Marked(text, HERE) for text in lines])
     writer = StoreWriter(tmp_path, encoder.vocabulary)
     for number, document in enumerate(found):
-        assert isinstance(document, Noted)
-        writer.add(document, 0, number + 1)
+        assert isinstance(document, Rendered)
+        writer.add(
+            document.ids, document.loss, np.array([len(document.ids)], np.int32), np.zeros(1, np.int32),
+            np.array([[0, number + 1]]), np.zeros(1, np.uint64),
+        )  # fmt: skip
     writer.finish({})
     raw, data = (tmp_path / "tokens.idx").read_bytes(), (tmp_path / "tokens.bin").read_bytes()
     magic, version, code, count, documents = struct.unpack_from("<9sQBQQ", raw)
@@ -299,7 +303,7 @@ def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
     wanted = [as_on_lumi(text, processor) for text in lines]
     assert [list(struct.unpack_from(f"<{n}H", data, at)) for n, at in zip(sizes, pointers, strict=True)] == wanted
     assert len(data) == 2 * sum(map(len, wanted))
-    assert [document.notes for document in found if isinstance(document, Noted)] == [(), (), (LOOK_ALIKE,)]
+    assert [document.notes for document in found if isinstance(document, Rendered)] == [(), (), (LOOK_ALIKE,)]
 
 
 def test_a_sentencepiece_piece_that_text_becomes_is_no_marker(pieces: Callable[..., Path]) -> None:
@@ -315,10 +319,10 @@ def test_a_fast_tokenizer_encodes_the_spans_too(chatml: PreTrainedTokenizerFast)
     start, end = chatml.convert_tokens_to_ids("<|im_start|>"), chatml.convert_tokens_to_ids("<|im_end|>")
     chatml.add_special_tokens({"pad_token": "<|pad|>"})
     markers = Markers(user=Marker(text=U, id=start), assistant=Marker(text=A, id=chatml.pad_token_id))
-    encoder = make_encoder(chatml, None)
+    encoder = make_encoder(lambda: chatml, None)
     assert encoder.eod == end
     (found,) = MarkedRenderer(encoder, markers, "assistant").render([Marked(f"{U}Hi you{U}{A} Yes{A}", HERE)])
-    assert isinstance(found, Noted)
+    assert isinstance(found, Rendered)
     text = f"<|im_start|>Hi you<|im_start|><|pad|> Yes<|pad|>{chatml.eos_token}"
     assert found.ids.tolist() == chatml.encode(text, add_special_tokens=False)
 
@@ -327,13 +331,3 @@ def test_a_token_that_changes_the_text_beside_it_is_no_marker(chatml: PreTrained
     chatml.add_special_tokens({"pad_token": AddedToken("<|pad|>", rstrip=True)})
     with pytest.raises(WhetError, match=r"beside <\|pad\|> other ids"):
         FastEncoder(chatml).check_markers([chatml.pad_token_id])
-
-
-def test_the_key_of_a_store_knows_tokenizer_markers_and_mask(pieces: Callable[..., Path]) -> None:
-    one, other = SentencePieceEncoder(pieces("bpe")), SentencePieceEncoder(pieces("unigram"))
-    keys = [
-        MarkedRenderer(one, MARKERS, "assistant"), MarkedRenderer(one, MARKERS, "last"),
-        MarkedRenderer(other, MARKERS, "assistant"), MarkedRenderer(one, WITH_SYSTEM, "assistant"),
-    ]  # fmt: skip
-    assert len({str(key.identity()) for key in keys}) == 4
-    assert MarkedRenderer(SentencePieceEncoder(pieces("bpe")), MARKERS, "last").identity() == keys[1].identity()

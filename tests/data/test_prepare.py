@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -16,12 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+import whet.data.chunks as chunks_module
 import whet.data.prepare as prepare_module
+import whet.data.settle as settle_module
 from whet.core.errors import WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.prepare import Prepared, prepare
 
-from .conftest import line
+from .conftest import chat_language, line
 from .families import CHATML, CHATML_TEMPLATE, PHI3, small_tokenizer, tokenizer_of
 
 Jsonl = Callable[..., Path]
@@ -36,11 +37,14 @@ def go(
     tokenizer: PreTrainedTokenizerFast | None = None,
     stops: tuple[int, ...] = (),
     max_samples: int | None = None,
+    where: str | None = None,
+    today: str | None = None,
     **options: Any,
 ) -> Prepared:
-    sources = [Source(path=str(path), max_samples=max_samples) for path in paths]
+    sources = [Source(path=str(path), max_samples=max_samples, where=where) for path in paths]
     config = DataConfig(sources=sources, **{"max_length": 60, **options})
-    return prepare(config, sources, use, tokenizer or tokenizer_of(CHATML), stops)
+    language = chat_language(tokenizer or tokenizer_of(CHATML), config.train_on, stops, today)
+    return prepare(config, sources, use, language)
 
 
 def account(prepared: Prepared, number: int = 0) -> dict[str, Any]:
@@ -48,10 +52,9 @@ def account(prepared: Prepared, number: int = 0) -> dict[str, Any]:
 
 
 def left_behind(cache: Path) -> list[str]:
-    """What is in the cache beside lock files."""
-    return sorted(
-        str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"
-    )
+    """What is in the cache beside complete stores: folders of work, locks, temporary files."""
+    stores = {file.parent for file in cache.glob("stores/*/manifest.json")}
+    return sorted(str(path.relative_to(cache)) for path in cache.glob("stores/*") if path not in stores)
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -82,45 +85,76 @@ LINES = {
     "broken JSON": "{",
     "unknown role": line(("human", "Hi")),
     "no assistant turn": line(("user", "Hi")),
-    "empty turn": line(("user", "Hi"), ("assistant", "")),
+    "empty content": line(("user", "Hi"), ("assistant", "")),
     "starts with the assistant": line(("assistant", "Hi")),
     "bad text": '{"messages": [{"role": "user", "content": "\\ud800"}]}',
 }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kinds=st.lists(st.sampled_from([*LINES, "blank"]), max_size=12), too_long=st.sampled_from(["drop", "truncate"]))
+KINDS = st.lists(st.sampled_from([*LINES, "filtered", "blank"]), max_size=12)
+FILTERED = line(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    files=st.lists(KINDS, min_size=1, max_size=3),
+    too_long=st.sampled_from(["drop", "truncate", "split"]),
+    deduplicate=st.booleans(),
+)
 def test_what_goes_in_is_kept_or_dropped_whatever_the_mix(
-    own_cache: Path, tmp_path: Path, kinds: list[str], too_long: str
+    own_cache: Path, tmp_path: Path, files: list[list[str]], too_long: str, deduplicate: bool
 ) -> None:
-    path = tmp_path / "mix.jsonl"
-    path.write_text("".join(LINES.get(kind, "") + "\n" for kind in ["good", *kinds]))
-    prepared = go(path, on_bad="skip", too_long=too_long)
-    told = account(prepared)
-    kept = [kind for kind in ["good", *kinds] if kind == "good" or (kind == "too long" and too_long == "truncate")]
-    reasons = {kind: kinds.count(kind) for kind in kinds if kind not in ("good", "blank")}
-    if too_long == "truncate":
-        reasons.pop("too long", None)
-    assert told["reasons"] == reasons
-    assert told["conversations"] == {
-        "in": 1 + sum(kind != "blank" for kind in kinds),
-        "kept": len(kept),
-        "dropped": sum(reasons.values()),
-        "truncated": kept.count("too long"),
-    }
-    assert len(prepared.store) == len(kept)
-    for reason, places in told["first"].items():
-        wanted = [number for number, kind in enumerate(kinds, 2) if kind == reason] or [
-            number for number, kind in enumerate(kinds, 2) if kind == "too long"
-        ]
-        assert places == [f"{path}:{number}" for number in wanted[:5]]
+    paths, seen = [], set[str]()
+    for number, kinds in enumerate(files):
+        paths.append(tmp_path / f"{number}.jsonl")
+        kinds[:0] = ["good"]
+        paths[-1].write_text("".join({**LINES, "filtered": FILTERED, "blank": ""}[kind] + "\n" for kind in kinds))
+    prepared = go(*paths, on_bad="skip", too_long=too_long, deduplicate=deduplicate, where="turns < 4")
+    at = 0
+    for number, (path, kinds) in enumerate(zip(paths, files, strict=True)):
+        fates: dict[str, list[int]] = {}
+        for place, kind in enumerate(kinds, 1):
+            is_kept = kind == "good" or (kind == "too long" and too_long == "truncate")
+            if is_kept and kind == "too long":
+                fates.setdefault("truncated", []).append(place)
+            if is_kept and kind in seen:
+                fates.setdefault("duplicate", []).append(place)
+            if not is_kept or (deduplicate and kind in seen):
+                fate = {"filtered": "filter"}.get(kind, "duplicate" if is_kept else kind)
+                fates.setdefault(f"-{fate}", []).append(place)
+            else:
+                fates.setdefault("kept", []).append(place)
+            seen |= {kind} if is_kept else set()
+        fates.pop("-blank", None)
+        told, copies = account(prepared, number), fates.get("duplicate", [])
+        dropped = {fate[1:]: places for fate, places in fates.items() if fate.startswith("-")}
+        kept = fates.get("kept", [])
+        assert told["reasons"] == {reason: len(places) for reason, places in dropped.items()}
+        assert told["conversations"] == {
+            "in": sum(kind != "blank" for kind in kinds),
+            "kept": len(kept),
+            "dropped": sum(map(len, dropped.values())),
+            "truncated": len(fates.get("truncated", [])),
+            "split": 0,
+        }
+        assert told["duplicates"] == len(copies)
+        mine = range(at, at + len(kept))
+        at += len(kept)
+        assert [str(prepared.store.origin(i)) for i in mine] == [f"{path}:{place}" for place in kept]
+        assert told["tokens"] == int(prepared.store.lengths[mine.start : mine.stop].sum())
+        assert told["supervised_tokens"] == int(prepared.store.targets[mine.start : mine.stop].sum())
+        assert told["supervised_tokens"] == sum(int(prepared.store.loss(i)[1:].sum()) for i in mine)
+        for reason in ("duplicate", "truncated", *dropped):
+            wanted = dropped.get(reason, fates.get(reason, []))
+            assert set(told["first"].get(reason, [])) == {f"{path}:{place}" for place in wanted[:5]}
+    assert at == len(prepared.store)
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_batches_do_not_mix_up_lines(
     jsonl: Jsonl, chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_BATCH", 4)
+    monkeypatch.setattr(settle_module, "_BATCH", 4)
     lines = ["{" if i % 3 == 0 else line(("user", "?"), ("assistant", f"answer {i}")) for i in range(30)]
     store = go(jsonl(*lines), on_bad="skip").store
     assert len(store) == 20
@@ -160,14 +194,14 @@ def test_a_truncated_conversation_is_a_prefix_without_an_invented_end(
     assert cut.store.ids(1).tolist() == whole.ids(1).tolist()[:60]
     assert cut.store.loss(1).tolist() == whole.loss(1).tolist()[:60]
     assert chatml.eos_token_id not in cut.store.ids(1)[cut.store.loss(1)]
-    assert account(cut)["conversations"] == {"in": 2, "kept": 2, "dropped": 0, "truncated": 1}
+    assert account(cut)["conversations"] == {"in": 2, "kept": 2, "dropped": 0, "truncated": 1, "split": 0}
     assert account(cut)["eos_supervised"] == 0.5
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_conversation_cut_before_its_answer_is_dropped_and_both_are_told(jsonl: Jsonl) -> None:
     told = account(go(jsonl(GOOD, LONG_PROMPT), too_long="truncate"))
-    assert told["conversations"] == {"in": 2, "kept": 1, "dropped": 1, "truncated": 1}
+    assert told["conversations"] == {"in": 2, "kept": 1, "dropped": 1, "truncated": 1, "split": 0}
     assert told["reasons"] == {"nothing to learn": 1}
     assert set(told["first"]) == {"nothing to learn", "truncated"}
 
@@ -219,9 +253,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "train_on last": {"train_on": "last"},
     "train_on all": {"train_on": "all"},
     "max_samples": {"max_samples": 1},
-    "template": {"tokenizer": small_tokenizer(CHATML_TEMPLATE + " ", CHATML.markers, eos="<|im_end|>")},
-    "eos": {"tokenizer": small_tokenizer(CHATML_TEMPLATE, CHATML.markers, eos="<|im_start|>")},
-    "vocabulary": {"tokenizer": small_tokenizer(CHATML_TEMPLATE, (*CHATML.markers, "<x>"), eos="<|im_end|>")},
+    "where": {"where": "turns > 0"},
+    "deduplicate": {"deduplicate": True},
+    "language": {"tokenizer": small_tokenizer(CHATML_TEMPLATE + " ", CHATML.markers, eos="<|im_end|>")},
+    "date": {"today": "2031-02-03"},
 }
 
 
@@ -282,27 +317,49 @@ class _TestError(Exception):
 
 
 @pytest.mark.parametrize("error", [_TestError, KeyboardInterrupt])
-def test_an_interrupted_preparation_leaves_no_store_and_can_be_repeated(
+def test_an_interrupted_preparation_leaves_no_store_and_continues_where_it_was(
     own_cache: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     path = jsonl(*[GOOD] * 20)
-    monkeypatch.setattr(prepare_module, "_BATCH", 4)
-    add = prepare_module.StoreWriter.add
-    added: list[int] = []
+    monkeypatch.setattr(chunks_module, "_SMALL", 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    save = chunks_module.Chunk.save
+    saved: list[str] = []
 
-    def break_in_the_middle(*arguments: Any) -> None:
-        added.append(1)
-        if len(added) == 10:
+    def break_in_the_middle(chunk: Any, file: Path) -> None:
+        if len(saved) == 3:
             raise error
-        add(*arguments)
+        saved.append(file.name)
+        save(chunk, file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module.StoreWriter, "add", break_in_the_middle)
+        patch.setattr(chunks_module.Chunk, "save", break_in_the_middle)
         with pytest.raises(error):
             go(path)
-    assert len(added) == 10
-    assert left_behind(own_cache) == []
+    assert list(own_cache.glob("stores/*/manifest.json")) == []
+    (work,) = left_behind(own_cache)
+    assert sorted(file.name for file in (own_cache / work).iterdir()) == saved
+    again: list[str] = []
+    monkeypatch.setattr(chunks_module.Chunk, "save", lambda chunk, file: (again.append(file.name), save(chunk, file)))
     assert len(go(path).store) == 20
+    assert len(again) == 2
+    assert not set(again) & set(saved)
+    assert left_behind(own_cache) == []
+
+
+def test_a_merge_that_breaks_leaves_no_store(own_cache: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(GOOD)
+
+    def broken(*_: Any) -> None:
+        raise _TestError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("whet.data.merge.StoreWriter.finish", broken)
+        with pytest.raises(_TestError):
+            go(path)
+    assert [name for name in left_behind(own_cache) if not name.endswith(".work")] == []
+    assert len(go(path).store) == 1
+    assert left_behind(own_cache) == []
 
 
 @pytest.fixture
@@ -340,16 +397,33 @@ def test_the_room_asked_for_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPa
     assert asked[0] == 2 * (one.stat().st_size + two.stat().st_size) + 2**20
 
 
-def test_a_disk_that_fills_up_is_an_error_with_a_remedy_and_leaves_nothing(
-    tiny_disk: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_fills_up_is_an_error_with_a_remedy_and_can_be_continued(
+    tiny_disk: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setenv("WHET_CACHE", str(tiny_disk))
     monkeypatch.setattr(prepare_module, "need_space", lambda *_: None)  # someone else filled it meanwhile
+    monkeypatch.setattr(chunks_module, "_SMALL", 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(workers)))
     path = jsonl(*[line(("user", "Hi"), ("assistant", "x" * 500))] * 200)
     with pytest.raises(WhetError, match=r"the disk is full while preparing the data\. Free some space.*WHET_CACHE"):
         go(path, max_length=1000)
+    (work,) = left_behind(tiny_disk)
+    finished = sorted((tiny_disk / work).iterdir())
+    assert 0 < len(finished) < 20
+    assert all(file.suffix == ".npz" and not file.name.startswith(".") for file in finished)  # whole ones
+    subprocess.run(["mount", "-o", "remount,size=20m", str(tiny_disk)], check=True)
+    times, seen = [file.stat().st_mtime_ns for file in finished], list[int]()
+    merge = prepare_module.merge
+
+    def look_and_merge(*arguments: Any) -> None:
+        seen.extend(file.stat().st_mtime_ns for file in finished)
+        merge(*arguments)
+
+    monkeypatch.setattr(prepare_module, "merge", look_and_merge)
+    assert len(go(path, max_length=1000).store) == 200
+    assert seen == times  # nothing was made twice
     assert left_behind(tiny_disk) == []
-    assert [path for path in tiny_disk.rglob("*") if path.is_dir()] == [tiny_disk / "stores"]
 
 
 def test_ids_beyond_two_bytes_are_stored_whole(own_cache: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,21 +438,5 @@ def test_ids_beyond_two_bytes_are_stored_whole(own_cache: Path, jsonl: Jsonl, mo
 def test_the_manifest_is_json_with_the_sources(own_cache: Path, jsonl: Jsonl) -> None:
     path = jsonl(GOOD)
     manifest = json.loads((go(path).store.folder / "manifest.json").read_text())
-    assert manifest["sources"] == [str(path)]
+    assert manifest["files"] == {"name": [str(path)], "source": [0]}
     assert manifest["accounts"][0]["source"] == str(path)
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_date_in_the_template_is_part_of_the_stores_name(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
-    never = "{% if false %}{{ strftime_now('%Y') }}{% endif %}"
-    tokenizer = small_tokenizer(CHATML_TEMPLATE + never, CHATML.markers, eos="<|im_end|>")
-    path = jsonl(GOOD)
-    today = go(path, tokenizer=tokenizer)
-
-    class Tomorrow(datetime.date):
-        @classmethod
-        def today(cls) -> Tomorrow:
-            return cls(2031, 2, 3)
-
-    monkeypatch.setattr("whet.data.render.datetime.date", Tomorrow)
-    assert go(path, tokenizer=tokenizer).store.folder != today.store.folder

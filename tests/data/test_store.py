@@ -61,7 +61,7 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("whet.data.store.write_json", write_json)
     StoreWriter(tmp_path, 10).finish({})
-    assert seen == ["loss.bin", "loss.idx", "origin.npy", "targets.npy", "tokens.bin", "tokens.idx"]
+    assert seen == ["hashes.npy", "loss.bin", "loss.idx", "origin.npy", "targets.npy", "tokens.bin", "tokens.idx"]
 
 
 def test_a_damaged_manifest_is_an_error_that_names_the_file(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_damaged_manifest_is_an_error_that_names_the_file(tmp_path: Path) -> N
         Store(store.folder)
 
 
-@pytest.mark.parametrize("name", ["targets", "origin"])
+@pytest.mark.parametrize("name", ["targets", "origin", "hashes"])
 def test_files_that_disagree_are_an_error(tmp_path: Path, name: str) -> None:
     store = write_store(tmp_path / "store", DOCUMENTS)
     np.save(store.folder / f"{name}.npy", np.load(store.folder / f"{name}.npy")[:-1])

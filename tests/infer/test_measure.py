@@ -11,6 +11,7 @@ import torch
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.data.config import DataConfig, Source
+from whet.data.language import ChatLanguage
 from whet.data.loader import Loader
 from whet.data.planner import plan_whole
 from whet.data.prepare import prepare
@@ -24,6 +25,7 @@ from whet.model.loss import LossModel
 from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
+LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -73,7 +75,7 @@ def test_the_orders_task_asks_held_out_questions_and_an_unknown_task_is_named() 
 @pytest.mark.parametrize(("packing", "micro_rows"), [("none", 1), ("best-fit", 3)])
 def test_validation_counts_every_supervised_token_once(packing: str, micro_rows: int) -> None:
     config = DataConfig(sources=[Source(path="builtin:orders", split="held-out", max_samples=9)])
-    store = prepare(config, config.sources, "validation", load_tokenizer(TINY)).store
+    store = prepare(config, config.sources, "validation", LANGUAGE).store
     model: Any = load_model(TINY, torch.float64)
     total, right, count = 0.0, 0, 0
     for document in range(len(store)):

@@ -19,8 +19,8 @@ from whet.core.errors import WhetError
 from whet.core.spm import BPE, UNIGRAM, open_processor, read_piece_model
 from whet.model import pieces_backend
 from whet.model.config import ModelConfig
-from whet.model.load import load_tokenizer, sentencepiece_file, stop_ids
 from whet.model.pieces import derive_tokenizer
+from whet.model.tokenizer import load_tokenizer, sentencepiece_file, stop_ids
 from whet.model.turns import Mark, Turns
 
 Train = Callable[..., Path]

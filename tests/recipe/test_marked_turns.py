@@ -15,12 +15,13 @@ from whet.checkpoint.export import export
 from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import Conversation, Marked, Message, Origin
 from whet.data.encode import SentencePieceEncoder
-from whet.data.marked import MarkedRenderer, Noted
+from whet.data.marked import MarkedRenderer
 from whet.data.render import Rendered, Renderer
 from whet.model.config import ModelConfig
-from whet.model.load import load_model, load_tokenizer
+from whet.model.load import load_model
+from whet.model.tokenizer import load_tokenizer
+from whet.recipe.data import turns_of
 from whet.recipe.measure import answer_stops
-from whet.recipe.parts import turns_of
 
 U, A = "<<<|user|>>>", "<<<|assistant|>>>"
 SYSTEM = Marker(text="<<<|system|>>>", id=6)
@@ -58,7 +59,7 @@ def test_a_chat_s_prompt_is_what_training_had_before_the_answer(
             said += [Message("user", text), Message("assistant", f"{text} yes")]
         conversation = Conversation(tuple(said), HERE)
         (document,) = trained.render([conversation])
-        assert isinstance(document, Noted)
+        assert isinstance(document, Rendered)
         prompt = chat.prompt_ids([message.as_dict() for message in said[:-1]])
         ids, loss = document.ids.tolist(), document.loss.tolist()
         assert ids[: len(prompt)] == prompt
@@ -78,7 +79,7 @@ def test_a_marked_line_is_the_template_s_text(pieces: Callable[..., Path]) -> No
     chat = Renderer(load_tokenizer(model, turns_of(data)), "assistant")
     text = f"{U} hello{U}{A}sveiki  kā{A}{U}12{U}{A}345 {A}"
     (document,) = MarkedRenderer(SentencePieceEncoder(path), markers(), "assistant").render([Marked(text, HERE)])
-    assert isinstance(document, Noted)
+    assert isinstance(document, Rendered)
     said = [("user", " hello"), ("assistant", "sveiki  kā"), ("user", "12"), ("assistant", "345 ")]
     whole = chat.text([{"role": role, "content": content} for role, content in said])
     assert whole == text + "<|endoftext|>"

@@ -15,6 +15,7 @@ from torch import nn
 
 from whet.core.ranks import Ranks
 from whet.data.config import DataConfig, Source
+from whet.data.language import ChatLanguage
 from whet.data.loader import Loader
 from whet.data.mixture import everything
 from whet.data.plan import Plan
@@ -34,6 +35,7 @@ from whet.train.step import Timed, train_step
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY = ModelConfig(path="builtin:tiny")
+LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
 CLIP = 0.5
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 
@@ -42,7 +44,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 def store() -> Store:
     """Thirteen orders."""
     config = DataConfig(sources=[Source(path="builtin:orders", max_samples=13)])
-    return prepare(config, config.sources, "train", load_tokenizer(TINY)).store
+    return prepare(config, config.sources, "train", LANGUAGE).store
 
 
 def plan_of(store: Store, packing: str) -> Plan:

@@ -17,6 +17,7 @@ import numpy as np
 
 from whet.core.files import atomic_write
 from whet.data.conversation import Origin
+from whet.data.indexed import token_dtype
 from whet.data.ledger import Account
 from whet.data.render import Rendered
 from whet.data.store import count_targets
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 class Chunk:
     """Documents as flat arrays, with the part of the ledger that belongs to them."""
 
-    def __init__(self, source: int, dtype: type[np.generic]) -> None:
-        self.source = source
+    def __init__(self, source: int, vocabulary: int) -> None:
+        self.source, self.vocabulary = source, vocabulary
         self.account = Account()
-        self._dtype = dtype
+        self._dtype = token_dtype(vocabulary)
         self._tokens: list[bytes] = []
         self._loss: list[bytes] = []
         self._sizes, self._targets, self._ended = array("i"), array("i"), array("B")

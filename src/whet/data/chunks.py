@@ -15,15 +15,12 @@ from whet.core.errors import WhetError
 from whet.data.chunk import Chunk
 from whet.data.config import DataConfig
 from whet.data.containers.base import Raw
-from whet.data.indexed import token_dtype
 from whet.data.pool import FailedAtError, Share, Team
 from whet.data.render import UnevenTemplateError
 from whet.data.settle import Rendering, settle
 from whet.data.sources import Reader, expected
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from whet.data.prepare import Language
 
 _SMALL, _LARGE = 512, 4096  # records of a chunk; large ones where there is much data, to have fewer files
@@ -55,8 +52,10 @@ class Job:
         """From now on every conversation is rendered by itself; chunks that were made otherwise do not count."""
         (self.folder / _UNEVEN).touch()
 
-    def file(self, number: int) -> Path:
-        return self.folder / f"{number:08d}{'' if self.is_cached else '-full'}.npz"
+    def file(self, number: int, cached: bool | None = None) -> Path:
+        """Of a chunk; those that were made with skeletons and those without have names of their own."""
+        cached = self.is_cached if cached is None else cached
+        return self.folder / f"{number:08d}{'' if cached else '-full'}.npz"
 
     def missing(self) -> tuple[list[int], int]:
         """Numbers of chunks that are not made yet, and how many there are in all."""
@@ -72,17 +71,26 @@ class Job:
                 yield next(numbers), source, batch
 
 
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What every process works with."""
+
+    rendering: Rendering
+    vocabulary: int
+    cached: bool
+
+
 def make(job: Job, first: int, step: int) -> int:
     """Make the chunks first, first + step, …, but for those that are there; returns how many there are in all."""
     total = sum(expected(reader.source) for reader in job.readers)
-    rendering = job.language.rendering(job.is_cached)
-    dtype = token_dtype(job.language.vocabulary())
+    cached = job.is_cached  # another machine may change it at any time
+    kit = Kit(job.language.rendering(cached), job.language.vocabulary(), cached)
     workers = max(1, min(len(os.sched_getaffinity(0)), -(-total // (step * job.records))))
     share = Share(first, step, workers)
     began, seen = time.monotonic(), 0
 
     def work(worker: int, share: Share) -> None:
-        _work(job, rendering, dtype, worker, share, (lambda: None) if share.is_shared else tell)
+        _work(job, kit, worker, share, (lambda: None) if share.is_shared else tell)
 
     def tell() -> None:
         nonlocal seen
@@ -96,13 +104,14 @@ def make(job: Job, first: int, step: int) -> int:
         if team is not None:
             team.wait(tell)
         else:
-            work(0, share)
+            try:
+                work(0, share)
+            except FailedAtError as failure:
+                raise failure.error from None
     return share.last + 1
 
 
-def _work(
-    job: Job, rendering: Rendering, dtype: type[np.generic], worker: int, share: Share, tell: Callable[[], None]
-) -> None:
+def _work(job: Job, kit: Kit, worker: int, share: Share, tell: Callable[[], None]) -> None:
     """Walk through all chunks and make those whose turn it is."""
     numbers = share.numbers()
     wanted, highest = next(numbers, None), -1
@@ -111,13 +120,14 @@ def _work(
             return
         if highest != wanted:
             continue
-        if not job.file(wanted).exists():
-            chunk = Chunk(source, dtype)
+        path = job.file(wanted, kit.cached)
+        if not path.exists():
+            chunk = Chunk(source, kit.vocabulary)
             try:
-                settle([job.readers[source].parse(raw) for raw in records], chunk, rendering, job.config)
+                settle([job.readers[source].parse(raw) for raw in records], chunk, kit.rendering, job.config)
             except (WhetError, UnevenTemplateError) as error:
                 raise FailedAtError(wanted, error) from None
-            chunk.save(job.file(wanted))
+            chunk.save(path)
             share.tokens[worker] += chunk.account.tokens
         share.done[worker] += len(records)
         tell()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -67,10 +68,21 @@ def open_decoder(place: Path) -> Decoder:
 
 
 def runs(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> list[tuple[str, bool]]:
-    """The text in pieces that are learned or not. Each is what its tokens add to all before them, because some
-    tokenizers decode the beginning of a text otherwise than its middle."""
-    edges = [0, *(i for i in range(1, len(ids)) if bool(loss[i]) != bool(loss[i - 1])), len(ids)]
-    texts = [decoder.text(ids[:edge]) for edge in edges]
+    """The text in pieces that are learned or not; together they are the whole text. Each is what its tokens add to all
+    before them, because some tokenizers decode the beginning of a text otherwise than its middle. A character whose
+    bytes are on both sides of a border is on the later one."""
+    if not len(ids):
+        return []
+    whole = decoder.text(ids)
+    starts = [0, *(i for i in range(1, len(ids)) if bool(loss[i]) != bool(loss[i - 1]))]
+    places = [0]
+    for start in starts[1:]:
+        places.append(max(places[-1], _in_common(decoder.text(ids[:start]), whole)))
     return [
-        (texts[i + 1][len(texts[i]) :], bool(loss[edges[i]])) for i in range(len(edges) - 1) if edges[i] < edges[i + 1]
+        (whole[a:b], bool(loss[start])) for start, (a, b) in zip(starts, pairwise([*places, len(whole)]), strict=True)
     ]
+
+
+def _in_common(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

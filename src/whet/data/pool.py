@@ -11,11 +11,13 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 from whet.core.errors import RunFailedError, WhetError
 
+_WATCH_S = 0.05
 _context = multiprocessing.get_context("fork")
 
 
@@ -64,7 +66,8 @@ class Team:
         """Start them. They are forked, so nothing that has threads (a progress bar) may be open."""
         self._failures = _context.SimpleQueue()
         self._processes = [
-            _context.Process(target=_child, args=(work, worker, share, self._failures)) for worker in range(workers)
+            _context.Process(target=_child, args=(work, worker, share, self._failures), daemon=True)
+            for worker in range(workers)
         ]
         for process in self._processes:
             process.start()
@@ -75,27 +78,37 @@ class Team:
         An error of a worker is raised here; of several the one with the smallest number of work.
         """
         failed: list[tuple[int, Exception]] = []
+        died: int | None = None
         try:
             while any(process.is_alive() for process in self._processes):
-                self._processes[0].join(0.05)
+                connection.wait([process.sentinel for process in self._processes if process.is_alive()], _WATCH_S)
                 watch()
                 self._collect(failed)
+                if died is None and (died := self._exit_code()) is not None:
+                    self._end()  # it may have died with a lock that the others wait for
         except BaseException:
-            for process in self._processes:
-                process.terminate()
+            self._end()
             raise
         finally:
             for process in self._processes:
                 process.join()
         self._collect(failed)
-        if failed:
-            raise min(failed, key=lambda pair: pair[0])[1]
-        broken = [process.exitcode for process in self._processes if process.exitcode]
-        if broken:
+        died = self._exit_code() if died is None else died
+        if died is not None:
             raise RunFailedError(
-                f"a process that prepared data died (exit code {broken[0]}; −9 is often too little memory). What was "
+                f"a process that prepared data died (exit code {died}; −9 is often too little memory). What was "
                 "finished is kept: start it again to continue"
             )
+        if failed:
+            raise min(failed, key=lambda pair: pair[0])[1]
+
+    def _exit_code(self) -> int | None:
+        """Of a process that ended as none should."""
+        return next((process.exitcode for process in self._processes if process.exitcode), None)
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.terminate()
 
     def _collect(self, failed: list[tuple[int, Exception]]) -> None:
         while not self._failures.empty():

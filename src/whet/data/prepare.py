@@ -59,7 +59,7 @@ def prepare(config: DataConfig, sources: Sequence[Source], use: str, language: L
             with waiting_lock(folder.with_name(f".{folder.name}.lock")):
                 reused = _is_complete(folder, key)
                 if not reused:
-                    _make(_job(folder, config, sources, language), folder, key, sources, use)
+                    _make(_job(folder, key, config, sources, language), folder, key, sources, use)
     except Exception as error:
         raise disk_error(error, "preparing the data", folder) or error from None
     store = Store(folder)
@@ -74,7 +74,7 @@ def prepare_shard(
     folder, key = _address(config, sources, use, language)
     try:
         if not _is_complete(folder, key):
-            _chunks(_job(folder, config, sources, language), number, count)
+            _chunks(_job(folder, key, config, sources, language), number, count)
     except Exception as error:
         raise disk_error(error, "preparing the data", folder) or error from None
     return folder
@@ -85,7 +85,7 @@ def require_all_shards(config: DataConfig, sources: Sequence[Source], use: str, 
     folder, key = _address(config, sources, use, language)
     if _is_complete(folder, key):
         return
-    missing, total = _job(folder, config, sources, language).missing()
+    missing, total = _job(folder, key, config, sources, language).missing()
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
         raise WhetError(
@@ -97,7 +97,10 @@ def require_all_shards(config: DataConfig, sources: Sequence[Source], use: str, 
 
 def _address(config: DataConfig, sources: Sequence[Source], use: str, language: Language) -> tuple[Path, str]:
     """Where the store is or will be, and the key of its content."""
-    key = hash_json(_identity(config, sources, language))[:20]
+    try:
+        key = hash_json(_identity(config, sources, language))[:20]
+    except OSError as error:
+        raise disk_error(error, "reading the sources", ".") or error from None
     folder = cache_dir() / "stores" / key if config.store is None else Path(config.store).expanduser() / use
     return folder, key
 
@@ -112,14 +115,22 @@ def _use_current_names(store: Store, sources: Sequence[Source], use: str) -> Non
     """A store is found by content; the files may have been called otherwise when it was made."""
     files = store.manifest["files"]
     for number, (account, source) in enumerate(zip(store.manifest["accounts"], sources, strict=True)):
+        before, after = account["source"].rstrip("/"), source.path.rstrip("/")
         account |= {"source": source.path, "use": use}
+        if before == after:
+            continue
         mine = [i for i, owner in enumerate(files["source"]) if owner == number]
-        if len(mine) == 1 and not source.is_generated and files["name"][mine[0]] != source.path:
-            before, files["name"][mine[0]] = files["name"][mine[0]], source.path
-            account["first"] = {
-                reason: [place.replace(before, source.path, 1) for place in places]
-                for reason, places in account["first"].items()
-            }
+        for i in mine:
+            files["name"][i] = _renamed(files["name"][i], before, after)
+        account["first"] = {
+            reason: [_renamed(place, before, after) for place in places] for reason, places in account["first"].items()
+        }
+
+
+def _renamed(place: str, before: str, after: str) -> str:
+    """A file, with or without a line, under the name that its source has now."""
+    rest = place.removeprefix(before)
+    return after + rest if rest != place and rest[:1] in ("", "/", ":") else place
 
 
 def _identity(config: DataConfig, sources: Sequence[Source], language: Language) -> dict[str, Any]:
@@ -132,21 +143,25 @@ def _identity(config: DataConfig, sources: Sequence[Source], language: Language)
     }
 
 
-def _job(folder: Path, config: DataConfig, sources: Sequence[Source], language: Language) -> Job:
+def _job(folder: Path, key: str, config: DataConfig, sources: Sequence[Source], language: Language) -> Job:
     if (folder / MANIFEST).exists():
         raise WhetError(
             f"data.store: {folder} holds other data than this configuration asks for. Choose another folder, or "
             "delete it"
         )
+    if config.store is not None and folder.exists() and any(folder.iterdir()):
+        raise WhetError(
+            f"data.store: {folder} is neither empty nor a complete store. Choose another folder, or move its files away"
+        )
     size = sum(size_of(source) for source in sources)
     need_space(folder, 2 * size + 2**20, "the prepared data")
-    work = folder.with_name(f".{folder.name}.work")
-    work.mkdir(parents=True, exist_ok=True)
+    work = folder.with_name(f".{key}.work")  # by content: what another preparation left behind is not taken for ours
     return Job(work, config, [Reader(source) for source in sources], size, language)
 
 
 def _chunks(job: Job, first: int = 0, step: int = 1) -> list[Path]:
     """Make chunks and name all that the store consists of."""
+    job.folder.mkdir(parents=True, exist_ok=True)
     for reader in job.readers:
         if reader.decision:
             say(reader.decision)

@@ -12,7 +12,7 @@ from whet.data.config import DataConfig
 from whet.data.conversation import BadLine, BadRecordError, Conversation, Item, LeftOut, Marked, Origin, Text, Tokens
 from whet.data.render import NOTHING_TO_LEARN, Rendered
 from whet.data.store import count_targets
-from whet.data.too_long import exchanges, join, leading, windows
+from whet.data.too_long import Exchange, exchanges, join, windows
 
 _BATCH = 256  # conversations encoded at a time
 _BATCH_CHARACTERS = 2_000_000  # and no more text than this, which bounds memory
@@ -35,6 +35,9 @@ def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: Da
                 chunk.account.drop(item.reason, item.origin)
             elif isinstance(item, BadLine):
                 _bad(item.reason, item.explanation, item.origin, chunk, config)
+            elif isinstance(item, Tokens) and int(item.ids.max(initial=0)) >= chunk.vocabulary:
+                told = f"it holds the id {int(item.ids.max())}, and the tokenizer has {chunk.vocabulary} tokens"
+                _bad("unknown id", told, item.origin, chunk, config)
             elif isinstance(item, Tokens):
                 whole = Rendered(item.ids, item.loss, ends=bool(item.loss[-1:].any()))
                 _good(item, whole, chunk, rendering, config)
@@ -101,6 +104,8 @@ def _good(
     for document in kept:
         account.keep(len(document.ids), count_targets(document), document.ends)
     notes = [note for document in kept for note in document.notes]
+    if len(kept) < len(documents):
+        notes.append(_LEFT_OUT + NOTHING_TO_LEARN)
     for what in dict.fromkeys(notes):
         account.note(what, origin)
     account.kept += 1
@@ -109,6 +114,7 @@ def _good(
 
 
 _LOST = "an exchange of it too long"
+_LEFT_OUT = "a piece of it left out: "
 
 
 def _split(
@@ -116,15 +122,18 @@ def _split(
 ) -> list[Rendered]:
     """Pieces that fit: of a conversation runs of exchanges, each rendered as a conversation of its own.
 
-    An exchange that is too long by itself is lost, which the pieces note.
+    An exchange that is too long by itself is lost, and so is a piece in which nothing is to be learned; the others note
+    it. Lengths are those of exchanges that are learned: whether they are changes nothing but the mask.
     """
     if not isinstance(item, Conversation):
         return windows(whole, limit)
     parts = exchanges(item)
-    singles = rendering.render_items([join(item, [part]) for part in parts])
+    learned = [tuple(replace(message, learn=None) for message in part) for part in parts]
+    singles = rendering.render_items([join(item, [part]) for part in learned])
     lengths = [len(single.ids) if isinstance(single, Rendered) else limit + 1 for single in singles]
-    head = rendering.render_items([join(item, [])])[0] if leading(item) else None
-    overhead = len(head.ids) if isinstance(head, Rendered) else 0
+    notes = [_LEFT_OUT + single.reason for single in singles if not isinstance(single, Rendered)]
+    notes += [_LOST for single in singles if isinstance(single, Rendered) and len(single.ids) > limit]
+    overhead = _overhead(item, learned, singles, rendering)
     pieces: list[Rendered] = []
     start = 0
     while start < len(parts):
@@ -141,6 +150,19 @@ def _split(
             piece = rendering.render_items([join(item, parts[start:end])])[0]
         if isinstance(piece, Rendered):
             pieces.append(piece)
+        else:
+            notes.append(_LEFT_OUT + piece.reason)
         start = end
-    lost = (_LOST,) if max(lengths) > limit else ()
-    return [replace(piece, notes=(*piece.notes, *lost)) for piece in pieces]
+    return [replace(piece, notes=(*piece.notes, *notes)) for piece in pieces]
+
+
+def _overhead(
+    item: Conversation, parts: Sequence[Exchange], singles: Sequence[Rendered | BadRecordError], rendering: Rendering
+) -> int:
+    """The tokens that every piece repeats, such as the system prompt: what two exchanges need less together."""
+    if len(parts) < 2:
+        return 0
+    one, other, pair = singles[0], singles[1], rendering.render_items([join(item, parts[:2])])[0]
+    if not (isinstance(one, Rendered) and isinstance(other, Rendered) and isinstance(pair, Rendered)):
+        return 0
+    return max(0, len(one.ids) + len(other.ids) - len(pair.ids))

@@ -52,7 +52,8 @@ class Data:
         """Where validation conversations stand that are in the training data too."""
         if self.validation is None or self.validation is self.train.store:
             return []  # what is held out of one store takes its copies with it
-        return [str(self.validation.origin(int(i))) for i in overlap(self.validation, self.train.store)]
+        places = (str(self.validation.origin(int(i))) for i in overlap(self.validation, self.train.store))
+        return list(dict.fromkeys(places))  # pieces of one conversation have the same
 
     def ledger(self) -> dict[str, Any]:
         """What became of every conversation, and what a resumed run needs to find the same ones."""
