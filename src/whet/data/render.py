@@ -153,17 +153,21 @@ class Renderer:
         if known is not None:
             text, spans, controls = known
             layout = Layout(text, spans, self.train_on == "all", controls=controls)
-            if self._shapes.is_due_for_a_check(conversation) and layout != self._layout(conversation, self.train_on):
+            if self._shapes.is_due_for_a_check(conversation) and not self._holds(layout, conversation):
                 raise UnevenTemplateError(f"{conversation.origin}: not rendered as others of its shape")
             return layout
         return self._layout(conversation, self.train_on)
+
+    def _holds(self, layout: Layout, conversation: Conversation) -> bool:
+        try:
+            return layout == self._layout(conversation, self.train_on)
+        except BadRecordError:
+            return False
 
     def _layout(self, conversation: Conversation, train_on: str) -> Layout:
         messages, tools = conversation.messages, list(conversation.tools)
         text = self.text([message.as_dict(self._in_parts) for message in messages], tools=tools)
         unlearned = [i for i, message in enumerate(messages) if message.learn is False]
-        if train_on == "all" and not unlearned and self._shapes is None:
-            return Layout(text, (), everything=True)
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if train_on != "all" and not turns:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")
@@ -267,7 +271,9 @@ class Renderer:
     def _carry_over(self, layout: Layout, encoding: Any) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
         loss = np.full(len(ids), layout.everything, dtype=np.uint8)
-        notes = ("reasoning left out by the template",) if layout.thoughts_left_out else ()
+        notes = ["reasoning left out by the template"] if layout.thoughts_left_out else []
+        if layout.controls is not None and np.count_nonzero(self._is_control[ids]) > layout.controls:
+            notes.append("control tokens in the text")
         ends = True
         for start, marker, end in layout.spans:
             found = _tokens(encoding, start, marker, end, layout.everything)
@@ -281,7 +287,7 @@ class Renderer:
         loss[:1] &= not layout.everything  # nothing comes before it, so it is no target
         if layout.everything:
             ends = layout.text.rstrip().endswith(tuple(self.stops))
-        return Rendered(ids, loss, ends, notes)
+        return Rendered(ids, loss, ends, tuple(notes))
 
 
 class UnevenTemplateError(Exception):
