@@ -108,7 +108,8 @@ def _good(
     chunk.add(kept, origin)
 
 
-_LOST = "an exchange of it too long"
+LOST_EXCHANGE = "an exchange of it too long"
+"""What the ledger notes of a conversation that was split with a loss."""
 
 
 def _split(
@@ -142,5 +143,5 @@ def _split(
         if isinstance(piece, Rendered):
             pieces.append(piece)
         start = end
-    lost = (_LOST,) if max(lengths) > limit else ()
+    lost = (LOST_EXCHANGE,) if max(lengths) > limit else ()
     return [replace(piece, notes=(*piece.notes, *lost)) for piece in pieces]
