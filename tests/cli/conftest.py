@@ -131,7 +131,7 @@ train: {batch: {conversations: 4}}
 
 @pytest.fixture
 def check(whet: Any, tmp_path: Path) -> Callable[..., Checked]:
-    """Run `whet check` on data.jsonl with these settings; what it prints is one object that does not contradict itself."""
+    """Run `whet check` on data.jsonl with these settings; it prints one object that does not contradict itself."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(CHECKED_RECIPE.replace("DATA", str(tmp_path / "data.jsonl")))
 

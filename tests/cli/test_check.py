@@ -11,8 +11,12 @@ import pytest
 from whet.core import console
 
 FORMS: dict[str, Any] = {
-    "messages": lambda i: {"messages": [{"role": "user", "content": f"Is {i} even?"}, {"role": "assistant", "content": f"{i} is {'odd' if i % 2 else 'even'}."}]},
-    "sharegpt": lambda i: {"conversations": [{"from": "human", "value": f"Say {i}"}, {"from": "gpt", "value": f"It is {i}."}]},
+    "messages": lambda i: {
+        "messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i} may be."}]
+    },
+    "sharegpt": lambda i: {
+        "conversations": [{"from": "human", "value": f"Say {i}"}, {"from": "gpt", "value": f"It is {i}."}]
+    },
     "alpaca": lambda i: {"instruction": f"Double {i}", "input": "", "output": str(2 * i)},
     "prompt-completion": lambda i: {"prompt": f"Half of {i}?", "completion": str(i / 2)},
     "gsm8k": lambda i: {"question": f"{i} and {i}?", "answer": f"They are <<{i}+{i}={2 * i}>>{2 * i}.\n#### {2 * i}"},
@@ -93,7 +97,7 @@ def test_quiet_says_nothing_where_nothing_is_wrong(
     first, last = ended.err.splitlines()
     assert ended.code == 1
     assert first.startswith(f"✗ bad lines: {tmp_path / 'data.jsonl'}:1: not valid JSON")
-    assert last == "→ not ready to train: 1 fault, 1 warning, 10 checks"
+    assert last == "→ not ready to train: 1 fault, 1 warning, 11 checks"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,10 @@ def make(job: Job, first: int, step: int) -> int:
         if team is not None:
             team.wait(tell)
         else:
-            work(0, share)
+            try:
+                work(0, share)
+            except FailedAtError as failure:
+                raise failure.error from None
     return share.last + 1
 
 

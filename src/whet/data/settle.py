@@ -24,6 +24,10 @@ class Rendering(Protocol):
     def render_items(self, items: Sequence[Conversation | Text | Marked]) -> list[Rendered | BadRecordError]: ...
 
 
+class BadLineError(WhetError):
+    """A record cannot be used, and data.on_bad says that this stops the work."""
+
+
 def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: DataConfig) -> None:
     """Put the documents of `items` into a chunk; the ledger knows what became of each."""
     for batch in _batches(items):
@@ -67,7 +71,7 @@ def _characters(item: Item) -> int:
 
 def _bad(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
     if config.on_bad == "error" and reason != NOTHING_TO_LEARN:
-        raise WhetError(
+        raise BadLineError(
             f"{origin}: {explanation}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
         )
     chunk.account.drop(reason, origin)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from whet.config import Config
 from whet.core.errors import INPUT, WhetError
+from whet.data.settle import BadLineError
 from whet.recipe.check_data import check_accounts, check_copies
 from whet.recipe.check_model import check_model
 from whet.recipe.check_plan import check_steps
@@ -41,21 +42,19 @@ def _all(config: Config) -> Iterator[Finding]:
 def _prepare(config: Config) -> tuple[Data | None, list[Finding]]:
     """The data as the configuration has it. If a line stops it, the others are looked at all the same, in the cache:
     a folder that data.store names is for the data that will be trained on."""
+    findings = []
     try:
-        return prepare_data(config), []
+        try:
+            return prepare_data(config), []
+        except BadLineError as error:
+            findings.append(Finding("bad lines", "fault", str(error)))
+            rest = config.data.model_copy(update={"on_bad": "skip", "store": None})
+            return prepare_data(config.model_copy(update={"data": rest})), findings
     except WhetError as error:
-        if error.exit_code != INPUT:  # interrupted, for example
+        if error.exit_code != INPUT:  # a process was killed, for example
             raise
-        first = str(error)
-    try:
-        rest = config.data.model_copy(update={"on_bad": "skip", "store": None})
-        return prepare_data(config.model_copy(update={"data": rest})), [Finding("bad lines", "fault", first)]
-    except WhetError as error:
-        if error.exit_code != INPUT:
-            raise
-        if str(error) == first:  # it was no line
-            return None, [Finding("model" if first.startswith("model.") else "data", "fault", first)]
-        return None, [Finding("bad lines", "fault", first), Finding("data", "fault", str(error))]
+        check = "model" if str(error).startswith("model.") else "data"
+        return None, [*findings, Finding(check, "fault", str(error))]
 
 
 def _template(config: Config, data: Data | None) -> Iterator[Finding]:

@@ -15,7 +15,9 @@ from whet.data.verify import changed, verify
 from whet.recipe.data import Data
 from whet.recipe.finding import Finding
 
-_PROBE = Conversation((Message("user", "Hi"), Message("assistant", "Yes")), Origin("probe", 1))
+_PROBE = Conversation(
+    (Message("user", "How are you today?"), Message("assistant", "Very well, thank you.")), Origin("probe", 1)
+)
 _LOOKED_AT = 1000
 
 
