@@ -6,7 +6,6 @@ depend on the sources alone.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from array import array
@@ -20,7 +19,7 @@ from whet.data.conversation import Origin
 from whet.data.indexed import token_dtype
 from whet.data.ledger import Account
 from whet.data.render import Rendered
-from whet.data.store import count_targets
+from whet.data.store import content_hash, count_targets
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,11 +40,7 @@ class Chunk:
 
     def add(self, documents: list[Rendered], origin: Origin) -> None:
         """Append the documents of one conversation; their common hash tells copies of it."""
-        digest = hashlib.blake2b(digest_size=8)
-        for document in documents:
-            digest.update(document.ids.tobytes())
-            digest.update(document.loss.tobytes())
-        content = int.from_bytes(digest.digest(), "little")
+        content = content_hash((document.ids, document.loss) for document in documents)
         for document in documents:
             self._tokens.append(document.ids.astype(self._dtype).tobytes())
             self._loss.append(document.loss.tobytes())

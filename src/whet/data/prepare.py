@@ -19,7 +19,7 @@ from whet.data.settle import Rendering
 from whet.data.sources import Reader, fingerprint, size_of
 from whet.data.store import MANIFEST, Store
 
-_FORMAT = 2  # raise it when the same inputs would give other tokens, masks or files
+_FORMAT = 3  # raise it when the same inputs would give other tokens, masks or files
 
 
 class Language(Protocol):

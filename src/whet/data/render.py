@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 NOTHING_TO_LEARN = "nothing to learn"
 """The ledger's reason for a conversation that no token is supervised in: dropped, and no fault."""
+CONTROL_TOKENS, THOUGHTS_LEFT_OUT = "control tokens in the text", "reasoning left out by the template"
+"""What the ledger notes of conversations that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +273,9 @@ class Renderer:
     def _carry_over(self, layout: Layout, encoding: Any) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
         loss = np.full(len(ids), layout.everything, dtype=np.uint8)
-        notes = ["reasoning left out by the template"] if layout.thoughts_left_out else []
+        notes = [THOUGHTS_LEFT_OUT] if layout.thoughts_left_out else []
         if layout.controls is not None and np.count_nonzero(self._is_control[ids]) > layout.controls:
-            notes.append("control tokens in the text")
+            notes.append(CONTROL_TOKENS)
         ends = True
         for start, marker, end in layout.spans:
             found = _tokens(encoding, start, marker, end, layout.everything)
