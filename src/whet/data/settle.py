@@ -101,13 +101,14 @@ def _good(
         if config.too_long == "drop" or not documents:
             account.drop("too long", origin)
             return
-    kept = [document for document in documents if count_targets(document)]
+    counted = [(document, count_targets(document)) for document in documents]
+    kept = [(document, targets) for document, targets in counted if targets]
     if not kept:
         account.drop(NOTHING_TO_LEARN, origin)
         return
-    for document in kept:
-        account.keep(len(document.ids), count_targets(document), document.ends)
-    notes = [note for document in kept for note in document.notes]
+    for document, targets in kept:
+        account.keep(len(document.ids), targets, document.ends)
+    notes = [note for document, _ in kept for note in document.notes]
     if len(kept) < len(documents):
         notes.append(_LEFT_OUT + NOTHING_TO_LEARN)
     for what in dict.fromkeys(notes):

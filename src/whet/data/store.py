@@ -156,7 +156,7 @@ def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]
 
 def count_targets(document: Rendered) -> int:
     """How many tokens of a document are learned; its first one has nothing before it to be predicted from."""
-    return int(document.loss[1:].sum())
+    return int(np.count_nonzero(document.loss[1:]))
 
 
 def overlap(one: Store, other: Store) -> NDArray[np.int64]:
