@@ -5,14 +5,12 @@ from __future__ import annotations
 import collections
 import csv
 import gzip
-import importlib.machinery
 import io
 import json
 import os
 import subprocess
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,8 @@ from whet.core.errors import WhetError
 from whet.data.config import MaskRules, Source
 from whet.data.containers import array
 from whet.data.containers.array import elements
-from whet.data.conversation import BadLine, Conversation, Item, Message, Origin, Text, Tokens, ToolCall
+from whet.data.conversation import BadLine, Conversation, Item, Message, Text, Tokens, ToolCall
+from whet.data.indexed import IndexedWriter
 from whet.data.sources import Reader, expected, fingerprint, read_source, size_of
 
 from .conftest import line
@@ -479,29 +478,29 @@ def test_a_missing_library_is_named_with_the_command(
 # Tokens
 
 
-def test_tokens_are_handed_on_by_the_reader_of_bin_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def write_tokens(prefix: Path, *documents: list[int]) -> None:
+    writer = IndexedWriter(prefix, np.uint16)
+    for document in documents:
+        writer.add(np.array(document), np.array([len(document)], np.int32))
+    writer.finish()
 
-    def read_tokens(path: Path, mask: MaskRules | None) -> Iterator[Tokens]:
-        asked.append((path, mask))
-        yield Tokens(np.array([1, 2], np.int32), np.array([0, 1], np.uint8), Origin("elsewhere", 9))
 
-    module = types.ModuleType("whet.data.external")
-    module.__spec__ = importlib.machinery.ModuleSpec("whet.data.external", None)
-    module.read_tokens = read_tokens  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "whet.data.external", module)
-    for name, content in (("a.bin", b"12"), ("a.idx", bytes(18) + (7).to_bytes(8, "little"))):
-        (tmp_path / name).write_bytes(content)
-    source = Source(path=str(tmp_path / "a.bin"), mask=MaskRules(eod=3))
-    [item] = read_source(source)
-    assert isinstance(item, Tokens)
-    assert (item.ids.tolist(), item.loss.tolist(), str(item.origin)) == ([1, 2], [0, 1], f"{tmp_path}/a.bin:1")
-    assert asked == [(tmp_path / "a.bin", MaskRules(eod=3))]
-    assert Reader(source).decision is None
-    assert expected(source) == 7
+def test_tokens_are_handed_on_as_they_are_with_their_mask(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a", [1, 2, 3, 4], [5, 3], [6])
+    source = Source(path=str(tmp_path / "a.bin"), mask=MaskRules(individual=[3]))
+    items = list(read_source(source))
+    assert all(isinstance(item, Tokens) for item in items)
+    assert [(item.ids.tolist(), item.loss.tolist(), str(item.origin)) for item in items] == [
+        ([1, 2, 3, 4], [0, 1, 0, 1], f"{tmp_path}/a.bin:1"),
+        ([5, 3], [0, 0], f"{tmp_path}/a.bin:2"),
+        ([6], [0], f"{tmp_path}/a.bin:3"),
+    ]
+    assert "individual" in (Reader(source).decision or "")
+    assert "every token is learned" in (Reader(Source(path=source.path)).decision or "")
+    assert expected(source) == 3
     before = fingerprint(source)
     assert before != fingerprint(Source(path=source.path))
-    (tmp_path / "a.idx").write_bytes(bytes(26))
+    write_tokens(tmp_path / "a", [1, 2, 3, 4, 5, 3], [6])
     assert before != fingerprint(source)
     for options in ({"format": "text"}, {"where": "turns > 1"}, {"fields": {"text": "a"}}):
         with pytest.raises(WhetError, match=r"a\.bin"):
@@ -509,4 +508,5 @@ def test_tokens_are_handed_on_by_the_reader_of_bin_files(tmp_path: Path, monkeyp
     (tmp_path / "a.jsonl").write_text(GOOD)
     with pytest.raises(WhetError, match=r"format: tokens is for \.bin files"):
         read(tmp_path / "a.jsonl", format="tokens")
-    assert len(read(tmp_path, format="tokens")) == 1
+    (tmp_path / "a.jsonl").unlink()
+    assert len(read(tmp_path, format="tokens")) == 2

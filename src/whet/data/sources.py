@@ -17,6 +17,7 @@ from whet.data.decode import decode
 from whet.data.formats.known import parser
 from whet.data.generated import BUILTIN_SAMPLES, Generated
 from whet.data.look import look
+from whet.data.mask_rules import explain
 from whet.data.where import Where
 
 _READ = {"format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask"}
@@ -39,6 +40,7 @@ class Reader:
             self._parse = generated.parse
         elif _are_tokens(self._containers, source):
             self._parse = _tokens
+            self.decision = f"{source.path}: {explain(source.mask)}"
         else:
             chosen = look(self._containers, source)
             self._names, self._parse = chosen.names, parser(chosen.format, source.calculator)
