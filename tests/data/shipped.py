@@ -21,7 +21,7 @@ _MARKER = re.compile(
     r"<[a-z]+[|]>|<[|][a-z]+>|<\|[^|<>\s'\"{}]+\|>|</?[a-z_]+>|<｜[^｜]+｜>|\[/?[A-Z_]+\]",
 )
 _EOS = (
-    "<|im_end|>", "<|eot_id|>", "<turn|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|end|>",
+    "<|im_end|>", "<|eot_id|>", "<turn|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|endoftext|>",
     "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 _STOPS = ("<|im_end|>", "<|eot_id|>", "<|return|>", "<|call|>", "<|end|>", "<|eom_id|>", "<|user|>", "<|observation|>")

@@ -19,8 +19,8 @@ HOSTILE = (
     " ", "\n", "\n\n", "\t", "\u00a0", '"', "'", "\\", "\\n", "user", "assistant", "system", "tool", "model", "none",
     "<think>", "</think>", "<think>\n", "\n</think>\n\n", "<tool_response>", "</tool_response>", "<tool_call>",
     "<|channel>", "<channel|>", "<|im_end|>", "<|im_start|>user\n", "<|eot_id|>", "<end_of_turn>", "<|end|>", "[INST]",
-    "<｜Assistant｜>", "/no_think", "<", ">", "</", "think>", "{{ x }}", "{%", "0", "7", "True", "null", "[]", "{}", "&",
-    "naïve", "日本語", "😀", "e\u0301", "\x00", "<image>", "You are a helpful assistant.", "word " * 60,
+    "<｜Assistant｜>", "/no_think", "<", ">", "</", "think>", "{{ x }}", "{%", "0", "7", "True", "null", "[]", "{}",
+    "&", "naïve", "日本語", "😀", "e\u0301", "\x00", "<image>", "You are a helpful assistant.", "word " * 60,
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not SHIPPED, reason="trl, whose chat templates a
 
 EVERY = pytest.mark.parametrize("shipped", SHIPPED, ids=lambda shipped: shipped.name)
 FEW = settings(
-    max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )  # a second for ten templates
 
 
@@ -36,7 +36,6 @@ def layout_or_reason(renderer: Renderer, conversation: Conversation) -> Layout |
     try:
         return renderer.layout(conversation)
     except BadRecordError as error:
-        assert error.reason and str(error)
         return error.reason
 
 
@@ -156,6 +155,7 @@ def full(shipped: Shipped, train_on: str) -> Renderer:
 def test_ids_are_the_templates_and_only_answers_are_learned(shipped: Shipped, conversation: Conversation) -> None:
     renderer = full(shipped, "assistant")
     layout, rendered = layout_or_reason(renderer, conversation), rendered_or_reason(renderer, conversation)
+    assert layout_or_reason(warm(shipped, "assistant"), conversation) == layout, "what was met before matters"
     if isinstance(layout, Layout) and isinstance(rendered, Rendered):
         check(renderer, conversation, layout, rendered)
         last = rendered_or_reason(full(shipped, "last"), conversation)
@@ -178,15 +178,6 @@ def test_the_cache_changes_nothing(shipped: Shipped, conversation: Conversation,
     assert served == layout_or_reason(full(shipped, train_on), tame(conversation, "yy"))
     assert layout_or_reason(renderer, conversation) == wanted
     assert same(rendered_or_reason(renderer, conversation), rendered_or_reason(full(shipped, train_on), conversation))
-
-
-@EVERY
-@FEW
-@given(conversation=conversations())
-def test_refusals_have_the_same_reason_whatever_was_met_before(shipped: Shipped, conversation: Conversation) -> None:
-    reasons = [layout_or_reason(full(shipped, "assistant"), conversation)]
-    reasons += [layout_or_reason(warm(shipped, "assistant"), conversation) for _ in range(2)]
-    assert reasons[0] == reasons[1] == reasons[2]
 
 
 # The fate of fixed conversations

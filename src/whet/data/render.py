@@ -21,6 +21,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,13 +127,17 @@ class Renderer:
 
     def end_of_turn(self) -> int | None:
         """The id that ends an answer in this template; None if there is no exact one."""
+        return None if self._plain_end is None else self._markers[self._plain_end]
+
+    @cached_property
+    def _plain_end(self) -> str | None:
         probe = Conversation((Message("user", "Hi"), Message("assistant", "Yes")), Origin("probe", 1))
         try:
             layout = self._layout(probe, "assistant")
         except BadRecordError:
             return None
         _, start, end = layout.spans[0]
-        return self._markers[layout.text[start:end]]
+        return layout.text[start:end]
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids to generate an answer from."""
@@ -222,10 +227,12 @@ class Renderer:
         common = tail[: _common_prefix(tail, behind)]
         markers = list(self._marker.finditer(common))
         ends = [marker for marker in markers if marker.group() in self.stops] or markers[-1:]
+        if "tool_calls" in dyed.messages[turn]:  # the marker that closes a call is none that ends the turn
+            ends = [marker for marker in ends if marker.group() in (*self.stops, self._plain_end)]
         if ends:
             return before + header, last + ends[0].start(), last + ends[0].end()
-        other = self._marker.match(behind)
-        if other is not None and self._marker.match(tail):  # an earlier turn's end, rewritten: nothing to learn there
+        own_end, end = self._marker.match(tail), self._marker.match(behind)
+        if own_end and end and own_end.group() != end.group():  # an earlier turn's, rewritten: nothing to learn there
             return before + header, last, last
         raise BadRecordError(
             "no end of turn",
