@@ -140,9 +140,10 @@ def _job(folder: Path, config: DataConfig, sources: Sequence[Source], language: 
         )
     size = sum(size_of(source) for source in sources)
     need_space(folder, 2 * size + 2**20, "the prepared data")
+    readers = [Reader(source) for source in sources]  # a source that cannot be read leaves nothing behind
     work = folder.with_name(f".{folder.name}.work")
     work.mkdir(parents=True, exist_ok=True)
-    return Job(work, config, [Reader(source) for source in sources], size, language)
+    return Job(work, config, readers, size, language)
 
 
 def _chunks(job: Job, first: int = 0, step: int = 1) -> list[Path]:
