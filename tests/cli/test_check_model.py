@@ -87,7 +87,9 @@ def test_conversations_beyond_the_positions_of_the_model(check: Any, write: Any,
     change(tiny_model, max_position_embeddings=100)
     found = check(f"model.path={tiny_model}")
     found.fault("positions", "tokens, the model was made for 100", "data.max_length")
-    check(f"model.path={tiny_model}", "data.max_length=100", "data.on_bad=skip").warning("too long", "1 conversations")
+    check(f"model.path={tiny_model}", "data.max_length=100", "data.on_bad=skip").warning(
+        "too long", "1 of 41 conversations"
+    )
 
 
 def test_packing_that_makes_steps_few(check: Any, write: Any) -> None:

@@ -13,6 +13,7 @@ from whet.core.errors import WhetError, disk_error
 from whet.core.files import atomic_dir, cache_dir, hash_json, need_space, waiting_lock
 from whet.data.chunks import Job, make
 from whet.data.config import DataConfig, Source
+from whet.data.containers.locate import locate
 from whet.data.merge import merge
 from whet.data.render import UnevenTemplateError
 from whet.data.settle import Rendering
@@ -114,12 +115,20 @@ def _use_current_names(store: Store, sources: Sequence[Source], use: str) -> Non
     for number, (account, source) in enumerate(zip(store.manifest["accounts"], sources, strict=True)):
         account |= {"source": source.path, "use": use}
         mine = [i for i, owner in enumerate(files["source"]) if owner == number]
-        if len(mine) == 1 and not source.is_generated and files["name"][mine[0]] != source.path:
-            before, files["name"][mine[0]] = files["name"][mine[0]], source.path
-            account["first"] = {
-                reason: [place.replace(before, source.path, 1) for place in places]
-                for reason, places in account["first"].items()
-            }
+        now = [] if source.is_generated else [container.name for container in locate(source)]
+        if len(now) != len(mine):  # some file gave nothing, and which is not known
+            continue
+        renamed = {files["name"][i]: name for i, name in zip(mine, now, strict=True)}
+        for i in mine:
+            files["name"][i] = renamed[files["name"][i]]
+        account["first"] = {
+            reason: [_at_new_place(place, renamed) for place in places] for reason, places in account["first"].items()
+        }
+
+
+def _at_new_place(place: str, renamed: dict[str, str]) -> str:
+    file, _, line = place.rpartition(":")
+    return f"{renamed.get(file, file)}:{line}"
 
 
 def _identity(config: DataConfig, sources: Sequence[Source], language: Language) -> dict[str, Any]:
