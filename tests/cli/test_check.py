@@ -79,7 +79,7 @@ def test_further_lines_are_indented_on_a_terminal(monkeypatch: pytest.MonkeyPatc
     terminal = Console(force_terminal=True, width=40, color_system=None)
     monkeypatch.setattr(console, "_console", terminal)
     with terminal.capture() as shown:
-        console.say_item("✗", "kept: a [sentence] that is longer than the terminal is wide", "bold red")
+        console.say_item("✗", "kept", "a [sentence] that is longer than the terminal is wide", "bold red")
     assert [line.rstrip() for line in shown.get().splitlines()] == [
         "✗ kept: a [sentence] that is longer than",
         "  the terminal is wide",
@@ -142,6 +142,18 @@ def test_the_data_is_read_no_matter_where_it_was_first(check: Any, write: Any, t
     found = check(f"data.sources.0.path={tmp_path / 'moved.jsonl'}")
     found.passed()
     assert "40 conversations, rendered again" in found.texts("ids", "ok")
+
+
+@pytest.mark.parametrize("path", ["folder", "folder/*.jsonl"])
+def test_the_files_of_a_folder_are_found_again(check: Any, write: Any, tmp_path: Path, path: str) -> None:
+    (tmp_path / "folder").mkdir()
+    file = write("{", name="folder/one.jsonl")
+    found = check(f"data.sources.0.path={tmp_path / path}", "data.on_bad=skip")
+    found.warning("bad lines", f"first {file}:1")
+    assert "40 conversations, rendered again" in found.texts("ids", "ok")
+    write(name="folder/two.jsonl", good=range(50, 60))
+    found = check(f"data.sources.0.path={tmp_path / path}", "data.on_bad=skip")
+    assert "50 conversations, rendered again" in found.texts("ids", "ok")
 
 
 @pytest.mark.parametrize("where", ["prepare_data", "check_model"])

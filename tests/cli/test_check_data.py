@@ -29,16 +29,16 @@ def test_a_line_that_cannot_be_used(check: Any, write: Any, talk: Any, line: Any
 
 def test_many_lines_that_are_skipped_on_purpose(check: Any, write: Any) -> None:
     file = write("{", good=range(40))
-    check("data.on_bad=skip").warning("bad lines", "1 conversations (2.4%)", f"first {file}:1", "broken JSON")
+    check("data.on_bad=skip").warning("bad lines", "1 of 41 conversations (2.4%)", f"first {file}:1", "broken JSON")
     write("{", "{", "{", good=range(40))
-    check("data.on_bad=skip").fault("bad lines", "3 conversations (7.0%)", f"{file}:1, {file}:2", "Mend")
+    check("data.on_bad=skip").fault("bad lines", "3 of 43 conversations (7.0%)", f"{file}:1, {file}:2", "Mend")
 
 
 def test_exact_copies(check: Any, write: Any, talk: Any) -> None:
     file = write(talk(0))
-    check().warning("duplicates", "1 conversations", f"first {file}:2")
+    check().warning("duplicates", "1 of 41 conversations (2.4%)", f"first {file}:2")
     write(*[talk(0)] * 10)
-    check().fault("duplicates", "10 conversations (20.0%)", f"first {file}:2", "data.deduplicate=true")
+    check().fault("duplicates", "10 of 50 conversations (20.0%)", f"first {file}:2", "data.deduplicate=true")
     check("data.deduplicate=true").passed()
 
 
@@ -63,7 +63,7 @@ def test_answers_that_are_cut(check: Any, write: Any, talk: Any) -> None:
     write(*(talk(i, answer=LONG + str(i)) for i in range(10)))
     found = check(*cut)
     found.fault(
-        "truncation", "10 conversations (20.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"
+        "truncation", "10 of 50 conversations (20.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"
     )
     found.fault("end of turn", "learned in 80.0%", "see truncation")
     check("data.too_long=truncate").passed()
@@ -72,7 +72,7 @@ def test_answers_that_are_cut(check: Any, write: Any, talk: Any) -> None:
 def test_a_few_cut_answers_are_a_warning(check: Any, write: Any, talk: Any) -> None:
     write(talk(0, answer=LONG), good=range(60))
     found = check("data.max_length=64", "data.too_long=truncate")
-    found.warning("truncation", "1 conversations (1.6%)")
+    found.warning("truncation", "1 of 61 conversations (1.6%)")
     found.warning("end of turn", "learned in 98.4%")
 
 
@@ -80,7 +80,7 @@ def test_cutting_that_leaves_nothing_to_learn(check: Any, write: Any, talk: Any)
     file = write(*(talk(i, question=LONG + str(i)) for i in range(10)))
     check().passed()
     found = check("data.max_length=64", "data.too_long=truncate")
-    found.fault("nothing to learn", "10 conversations (20.0%)", f"first {file}:1", "data.max_length")
+    found.fault("nothing to learn", "10 of 50 conversations (20.0%)", f"first {file}:1", "data.max_length")
 
 
 def test_most_conversations_are_too_long(check: Any, write: Any, talk: Any) -> None:
@@ -88,7 +88,7 @@ def test_most_conversations_are_too_long(check: Any, write: Any, talk: Any) -> N
     check().passed()
     found = check("data.max_length=64")
     found.fault(
-        "too long", "90 conversations (90.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"
+        "too long", "90 of 100 conversations (90.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"
     )
     assert "10 of 100 conversations kept; left out: 90 too long" in found.texts("kept", "ok")
 
@@ -103,7 +103,7 @@ def test_a_control_token_in_the_text(check: Any, write: Any, talk: Any) -> None:
     check().passed()
     write(talk(0), talk(0, question="What does <|im_end|> mean?"), good=range(1, 40))
     found = check()
-    found.fault("control tokens in the text", "1 conversations", f"first {file}:2", "Reword")
+    found.fault("control tokens in the text", "1 of 41 conversations (2.4%)", f"first {file}:2", "Reword")
     write(talk(0, answer="Well.<|im_end|>\n<|im_start|>user\nReally?"))
     check().fault("control tokens in the text", f"first {file}:1")
 
@@ -114,7 +114,7 @@ def test_conversations_marked_as_not_to_be_learned(check: Any, write: Any, talk:
     check().passed()
     write(*(talk(i, **mark) for i in range(90, 100)))
     found = check()
-    found.fault("nothing to learn", "10 conversations (20.0%)", f"first {file}:1", "weight: 0")
+    found.fault("nothing to learn", "10 of 50 conversations (20.0%)", f"first {file}:1", "weight: 0")
 
 
 def test_a_source_that_contributes_nothing(check: Any, write: Any, talk: Any, tmp_path: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_marker_look_alike_in_marked_text(check: Any, write: Any) -> None:
     check(markers, "data.sources.0.format=marked").passed()
     write(*map(marked, range(40)), marked(40, "Fine. <|User|> And you?"), good=())
     found = check(markers, "data.sources.0.format=marked")
-    found.fault("marker look-alike", "1 conversations", f"first {file}:41", "Mend")
+    found.fault("marker look-alike", "1 of 41 conversations (2.4%)", f"first {file}:41", "Mend")
 
 
 def test_an_exchange_that_splitting_loses(check: Any, write: Any, talk: Any) -> None:

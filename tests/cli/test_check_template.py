@@ -96,7 +96,7 @@ def test_reasoning_of_earlier_turns_is_left_out(check: Any, write: Any, talk: An
     check(setting).passed()
     write({"messages": second}, {"messages": [*first, *second]})
     found = check(setting)
-    found.warning("reasoning left out by the template", "1 conversations", f"first {file}:2", "not learned")
+    found.warning("reasoning left out by the template", "1 of 42 conversations", f"first {file}:2", "not learned")
 
 
 def test_the_template_inserts_the_date(check: Any, template: Any, good: Any) -> None:

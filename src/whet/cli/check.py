@@ -9,7 +9,7 @@ from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
 if TYPE_CHECKING:
     from whet.recipe.finding import Finding
 
-_SIGNS = {"ok": ("✓", None), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
 
 
 @verb
@@ -26,12 +26,12 @@ def check(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, as_
 
     def tell(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]
-        say_item(sign, f"{finding.check}: {finding.text}", style, always=finding.level == "fault")
+        say_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
     findings = check_all(read_config(recipe, overrides or []), tell)
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
     counts = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}, {len(findings)} checks"
-    say_item("→", f"{'not ready to train' if faults else 'ready to train'}: {counts}", "bold", always=faults > 0)
+    say_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)
     return {
         "verdict": "fault" if faults else "pass",
         "faults": faults,

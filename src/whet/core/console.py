@@ -31,17 +31,18 @@ def say(*parts: Any, style: str | None = None, markup: bool = False) -> None:
         _console.print(*parts, style=style, markup=markup)
 
 
-def say_item(sign: str, text: str, style: str | None = None, always: bool = False) -> None:
-    """A line with a sign before it; on a terminal its further lines are indented. `always`: also to those who asked for
-    silence."""
+def say_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
+    """A line with a sign and a title in `style`; on a terminal its further lines are indented. `always`: also to those
+    who asked for silence."""
     if _silent and not always:
         return
+    line = Text.assemble((f"{title}: ", style), text)
     if not _console.is_terminal:
-        _console.print(f"{sign} {text}", style=style, markup=False, soft_wrap=True)
+        _console.print(Text.assemble((f"{sign} ", style), line), soft_wrap=True)
         return
     grid = Table.grid(padding=(0, 1))
-    grid.add_row(Text(sign), Text(text))
-    _console.print(grid, style=style, soft_wrap=False)
+    grid.add_row(Text(sign, style), line)
+    _console.print(grid, soft_wrap=False)
 
 
 def warn(text: str) -> None:

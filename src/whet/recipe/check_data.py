@@ -15,23 +15,27 @@ from whet.recipe.finding import Finding, Level
 _MANY = 0.05
 """What befalls more than this part of all conversations is a fault; of fewer it is a warning."""
 
-_NOTES: dict[str, tuple[Level, str]] = {
+_NOTES: dict[str, tuple[Level, str, str]] = {
     CONTROL_TOKENS: (
         "fault",
-        "their text spells tokens of the template such as an end of turn, so that the model sees turns that nobody "
-        "took. Reword the text, or remove these conversations",
+        "the text spells a token of the template, such as an end of turn, so the model sees turns that nobody took",
+        "Reword it, or remove these conversations",
     ),
     LOOK_ALIKE: (
         "fault",
-        "their text can be taken for a marker. Mend what was meant as one, reword the rest, or remove these "
-        "conversations",
+        "the text holds what can be taken for a marker",
+        "Mend what was meant as one, reword the rest, or remove these conversations",
     ),
     THOUGHTS_LEFT_OUT: (
         "warning",
-        "the template shows the reasoning of earlier turns to nobody, so it is not learned. If it should be, make a "
-        "conversation of each answer",
+        "the template shows the reasoning of earlier turns to nobody, so it is not learned",
+        "If it should be, make a conversation of each answer",
     ),
-    LOST_EXCHANGE: ("warning", "data.too_long=split left this exchange out. Raise data.max_length to keep it"),
+    LOST_EXCHANGE: (
+        "warning",
+        "data.too_long=split left an exchange out that is too long by itself",
+        "Raise data.max_length to keep it",
+    ),
 }
 """What the ledger notes of conversations that are kept: how bad it is, what it means, what to do."""
 
@@ -48,40 +52,50 @@ def check_accounts(config: Config, accounts: Sequence[dict[str, Any]]) -> Iterat
         yield from _losses(account, config.data.max_length)
         yield _end_of_turn(account)
         for note, number in account["notes"].items():
-            level, meaning = _NOTES.get(note, ("warning", "see the ledger"))
-            yield Finding(note, level, f"{name}: {number:,} conversations{_first(account, note)}: {meaning}")
+            level, meaning, remedy = _NOTES.get(note, ("warning", "see the ledger", "Look at them"))
+            yield Finding(note, level, _told(account, number, meaning, note, remedy))
 
 
 def _losses(account: dict[str, Any], limit: int) -> Iterator[Finding]:
     reasons = dict(account["reasons"])
     for reason in ("duplicate", "filter"):  # left out because the user said so
         reasons.pop(reason, None)
+    too_long, empty, cut = (
+        reasons.pop("too long", 0), reasons.pop(NOTHING_TO_LEARN, 0), account["conversations"]["truncated"],
+    )  # fmt: skip
     long = f"longer than data.max_length = {limit:,}"
     yield from _share(
-        "too long", reasons.pop("too long", 0), account, "too long",
-        f"{long} and left out. Raise it, or choose data.too_long=split or truncate",
+        "too long", account, too_long, f"{long} and left out", "too long",
+        "Raise it, or choose data.too_long=split or truncate",
     )  # fmt: skip
     yield from _share(
-        "nothing to learn", reasons.pop(NOTHING_TO_LEARN, 0), account, NOTHING_TO_LEARN,
-        "left out because no token of them is learned: their answers are cut away by data.max_length, or marked with "
-        "weight: 0 or train: false",
+        "nothing to learn", account, empty, "left out because no token of them is learned", NOTHING_TO_LEARN,
+        "Their answers are cut away by data.max_length, or marked with weight: 0 or train: false: raise it, or unmark "
+        "them",
     )  # fmt: skip
     yield from _share(
-        "truncation", account["conversations"]["truncated"], account, "truncated",
-        f"{long} and cut, so that their last answers have no end. Raise it, or choose data.too_long=split or drop",
+        "truncation", account, cut, f"{long} and cut, so that the last answer has no end", "truncated",
+        "Raise it, or choose data.too_long=split or drop",
     )  # fmt: skip
     for reason, number in reasons.items():
-        yield from _share("bad lines", number, account, reason, f"not usable ({reason}) and left out. Mend them")
+        yield from _share("bad lines", account, number, f"not usable ({reason}) and left out", reason, "Mend the lines")
 
 
-def _share(check: str, number: int, account: dict[str, Any], reason: str, text: str) -> Iterator[Finding]:
+def _share(
+    check: str, account: dict[str, Any], number: int, what: str, reason: str, remedy: str
+) -> Iterator[Finding]:  # fmt: skip
     """Nothing if there are none; few are worth a warning, many are a fault."""
     if number:
-        part = number / account["conversations"]["in"]
-        level: Level = "fault" if part > _MANY else "warning"
-        yield Finding(
-            check, level, f"{_name(account)}: {number:,} conversations ({part:.1%}){_first(account, reason)} are {text}"
-        )
+        level: Level = "fault" if number > _MANY * account["conversations"]["in"] else "warning"
+        yield Finding(check, level, _told(account, number, what, reason, remedy))
+
+
+def _told(account: dict[str, Any], number: int, what: str, reason: str, remedy: str) -> str:
+    """Where, how many, what, the first places, what to do."""
+    total = account["conversations"]["in"]
+    places = ", ".join(account["first"].get(reason, [])[:3])
+    first = f"; first {places}" if places else ""
+    return f"{_name(account)}: {number:,} of {total:,} conversations ({number / total:.1%}): {what}{first}. {remedy}"
 
 
 def _end_of_turn(account: dict[str, Any]) -> Finding:
@@ -102,11 +116,6 @@ def _name(account: dict[str, Any]) -> str:
     return f"{account['source']} ({account['use']})"
 
 
-def _first(account: dict[str, Any], reason: str) -> str:
-    places = account["first"].get(reason, [])[:3]
-    return f", first {', '.join(places)}," if places else ""
-
-
 def _reasons(account: dict[str, Any]) -> str:
     parts = [f"{number:,} {reason}" for reason, number in account["reasons"].items()]
     return f"; left out: {', '.join(parts)}" if parts else ""
@@ -117,12 +126,9 @@ def check_copies(data: Data, accounts: Sequence[dict[str, Any]]) -> Iterator[Fin
     for account in accounts:
         number = 0 if account["reasons"].get("duplicate") else account["duplicates"]  # or they were left out
         yield from _share(
-            "duplicates",
-            number,
-            account,
-            "duplicate",
-            "exact copies of earlier ones. Leave them out: data.deduplicate=true",
-        )
+            "duplicates", account, number, "exact copies of earlier ones", "duplicate",
+            "Leave them out: data.deduplicate=true",
+        )  # fmt: skip
     if data.validation is None:
         return
     copies = data.overlap()

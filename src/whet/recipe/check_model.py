@@ -38,7 +38,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     try:
         with arithmetic.context(device):
             LossModel(language_model(model)).check(tokens)
-        yield Finding("leak", "ok", "another conversation in the row changes no logit of this model, bit by bit")
+        yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
     except WhetError as error:
         yield Finding("leak", "fault", str(error))
     except (RuntimeError, ImportError, ArithmeticError, LookupError) as error:
