@@ -83,6 +83,6 @@ def test_the_parts_of_a_source_add_up_to_the_whole(parts: list[list[str]]) -> No
             settle(whole, fate, line)
             for account in (part, whole):
                 account.note("odd", Origin("a", line))
-                account.duplicate(Origin("a", line))
+                account.duplicates += 1
         joined.add(Account.restore(json.loads(json.dumps(part.state()))))  # as it is after a stay in a chunk's file
     assert joined == whole

@@ -40,24 +40,20 @@ class Account:
     def drop(self, reason: str, origin: Origin) -> None:
         """Leave a conversation out; the first few of each reason are named."""
         self.reasons[reason] += 1
-        self._remember(reason, origin)
+        self.remember(reason, origin)
 
     def truncate(self, origin: Origin) -> None:
         """Count a conversation that was cut; if the rest is dropped too, both are told."""
         self.truncated += 1
-        self._remember("truncated", origin)
+        self.remember("truncated", origin)
 
     def note(self, what: str, origin: Origin) -> None:
         """Count something about a conversation that is kept."""
         self.notes[what] += 1
-        self._remember(what, origin)
+        self.remember(what, origin)
 
-    def duplicate(self, origin: Origin) -> None:
-        """Count an exact copy of an earlier conversation."""
-        self.duplicates += 1
-        self._remember("duplicate", origin)
-
-    def _remember(self, reason: str, origin: Origin) -> None:
+    def remember(self, reason: str, origin: Origin) -> None:
+        """Name a place; of each reason the first few are kept."""
         places = self.first.setdefault(reason, [])
         if len(places) < _SHOWN:
             places.append(str(origin))

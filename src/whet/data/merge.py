@@ -96,10 +96,12 @@ def _add(
     starts = _starts(file, line)
     for i in np.flatnonzero(copies & starts):
         origin = Origin(chunk.files[int(file[i])], int(line[i]))
-        part.duplicate(origin)
+        part.duplicates += 1
         if drop:
             part.kept -= 1
             part.drop("duplicate", origin)
+        else:
+            part.remember("duplicate", origin)
     if drop:
         part.documents -= int(copies.sum())
         part.ended -= int(chunk["ended"][copies].sum())
