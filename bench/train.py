@@ -25,7 +25,9 @@ from whet.core.yaml import parse_yaml
 from whet.model import attention
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
-from whet.recipe.parts import build_model, choose_arithmetic, hush_libraries, make_loader, make_plan, prepare_data
+from whet.recipe.data import hush_libraries, prepare_data
+from whet.recipe.parts import build_model, choose_arithmetic, make_loader
+from whet.recipe.plan import make_plan
 from whet.train.optim import make_optimizer
 from whet.train.step import train_step
 

@@ -37,7 +37,7 @@ def test_an_empty_file(refused: Refused, write_data: Any) -> None:
         ('{"messages": [', "not valid JSON: Expecting value at column"),
         ({"messages": [{"content": "Hi"}, HELLO]}, "message 1 has no 'role'; add one of system, developer, user"),
         ({"messages": [USER, {"role": "robot", "content": "Hi"}]}, "message 2 has the role 'robot'; known are system"),
-        ({"text": "Hi"}, "no 'messages'"),
+        ({"txt": "Hi"}, "no 'messages'"),
         ({"messages": [USER]}, "no message has the role 'assistant'"),
     ],
     ids=["broken JSON", "no role", "unknown role", "no messages", "no assistant"],
@@ -55,7 +55,7 @@ def test_a_role_that_the_template_does_not_know(refused: Refused, write_data: An
     template = (model / "chat_template.jinja").read_text()
     refuse = "{% if m.role == 'tool' %}{{ raise_exception('No tools here') }}{% endif %}"
     (model / "chat_template.jinja").write_text("{% for m in messages %}" + refuse + "{% endfor %}" + template)
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
     file = write_data(GOOD, {"messages": [USER, call, {"role": "tool", "content": "7"}, HELLO]})
     error = refused("data.validation=null", f"data.sources.0.path={file}", f"model.path={model}")
     assert f"{file}:2: the chat template refuses it: No tools here" in error

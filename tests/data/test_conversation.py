@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.conversation import ROLES, BadRecordError, Conversation, Message, Origin
-from whet.data.formats.messages import parse_record
+from whet.data.conversation import ROLES, BadRecordError, Conversation, Message, Origin, ToolCall
+from whet.data.formats.known import FORMATS
+from whet.data.formats.messages import parse
 
 HERE = Origin("a.jsonl", 7)
+NAMES = FORMATS["messages"].names({})
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-WORDS = st.sampled_from(["messages", "role", "content", "user", "assistant", "type", "text", "tools", "weight"])
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(str.strip)
+WORDS = st.sampled_from(
+    [
+        "messages",
+        "role",
+        "content",
+        "user",
+        "assistant",
+        "type",
+        "text",
+        "tools",
+        "weight",
+        "train",
+        "tool",
+        "name",
+        "tool_calls",
+        "function",
+        "arguments",
+        "{}",
+        "[]",
+        "thinking",
+        "tool_call_id",
+    ]
+)
 NEAR = st.recursive(  # JSON that almost is a record
-    WORDS | st.none() | st.integers(0, 2),
+    WORDS | st.none() | st.booleans() | st.integers(0, 2),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=12,
 )
 
 
-def test_messages_keep_their_order_roles_and_text() -> None:
-    turns = [{"role": role, "content": f" {role} \n"} for role in ROLES]
-    parsed = parse_record({"messages": turns}, HERE)
-    assert parsed == Conversation(tuple(Message(role, f" {role} \n") for role in ROLES), HERE)
+def parse_record(record: Any, _origin: Origin = HERE) -> Conversation:
+    return parse(record, NAMES, HERE)
+
+
+def talk(*turns: dict[str, Any], **more: Any) -> Conversation:
+    return parse_record({"messages": list(turns), **more})
+
+
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+CALL = {"id": "x1", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
+
+
+@pytest.mark.parametrize("first", ["system", "developer"])
+def test_messages_keep_their_order_roles_and_text(first: str) -> None:
+    turns = [{"role": role, "content": f" {role} \n"} for role in (first, "user", "assistant", "user")]
+    parsed = talk(*turns)
+    assert parsed == Conversation(tuple(Message(t["role"], t["content"]) for t in turns), HERE)
     assert [message.as_dict() for message in parsed.messages] == turns
+    assert parse_record(turns) == parsed  # the list alone is a record too
 
 
 def test_text_parts_are_joined_without_a_gap() -> None:
@@ -54,8 +95,9 @@ def test_an_origin_reads_as_file_and_line() -> None:
         (True, "not an object", "true or false"),
         (None, "not an object", "nothing"),
         ("x", "not an object", "text"),
-        ([], "not an object", "an empty list"),
-        ([{}], "not an object", "a list"),
+        ([], "no messages", "an empty list"),
+        ([{}], "no role", "message 1"),
+        ([3], "bad message", "a number"),
         ({}, "no messages", "no keys"),
         ({"prompt": "a", "answer": "b"}, "no messages", "'prompt', 'answer'"),
         ({"messages": None}, "no messages", "'messages'"),
@@ -75,8 +117,19 @@ def test_an_origin_reads_as_file_and_line() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "bad content", "type 'text'"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "bad text", "message 1 holds a lone surrogate"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "bad text", "'content' holds a lone surrogate"),
         ({"messages": [{"role": "user", "content": "a\udfff"}]}, "bad text", "surrogate"),
+        ({"messages": [{"role": "user", "content": "a\0"}]}, "bad text", "the character NUL"),
+        ({"messages": [{"role": "user", "content": ""}]}, "empty turn", "message 1 of the user is empty"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, "empty turn", "message 1"),
+        ({"messages": [{"role": "assistant", "content": "\u2003"}]}, "empty turn", "of the assistant"),
+        ({"messages": [USER, {"role": "system", "content": "a"}]}, "system message not first", "message 2"),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "developer", "content": "a"}]},
+         "two system messages", "message 2"),
+        ({"messages": "[1"}, "broken JSON", "'messages' must be JSON"),
+        ({"messages": [USER], "images": ["a.png"]}, "unsupported key", "'images'"),
+        ({"messages": [USER], "chat_template_kwargs": {"a": 1}}, "unsupported key", "'chat_template_kwargs'"),
+        ({"messages": [{**USER, "tools": [1]}]}, "unsupported key", "beside the messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "bad text", "surrogate"),
     ],
 )  # fmt: skip
@@ -91,17 +144,6 @@ def test_the_fault_is_placed_at_its_message() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     with pytest.raises(BadRecordError, match="message 2"):
         parse_record({"messages": turns}, HERE)
-
-
-@pytest.mark.parametrize(
-    "key", ["tool_calls", "function_call", "reasoning_content", "thinking", "weight", "train", "tools"]
-)
-def test_keys_that_change_what_is_learned_are_refused_not_ignored(key: str) -> None:
-    turn = {"role": "user", "content": "a"}
-    for record in ({"messages": [turn], key: 1}, {"messages": [turn, {**turn, key: [1]}]}):
-        with pytest.raises(BadRecordError, match=key) as caught:
-            parse_record(record, HERE)
-        assert caught.value.reason == "unsupported key"
 
 
 @pytest.mark.parametrize("nothing", [None, [], {}, ""])
@@ -119,12 +161,167 @@ def test_any_json_is_a_conversation_or_a_reason(record: Any) -> None:
         told = (refused.reason, str(refused))
         assert all(told)
         return
-    assert len(parsed.messages) == len(record["messages"]) > 0
+    assert len(parsed.messages) == len(record["messages"] if isinstance(record, dict) else record) > 0
     assert all(message.role in ROLES and isinstance(message.content, str) for message in parsed.messages)
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(ROLES), st.text(st.characters(exclude_categories=["Cs"]))), min_size=1))
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXT), min_size=1))
 def test_every_valid_text_survives_unchanged(turns: list[tuple[str, str]]) -> None:
     record = {"messages": [{"role": role, "content": content} for role, content in turns]}
     assert [(m.role, m.content) for m in parse_record(record, HERE).messages] == turns
+
+
+# Tools
+
+
+def test_calls_and_results_are_read() -> None:
+    result = {"role": "tool", "content": "", "tool_call_id": "x1", "name": "f"}
+    parsed = talk(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, ANSWER)
+    call = ToolCall("f", {"n": 1}, "x1")
+    assert parsed.messages[1:3] == (
+        Message("assistant", "", calls=(call,)), Message("tool", "", call_id="x1", name="f"),
+    )  # fmt: skip
+    assert parsed.messages[1].as_dict()["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ({"name": "f", "arguments": {"n": 1}}, ToolCall("f", {"n": 1})),
+        ({"name": "f", "arguments": '{"n": [1, null]}'}, ToolCall("f", {"n": [1, None]})),
+        ({"function": {"name": "f", "arguments": "{}"}, "id": "i"}, ToolCall("f", {}, "i")),
+        ({"name": "f"}, ToolCall("f", {})),
+        ({"name": "f", "arguments": " "}, ToolCall("f", {})),
+        ({"name": "f", "arguments": {"n": "\\u0000"}}, ToolCall("f", {"n": "\\u0000"})),
+    ],
+)
+def test_a_call_is_flat_or_nested_and_its_arguments_an_object_or_text_of_one(call: Any, wanted: ToolCall) -> None:
+    assert talk(USER, {**ANSWER, "tool_calls": [call]}).messages[1].calls == (wanted,)
+    if "function" not in call:
+        assert talk(USER, {**ANSWER, "function_call": call}).messages[1].calls == (wanted,)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"name": "f", "arguments": "x"}, "broken JSON"),
+        ({"name": "f", "arguments": "[1]"}, "bad tool call"),
+        ({"name": "f", "arguments": 3}, "bad tool call"),
+        ({"name": "f", "arguments": '{"n": NaN}'}, "broken JSON"),
+        ({"name": "f", "arguments": {"n": float("inf")}}, "bad value"),
+        ({"name": "f", "arguments": {"n": ["\ud800"]}}, "bad text"),
+        ({"name": "f", "arguments": {"n": {"\0": 1}}}, "bad text"),
+        ({"name": "f", "arguments": {"n": "\\\0"}}, "bad text"),
+        ({"arguments": {}}, "bad tool call"),
+        ({"name": "", "arguments": {}}, "bad tool call"),
+        ({"name": 3, "arguments": {}}, "bad content"),
+        ({"name": "f", "id": 3}, "bad content"),
+        ({"type": "code", "name": "f"}, "bad tool call"),
+        ({"function": "f"}, "bad tool call"),
+        ("f", "bad tool call"),
+    ],
+)
+def test_a_call_that_is_none_is_refused(call: Any, reason: str) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        talk(USER, {"role": "assistant", "content": "b", "tool_calls": [call]})
+    assert caught.value.reason == reason
+    assert "message 2" in str(caught.value)
+
+
+def test_only_the_assistant_calls_and_reasons() -> None:
+    for key, value in (("tool_calls", [CALL]), ("function_call", CALL["function"]), ("thinking", "t")):
+        with pytest.raises(BadRecordError, match="only the assistant"):
+            talk({**USER, key: value})
+
+
+def _results(*calls: str | None) -> dict[str, Any]:
+    return {**ANSWER, "tool_calls": [{"name": "f", **({"id": call} if call else {})} for call in calls]}
+
+
+@pytest.mark.parametrize(
+    ("calls", "results", "good"),
+    [
+        ([], [None], False), ([], ["a"], False), (["a"], ["a"], True), (["a"], [None], True), (["a"], ["b"], False),
+        ([None], [None], True), ([None], ["a"], False), ([None], [None, None], False), (["a"], ["a", "a"], False),
+        (["a", "b"], ["b", "a"], True), (["a", "b"], ["b", "b"], False), ([None, None], [None, None], True),
+        (["a", "b"], ["b"], True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_a_result_answers_a_call_that_waits(calls: list[Any], results: list[Any], good: bool, role: str) -> None:
+    turns = [USER, _results(*calls) if calls else ANSWER]
+    turns += [{"role": role, "content": "r", **({"tool_call_id": i} if i else {})} for i in results]
+    if good:
+        assert [m.role for m in talk(*turns).messages[2:]] == ["tool"] * len(results)
+        return
+    with pytest.raises(BadRecordError) as caught:
+        talk(*turns)
+    assert caught.value.reason == "result without a call"
+
+
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize("given", [[SCHEMA], json.dumps([SCHEMA]), [SCHEMA["function"]]])
+@pytest.mark.parametrize("key", ["tools", "functions"])
+def test_tools_are_a_list_or_text_of_one(given: Any, key: str) -> None:
+    assert talk(USER, ANSWER, **{key: given}).tools == (SCHEMA,)
+
+
+@pytest.mark.parametrize("given", [3, {"name": "f"}, ["f"], [{}], [{"function": {}}], "f", "[1]"])
+def test_tools_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        talk(USER, ANSWER, tools=given)
+    assert caught.value.reason == "bad tools"
+
+
+# Reasoning, weights
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_three_names_and_makes_an_answer(key: str) -> None:
+    assert talk(USER, {**ANSWER, key: "t"}).messages[1] == Message("assistant", "b", "t")
+    assert talk(USER, {"role": "assistant", "content": None, key: "t"}).messages[1] == Message("assistant", "", "t")
+    with pytest.raises(BadRecordError, match=key):
+        talk(USER, {**ANSWER, key: 3})
+
+
+def test_the_same_reasoning_twice_is_fine_and_two_are_not() -> None:
+    assert talk({**ANSWER, "reasoning": "t", "thinking": "t"}).messages[0].reasoning == "t"
+    with pytest.raises(BadRecordError, match="reasoning and thinking, which differ"):
+        talk({**ANSWER, "reasoning": "t", "thinking": "u"})
+
+
+@pytest.mark.parametrize(
+    ("turn", "learn"),
+    [
+        ({**ANSWER, "weight": 0}, False), ({**ANSWER, "weight": 1}, None), ({**ANSWER, "weight": 1.0}, None),
+        ({**ANSWER, "train": False}, False), ({**ANSWER, "train": True}, None), ({**USER, "weight": 0}, False),
+        ({**USER, "train": False}, False), ({**ANSWER, "weight": 0, "train": False}, False),
+        ({**ANSWER, "weight": None, "train": None}, None),
+    ],
+)  # fmt: skip
+def test_a_weight_says_whether_a_turn_is_learned(turn: dict[str, Any], learn: bool | None) -> None:
+    assert talk(turn).messages[0].learn is learn
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {**ANSWER, "weight": 0.5}, {**ANSWER, "weight": 2}, {**ANSWER, "weight": "1"}, {**ANSWER, "weight": True},
+        {**ANSWER, "train": 1}, {**ANSWER, "train": "no"}, {**ANSWER, "weight": 1, "train": False},
+        {**USER, "weight": 1}, {**USER, "train": True},
+    ],
+)  # fmt: skip
+def test_a_weight_that_whet_cannot_keep_is_refused(turn: dict[str, Any]) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        talk(turn)
+    assert caught.value.reason == "bad weight"
+
+
+def test_a_record_has_no_weight_of_its_own() -> None:
+    assert talk(ANSWER, weight=1, train=True).messages
+    for more in ({"weight": 2}, {"weight": 0}, {"train": False}):
+        with pytest.raises(BadRecordError, match="has no weight"):
+            talk(ANSWER, **more)

@@ -128,6 +128,6 @@ def test_a_source_that_may_not_be_read_is_a_whet_error(own_cache: Path, jsonl, m
     def forbidden(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("whet.data.sources.hash_file", forbidden)
+    monkeypatch.setattr("whet.data.containers.base.hash_file", forbidden)
     with pytest.raises(WhetError, match=str(path)):
         go(path)

@@ -30,7 +30,7 @@ def array(lengths: list[int]) -> np.ndarray:
     return np.array(lengths, dtype=np.int32)
 
 
-def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+def naive_longest_first(lengths: list[int], capacity: int) -> list[list[int]]:
     """Each row takes the longest document that fits, the first of equals, until none does."""
     waiting, rows = list(range(len(lengths))), []
     while waiting:
@@ -42,6 +42,38 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
             room -= lengths[number]
         rows.append(row)
     return rows
+
+
+def naive_closed(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Each row takes the longest document while more than two of it would fit, then the two that leave least room."""
+    waiting: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        waiting.setdefault(length, []).append(number)
+    rows = []
+    while any(waiting.values()):
+        sizes: list[int] = []
+        there = {size: len(numbers) for size, numbers in waiting.items()}
+
+        def take(size: int, sizes: list[int] = sizes, there: dict[int, int] = there) -> None:
+            sizes.append(size)
+            there[size] -= 1
+
+        while (some := [s for s in there if there[s]]) and capacity - sum(sizes) > 2 * max(some):
+            take(max(some))
+        while True:
+            room, some = capacity - sum(sizes), [s for s in there if there[s]]
+            ends = [(s,) for s in some] + [(a, b) for a in some for b in some if a < b or (a == b and there[a] > 1)]
+            if not (ends := [end for end in ends if sum(end) <= room]):
+                break
+            for size in min(ends, key=lambda end: (-sum(end), len(end), min(end))):  # the most uneven of equals
+                take(size)
+        rows.append([waiting[size].pop(0) for size in sorted(sizes, reverse=True)])
+    return rows
+
+
+def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    plain, closed = naive_longest_first(lengths, capacity), naive_closed(lengths, capacity)
+    return closed if len(closed) < len(plain) else plain
 
 
 def naive_k_bin(lengths: list[int], capacity: int, bins: int) -> list[list[int]]:

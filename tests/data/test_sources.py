@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.conversation import Conversation
+from whet.data.conversation import BadLine, Conversation, Item, LeftOut, Message
+from whet.data.generated import BUILTIN, BUILTIN_SAMPLES
 from whet.data.orders import orders
-from whet.data.sources import BUILTIN_SAMPLES, BadLine, expected, fingerprint, read_source, size_of
+from whet.data.sample import Sample
+from whet.data.sources import Reader, expected, fingerprint, read_source, size_of
 
 from .conftest import line
 
@@ -24,7 +27,7 @@ Jsonl = Callable[..., Path]
 ON_ONE_FILE = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def read(path: Path, **options: int) -> list[Conversation | BadLine]:
+def read(path: Path, **options: Any) -> list[Item]:
     return list(read_source(Source(path=str(path), **options)))
 
 
@@ -44,8 +47,10 @@ def test_each_line_knows_where_it_came_from(jsonl: Jsonl) -> None:
         (b"nope", "broken JSON"),
         (GOOD.encode() + b",", "broken JSON"),
         (GOOD.encode() * 2, "broken JSON"),
-        (b"[1]", "not an object"),
-        (b"NaN", "not an object"),
+        (b"[1]", "bad message"),
+        (b"3", "not an object"),
+        (b"NaN", "broken JSON"),
+        (b'{"messages": -Infinity}', "broken JSON"),
         (b"{}", "no messages"),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "bad text"),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
@@ -55,6 +60,8 @@ def test_each_line_knows_where_it_came_from(jsonl: Jsonl) -> None:
         (b'{"a":' * 100_000, "broken JSON"),
         (b"1" * 5000, "broken JSON"),
         (b"\x00", "broken JSON"),
+        (b'{"messages": [{"role": "user", "content": "a\\u0000b"}]}', "bad text"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "bad content"),
     ],
     ids=lambda value: value if isinstance(value, str) else repr(value[:20]),
 )
@@ -74,6 +81,18 @@ def test_broken_json_is_placed_at_its_column(jsonl: Jsonl) -> None:
     [bad] = read(jsonl('{"messages": x}'))
     assert isinstance(bad, BadLine)
     assert "column 14" in bad.explanation
+
+
+def test_a_column_is_counted_in_the_line_with_its_leading_space(jsonl: Jsonl) -> None:
+    [bad] = read(jsonl('   {"messages": x}'))
+    assert isinstance(bad, BadLine)
+    assert "column 17" in bad.explanation
+
+
+def test_the_first_line_of_an_array_over_many_lines_gets_a_hint(jsonl: Jsonl) -> None:
+    first = read(jsonl("[", GOOD + ",", GOOD, "]"), format="messages")[0]
+    assert isinstance(first, BadLine)
+    assert "name it .json" in first.explanation
 
 
 def test_an_invalid_byte_is_placed(jsonl: Jsonl) -> None:
@@ -117,12 +136,12 @@ def test_max_samples_takes_from_the_start_bad_lines_included(jsonl: Jsonl) -> No
 @given(st.lists(st.binary(max_size=40) | st.just(GOOD.encode()), max_size=6))
 def test_any_bytes_give_one_item_for_each_line_that_is_not_blank(tmp_path: Path, lines: list[bytes]) -> None:
     content = b"\n".join(lines)
-    if not content:
-        return
+    if not content or content.startswith((b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1")):
+        return  # other containers, whose damage is an error
     path = tmp_path / "any.jsonl"
     path.write_bytes(content)
     wanted = [number for number, raw in enumerate(content.split(b"\n"), 1) if raw.strip()]
-    assert [item.origin.line for item in read(path)] == wanted
+    assert [item.origin.line for item in read(path, format="messages")] == wanted
 
 
 @ON_ONE_FILE
@@ -136,7 +155,7 @@ def test_a_valid_file_with_bytes_overwritten_is_still_read_line_by_line(
     path = tmp_path / "mutated.jsonl"
     path.write_bytes(content)
     wanted = [number for number, raw in enumerate(bytes(content).split(b"\n"), 1) if raw.strip()]
-    assert [item.origin.line for item in read(path)] == wanted
+    assert [item.origin.line for item in read(path, format="messages")] == wanted
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -151,7 +170,7 @@ def test_deep_nesting_anywhere_is_a_bad_line(tmp_path: Path, depth: int, shape: 
     )[where]
     path = tmp_path / "deep.jsonl"
     path.write_text(record)
-    [item] = read(path)
+    [item] = read(path, format="messages")
     assert isinstance(item, BadLine)
 
 
@@ -174,8 +193,9 @@ def test_an_empty_file_is_named_with_an_example(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_folder_is_named_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(WhetError, match=rf"{tmp_path}: this is a folder; give a JSONL file"):
+def test_a_folder_without_data_is_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Data")
+    with pytest.raises(WhetError, match=rf"{tmp_path}: this folder has no data file in it \(.jsonl.*Give a file"):
         read(tmp_path)
 
 
@@ -209,10 +229,28 @@ def test_the_splits_of_a_generator_differ() -> None:
     assert {item.messages for item in train}.isdisjoint({item.messages for item in held})  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ask", [fingerprint, size_of, lambda source: list(read_source(source))])
-def test_an_unknown_generator_is_named_with_those_there_are(ask: Callable[[Source], object]) -> None:
-    with pytest.raises(WhetError, match="there is no builtin:order; built in are: builtin:orders"):
-        ask(Source(path="builtin:order"))
+@pytest.mark.parametrize("ask", [fingerprint, size_of, Reader])
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (Source(path="builtin:order"), "there is no builtin:order; built in are: builtin:orders"),
+        (Source(path="builtin:orders", split="test"), "no split 'test'; it has train and held-out"),
+        (Source(path="builtin:orders", format="alpaca"), "a generator has no format"),
+        (Source(path="builtin:orders", fields={"text": "a"}), "fields means nothing"),
+        (Source(path="builtin:orders", subset="a"), "subset means nothing"),
+    ],
+)
+def test_a_wrong_generator_is_refused(ask: Callable[[Source], object], source: Source, says: str) -> None:
+    with pytest.raises(WhetError, match=says):
+        ask(source)
+
+
+def test_a_generator_can_be_filtered_by_its_length() -> None:
+    items = list(read_source(Source(path="builtin:arithmetic", calculator="calls", where="turns == 4")))
+    kept = [item for item in items if isinstance(item, Conversation)]
+    assert len(items) == BUILTIN_SAMPLES
+    assert 0 < len(kept) < BUILTIN_SAMPLES
+    assert all(len(item.messages) == 4 for item in kept)
 
 
 # Identity
@@ -230,11 +268,7 @@ def test_a_generators_fingerprint_knows_its_split_and_its_answers(monkeypatch: p
     source = Source(path="builtin:orders")
     before = fingerprint(source)
     assert before != fingerprint(Source(path="builtin:orders", split="held-out"))
-    monkeypatch.setitem(
-        __import__("whet.data.sources", fromlist=["BUILTIN"]).BUILTIN,
-        "builtin:orders",
-        lambda _: iter([("a", "b")] * 9),
-    )
+    monkeypatch.setitem(BUILTIN, "builtin:orders", lambda *_: iter([Sample((Message("user", "a"),))] * 9))
     assert fingerprint(source) != before
 
 
@@ -252,3 +286,78 @@ def test_the_number_of_lines_to_expect(jsonl: Jsonl, tmp_path: Path) -> None:
     assert expected(Source(path=str(cut))) == 2
     assert expected(Source(path="builtin:orders")) == BUILTIN_SAMPLES
     assert expected(Source(path="builtin:orders", max_samples=5)) == 5
+    assert expected(Source(path="builtin:orders", start=5, stop=25, step=2)) == 10
+    assert expected(Source(path=str(jsonl(*[GOOD] * 10)), start=1, stop=9, step=3)) == 3
+
+
+# Part of a source
+
+
+@ON_ONE_FILE
+@given(
+    st.none() | st.integers(0, 12), st.none() | st.integers(1, 12), st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 12),
+)  # fmt: skip
+def test_start_stop_and_step_are_pythons_slices(
+    tmp_path: Path, start: int | None, stop: int | None, step: int | None, most: int | None
+) -> None:
+    path = tmp_path / "ten.jsonl"
+    path.write_text("\n\n".join([GOOD] * 9))  # blank lines are no records
+    source = Source(path=str(path), start=start, stop=stop, step=step, max_samples=most)
+    wanted = [2 * n + 1 for n in range(9)][start:stop:step][:most]
+    assert [item.origin.line for item in read_source(source)] == wanted
+
+
+def test_a_generator_is_sliced_too() -> None:
+    def lines(**options: int) -> list[int]:
+        return [item.origin.line for item in read_source(Source(path="builtin:orders", **options))]
+
+    assert lines(start=3, stop=9, step=2) == [4, 6, 8]
+    assert lines(stop=1500)[-1] == 1500
+    assert lines(start=5)[0] == 6
+    assert len(lines(start=5)) == BUILTIN_SAMPLES
+
+
+def test_several_readers_give_the_same_records_and_skipping_parses_nothing(
+    jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(path=str(jsonl(*(line(("user", str(n)), ("assistant", "b")) for n in range(9)))))
+    one, two = Reader(source), Reader(source)
+    monkeypatch.setattr("whet.data.sources.decode", lambda raw: pytest.fail("parsed"))
+    assert list(one.records()) == list(two.records()) == list(one.records())
+    assert all(isinstance(raw.value, bytes) for raw in one.records())
+
+
+def test_a_filter_leaves_out_and_a_record_that_it_cannot_judge_is_bad(jsonl: Jsonl) -> None:
+    records = [{**json.loads(GOOD), **more} for more in ({"lang": "de"}, {"lang": "en"}, {}, {"lang": 3})]
+    items = read(jsonl(*map(json.dumps, records)), where="lower(lang) == 'de'")
+    assert [type(item) for item in items] == [Conversation, LeftOut, BadLine, BadLine]
+    assert [item.origin.line for item in items] == [1, 2, 3, 4]
+    assert [item.reason for item in items[1:]] == ["filter"] * 3  # type: ignore[union-attr]
+    assert "no field 'lang'" in items[2].explanation  # type: ignore[union-attr]
+
+
+def test_what_is_left_out_need_not_be_good_unless_its_turns_are_counted(jsonl: Jsonl) -> None:
+    bad = json.dumps({"messages": [], "lang": "en"})
+    good = json.dumps({**json.loads(GOOD), "lang": "de"})
+    assert [type(item) for item in read(jsonl(good, bad), where="lang == 'de'")] == [Conversation, LeftOut]
+    both = read(jsonl(good, bad), where="turns == 2 and characters == 7 and lang == 'de'")
+    assert [type(item) for item in both] == [Conversation, BadLine]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"start": 1}, {"stop": 1}, {"step": 2}, {"max_samples": 1}, {"where": "turns > 1"}, {"calculator": "calls"},
+        {"format": "messages"}, {"fields": {"messages": "messages"}},
+    ],
+)  # fmt: skip
+def test_a_fingerprint_knows_what_changes_what_is_read(jsonl: Jsonl, options: dict[str, Any]) -> None:
+    path = str(jsonl(GOOD, GOOD))
+    assert fingerprint(Source(path=path)) != fingerprint(Source(path=path, **options))
+
+
+def test_a_fingerprint_knows_the_kind_of_file_but_not_how_often_it_is_used(jsonl: Jsonl) -> None:
+    of = {name: fingerprint(Source(path=str(jsonl(GOOD, name=name)))) for name in ("a.jsonl", "a.txt", "b.jsonl")}
+    assert of["a.jsonl"] == of["b.jsonl"] != of["a.txt"]
+    assert of["a.jsonl"] == fingerprint(Source(path=str(jsonl(GOOD)), epochs=2.0))

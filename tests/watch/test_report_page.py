@@ -153,6 +153,18 @@ def test_conversations_that_were_cut_are_named(make_run: MakeRun) -> None:
     assert "2 × truncated in s, first at d.jsonl:4" in words(report(make_run(ledger={"sources": [source]})))
 
 
+def test_copies_splits_and_notes_are_told(make_run: MakeRun) -> None:
+    counts = {"in": 9, "kept": 9, "dropped": 0, "truncated": 0, "split": 3}
+    source = {
+        "source": "s", "use": "train", "conversations": counts, "duplicates": 4, "notes": {"control tokens": 5},
+        "first": {"duplicate": ["d.jsonl:7"], "control tokens": ["d.jsonl:8"]},
+    }  # fmt: skip
+    page = words(report(make_run(ledger={"sources": [source]})))
+    assert "3 × split in s" in page
+    assert "4 × duplicate in s, first at d.jsonl:7" in page
+    assert "5 × control tokens in s, first at d.jsonl:8" in page
+
+
 @pytest.mark.parametrize("verified", [False, None, "not yet"])
 def test_an_export_that_failed_its_comparison_is_not_verified(make_run: MakeRun, verified: object) -> None:
     assert "✗ not verified" in report(make_run(certificate={"verified": verified})).text

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
 
 if TYPE_CHECKING:
-    from whet.recipe.check_data import Finding
+    from whet.recipe.finding import Finding
 
-_SIGNS = {"ok": ("✓", None), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
 
 
 @verb
@@ -20,22 +20,26 @@ def check(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, as_
     is a fault; warnings alone are exit code 0.
     """
     from whet.config import read_config
-    from whet.core.console import say
+    from whet.core.console import say_item
     from whet.core.errors import DONE, INPUT
     from whet.recipe.check import check as check_all
 
     def tell(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]
-        say(f"{sign} {finding.check}: {finding.text}", style=style)
+        say_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
     findings = check_all(read_config(recipe, overrides or []), tell)
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
-    verdict = "fault" if faults else "pass"
-    say(f"{'not ready' if faults else 'ready to train'}: {faults} faults, {warnings} warnings, {len(findings)} checks")
+    counts = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}, {len(findings)} checks"
+    say_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)
     return {
-        "verdict": verdict,
+        "verdict": "fault" if faults else "pass",
         "faults": faults,
         "warnings": warnings,
         "checks": [finding.as_dict() for finding in findings],
         "exit_code": INPUT if faults else DONE,
     }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

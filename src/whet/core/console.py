@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 _console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 _silent = False
@@ -27,6 +29,20 @@ def say(*parts: Any, style: str | None = None, markup: bool = False) -> None:
     """One line, or one rich renderable, to the person watching."""
     if not _silent:
         _console.print(*parts, style=style, markup=markup)
+
+
+def say_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
+    """A line with a sign and a title in `style`; on a terminal its further lines are indented. `always`: also to those
+    who asked for silence."""
+    if _silent and not always:
+        return
+    line = Text.assemble((f"{title}: ", style), text)
+    if not _console.is_terminal:
+        _console.print(Text.assemble((f"{sign} ", style), line), soft_wrap=True)
+        return
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text(sign, style), line)
+    _console.print(grid, soft_wrap=False)
 
 
 def warn(text: str) -> None:

@@ -6,10 +6,10 @@ depend on the sources alone.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from whet.data.conversation import Origin
 from whet.data.indexed import token_dtype
 from whet.data.ledger import Account
 from whet.data.render import Rendered
-from whet.data.store import count_targets
+from whet.data.store import content_hash
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,18 +39,15 @@ class Chunk:
         self._files: dict[str, int] = {}
         self._file, self._line, self._hash = array("i"), array("q"), array("Q")
 
-    def add(self, documents: list[Rendered], origin: Origin) -> None:
-        """Append the documents of one conversation; their common hash tells copies of it."""
-        digest = hashlib.blake2b(digest_size=8)
-        for document in documents:
-            digest.update(document.ids.tobytes())
-            digest.update(document.loss.tobytes())
-        content = int.from_bytes(digest.digest(), "little")
-        for document in documents:
+    def add(self, documents: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
+        """Append the documents of one conversation, each with the number of its targets; their common hash tells
+        copies of it."""
+        content = content_hash((document.ids, document.loss) for document, _ in documents)
+        for document, targets in documents:
             self._tokens.append(document.ids.astype(self._dtype).tobytes())
             self._loss.append(document.loss.tobytes())
             self._sizes.append(len(document.ids))
-            self._targets.append(count_targets(document))
+            self._targets.append(targets)
             self._ended.append(document.ends)
             self._file.append(self._files.setdefault(origin.source, len(self._files)))
             self._line.append(origin.line)

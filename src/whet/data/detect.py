@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     said: str
 
 
-def detect(sample: Sequence[Any], source: Source) -> Choice:
+def detect(sample: Sequence[Any], places: Sequence[str], source: Source) -> Choice:
     """The format of records like these. What the user set is taken; the names of fields are found either way."""
     _check_fields(source)
     fields = source.fields or {}
@@ -48,10 +48,11 @@ def detect(sample: Sequence[Any], source: Source) -> Choice:
     each = [_readings(record, candidates, fields) for record in sample]
     found = _common(each)
     if not found and any(each):
-        kinds = ", ".join(sorted({form for readings in each for form, _ in readings}))
+        odd = next(number for number in range(len(each)) if each[number] and not _common(each[: number + 1]))
         raise WhetError(
-            f"data.sources: {source.path}: its records are of different formats, or name their fields differently "
-            f"({kinds}). Put them into sources of their own, or set format and fields"
+            f"data.sources: {places[odd]}: this record ({_kinds(each[odd])}) is of another format than those before it "
+            f"({_kinds(_common(each[:odd]))}), or names its fields differently. Put them into sources of their own, or "
+            "set format and fields"
         )
     chosen = _only(_strongest(found), sample, source)
     if chosen[0] == "text" and any(looks_marked(record, dict(chosen[1])["text"]) for record in sample):
@@ -72,6 +73,10 @@ def _common(each: Sequence[set[Reading]]) -> set[Reading]:
     """What holds for all records that can be recognised at all; the others are bad lines, told in their place."""
     recognised = [readings for readings in each if readings]
     return set.intersection(*recognised) if recognised else set()
+
+
+def _kinds(readings: set[Reading]) -> str:
+    return " or ".join(sorted({form for form, _ in readings}))
 
 
 def _strongest(found: set[Reading]) -> set[Reading]:

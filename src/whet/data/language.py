@@ -44,7 +44,7 @@ class ChatLanguage:
         return len(self.tokenizer)
 
     def save(self, folder: Path) -> None:
-        self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
+        self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER), pretty=False)
 
 
 class MarkedLanguage:
@@ -80,4 +80,4 @@ class MarkedLanguage:
         if self._pieces is not None:
             shutil.copyfile(self._pieces, folder / PIECES)
         else:
-            self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
+            self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER), pretty=False)

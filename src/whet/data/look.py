@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whet.core.errors import WhetError
@@ -25,18 +25,19 @@ def look(containers: Sequence[Container], source: Source) -> Choice:
         sample += _good(each.records(), 1)
     if not sample and source.format == "auto":
         _refuse_binary(containers[0])
-    chosen = detect(sample, source)
+    chosen = detect([record for record, _ in sample], [place for _, place in sample], source)
     notes = dict.fromkeys(f", {each.note}" for each in containers if each.note)
     return chosen._replace(said=chosen.said + "".join(notes))
 
 
-def _good(records: Any, wanted: int) -> list[Any]:
-    found: list[Any] = []
+def _good(records: Iterator[Raw], wanted: int) -> list[tuple[Any, str]]:
+    """Records that can be read, each with its place."""
+    found: list[tuple[Any, str]] = []
     for raw in itertools.islice(records, _TRIED):
         if len(found) == wanted:
             break
         try:
-            found.append(_record(raw))
+            found.append((_record(raw), f"{raw.file}:{raw.line}"))
         except (BadRecordError, RecursionError):
             continue
     return found

@@ -47,6 +47,9 @@ def none(lengths: NDArray[np.integer], capacity: int) -> Packing:
 def best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
     """Each row takes the longest document that still fits, again and again; equal lengths keep their order.
 
+    If that makes rows fewer, each is closed by the two documents that fill it best instead: 339 rows of 4096 for GSM8K
+    instead of 340, which is the least possible.
+
     The sizes in a row stay the same from row to row until one of them runs short, so a pattern is found once and
     repeated: the work is that of the different lengths, and 10 million documents take a second.
     """
@@ -54,13 +57,12 @@ def best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
     narrow = lengths.astype(np.uint16) if capacity < 1 << 16 else lengths  # 16 bits are sorted by radix
     by_size = np.argsort(narrow, kind="stable").astype(index_type(len(lengths)))
     counts = np.bincount(lengths, minlength=1)
-    left, following = counts.tolist(), (np.cumsum(counts) - counts).tolist()
-    sizes: list[int] = np.flatnonzero(counts).tolist()
+    plain, closed = (_patterns(counts, capacity, closing) for closing in (False, True))
+    patterns = min(plain, closed, key=lambda found: sum(repeated for _, repeated in found))
+    following = (np.cumsum(counts) - counts).tolist()
     order = np.empty_like(by_size)
-    times, widths, filled = [], [], 0
-    while sizes:
-        pattern = _pattern(sizes, left, capacity)
-        repeated = min(left[size] // many for size, many in pattern)
+    filled = 0
+    for pattern, repeated in patterns:
         width = sum(many for _, many in pattern)
         rows = order[filled : filled + repeated * width].reshape(repeated, width)
         filled += repeated * width
@@ -69,17 +71,33 @@ def best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
             start, used = following[size], repeated * many
             rows[:, column : column + many] = by_size[start : start + used].reshape(repeated, many)
             following[size] += used
-            left[size] -= used
             column += many
+    widths = np.array([sum(many for _, many in pattern) for pattern, _ in patterns], order.dtype)
+    return Packing(order, edges_of(np.repeat(widths, [repeated for _, repeated in patterns])))
+
+
+Pattern = list[tuple[int, int]]
+"""(size, how many) of a row."""
+
+
+def _patterns(counts: NDArray[np.integer], capacity: int, closing: bool) -> list[tuple[Pattern, int]]:
+    """The patterns of all rows, each with the number of rows that have it. `counts` of each size."""
+    left = counts.tolist()
+    sizes: list[int] = np.flatnonzero(counts).tolist()
+    found = []
+    while sizes:
+        pattern = _closed(sizes, left, capacity) if closing else _longest_first(sizes, left, capacity)
+        repeated = min(left[size] // many for size, many in pattern)
+        for size, many in pattern:
+            left[size] -= repeated * many
             if left[size] == 0:
                 del sizes[bisect_left(sizes, size)]
-        times.append(repeated)
-        widths.append(width)
-    return Packing(order, edges_of(np.repeat(np.array(widths, order.dtype), times)))
+        found.append((pattern, repeated))
+    return found
 
 
-def _pattern(sizes: list[int], left: list[int], capacity: int) -> list[tuple[int, int]]:
-    """(size, how many) of the next row, from the longest that fits downwards. `sizes` ascend."""
+def _longest_first(sizes: list[int], left: list[int], capacity: int) -> Pattern:
+    """The next row, from the longest that fits downwards. `sizes` ascend."""
     pattern, room, below = [], capacity, len(sizes)
     while (below := bisect_right(sizes, room, hi=below)) > 0:
         below -= 1
@@ -88,6 +106,48 @@ def _pattern(sizes: list[int], left: list[int], capacity: int) -> list[tuple[int
         pattern.append((size, many))
         room -= many * size
     return pattern
+
+
+def _closed(sizes: list[int], left: list[int], capacity: int) -> Pattern:
+    """The next row, from the longest downwards while more than two fit, then by the two that leave the least room."""
+    pattern: dict[int, int] = {}
+    room, below = capacity, len(sizes)
+    while below and room > 2 * sizes[below - 1]:
+        below -= 1
+        size = sizes[below]
+        many = min(left[size], -(-room // size) - 2)
+        pattern[size] = many
+        room -= many * size
+        if many < left[size]:
+            below += 1
+    while (end := _best_two(sizes, left, pattern, room)) is not None:
+        for size in end:
+            pattern[size] = pattern.get(size, 0) + 1
+            room -= size
+    return sorted(pattern.items(), reverse=True)
+
+
+def _best_two(sizes: list[int], left: list[int], used: dict[int, int], room: int) -> tuple[int, ...] | None:
+    """The two documents, or the one, that fill the most of `room`; of equal ones the most uneven."""
+    low, high = 0, bisect_right(sizes, room) - 1
+    while high >= 0 and left[sizes[high]] == used.get(sizes[high], 0):
+        high -= 1
+    if high < 0:
+        return None
+    best: tuple[int, ...] = (sizes[high],)
+    filled = sizes[high]
+    while low <= high:
+        small, large = sizes[low], sizes[high]
+        if left[large] == used.get(large, 0) or small + large > room:
+            high -= 1
+        else:
+            free = left[small] - used.get(small, 0)
+            if free > (small == large) and small + large > filled:
+                best, filled = (small, large), small + large
+                if filled == room:
+                    break
+            low += 1
+    return best
 
 
 def k_bin(lengths: NDArray[np.integer], capacity: int, bins: int, every: int | None = None) -> Packing:

@@ -6,6 +6,7 @@ forked: they start in milliseconds and find everything loaded. They live no long
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -126,6 +127,7 @@ class FailedAtError(Exception):
 def _child(work: Work, worker: int, share: Share, failures: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its children
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what is there already is never garbage here: looking at it would copy shared pages
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked thread pool would wait for ever
     try:
         work(worker, share)

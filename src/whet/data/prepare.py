@@ -13,13 +13,14 @@ from whet.core.errors import WhetError, disk_error
 from whet.core.files import atomic_dir, cache_dir, hash_json, need_space, waiting_lock
 from whet.data.chunks import Job, make
 from whet.data.config import DataConfig, Source
+from whet.data.containers.locate import locate
 from whet.data.merge import merge
 from whet.data.render import UnevenTemplateError
 from whet.data.settle import Rendering
 from whet.data.sources import Reader, fingerprint, size_of
 from whet.data.store import MANIFEST, Store
 
-_FORMAT = 2  # raise it when the same inputs would give other tokens, masks or files
+_FORMAT = 3  # raise it when the same inputs would give other tokens, masks or files
 
 
 class Language(Protocol):
@@ -115,22 +116,22 @@ def _use_current_names(store: Store, sources: Sequence[Source], use: str) -> Non
     """A store is found by content; the files may have been called otherwise when it was made."""
     files = store.manifest["files"]
     for number, (account, source) in enumerate(zip(store.manifest["accounts"], sources, strict=True)):
-        before, after = account["source"].rstrip("/"), source.path.rstrip("/")
         account |= {"source": source.path, "use": use}
-        if before == after:
-            continue
         mine = [i for i, owner in enumerate(files["source"]) if owner == number]
+        now = [] if source.is_generated else [container.name for container in locate(source)]
+        if len(now) != len(mine):  # some file gave nothing, and which is not known
+            continue
+        renamed = {files["name"][i]: name for i, name in zip(mine, now, strict=True)}
         for i in mine:
-            files["name"][i] = _renamed(files["name"][i], before, after)
+            files["name"][i] = renamed[files["name"][i]]
         account["first"] = {
-            reason: [_renamed(place, before, after) for place in places] for reason, places in account["first"].items()
+            reason: [_at_new_place(place, renamed) for place in places] for reason, places in account["first"].items()
         }
 
 
-def _renamed(place: str, before: str, after: str) -> str:
-    """A file, with or without a line, under the name that its source has now."""
-    rest = place.removeprefix(before)
-    return after + rest if rest != place and rest[:1] in ("", "/", ":") else place
+def _at_new_place(place: str, renamed: dict[str, str]) -> str:
+    file, _, line = place.rpartition(":")
+    return f"{renamed.get(file, file)}:{line}"
 
 
 def _identity(config: DataConfig, sources: Sequence[Source], language: Language) -> dict[str, Any]:

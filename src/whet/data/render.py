@@ -21,6 +21,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 NOTHING_TO_LEARN = "nothing to learn"
 """The ledger's reason for a conversation that no token is supervised in: dropped, and no fault."""
+CONTROL_TOKENS, THOUGHTS_LEFT_OUT = "control tokens in the text", "reasoning left out by the template"
+"""What the ledger notes of conversations that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +127,17 @@ class Renderer:
 
     def end_of_turn(self) -> int | None:
         """The id that ends an answer in this template; None if there is no exact one."""
+        return None if self._plain_end is None else self._markers[self._plain_end]
+
+    @cached_property
+    def _plain_end(self) -> str | None:
         probe = Conversation((Message("user", "Hi"), Message("assistant", "Yes")), Origin("probe", 1))
         try:
             layout = self._layout(probe, "assistant")
         except BadRecordError:
             return None
         _, start, end = layout.spans[0]
-        return self._markers[layout.text[start:end]]
+        return layout.text[start:end]
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids to generate an answer from."""
@@ -153,17 +160,21 @@ class Renderer:
         if known is not None:
             text, spans, controls = known
             layout = Layout(text, spans, self.train_on == "all", controls=controls)
-            if self._shapes.is_due_for_a_check(conversation) and layout != self._layout(conversation, self.train_on):
+            if self._shapes.is_due_for_a_check(conversation) and not self._holds(layout, conversation):
                 raise UnevenTemplateError(f"{conversation.origin}: not rendered as others of its shape")
             return layout
         return self._layout(conversation, self.train_on)
+
+    def _holds(self, layout: Layout, conversation: Conversation) -> bool:
+        try:
+            return layout == self._layout(conversation, self.train_on)
+        except BadRecordError:
+            return False
 
     def _layout(self, conversation: Conversation, train_on: str) -> Layout:
         messages, tools = conversation.messages, list(conversation.tools)
         text = self.text([message.as_dict(self._in_parts) for message in messages], tools=tools)
         unlearned = [i for i, message in enumerate(messages) if message.learn is False]
-        if train_on == "all" and not unlearned and self._shapes is None:
-            return Layout(text, (), everything=True)
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if train_on != "all" and not turns:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")
@@ -216,10 +227,12 @@ class Renderer:
         common = tail[: _common_prefix(tail, behind)]
         markers = list(self._marker.finditer(common))
         ends = [marker for marker in markers if marker.group() in self.stops] or markers[-1:]
+        if "tool_calls" in dyed.messages[turn]:  # the marker that closes a call is none that ends the turn
+            ends = [marker for marker in ends if marker.group() in (*self.stops, self._plain_end)]
         if ends:
             return before + header, last + ends[0].start(), last + ends[0].end()
-        other = self._marker.match(behind)
-        if other is not None and self._marker.match(tail):  # an earlier turn's end, rewritten: nothing to learn there
+        own_end, end = self._marker.match(tail), self._marker.match(behind)
+        if own_end and end and own_end.group() != end.group():  # an earlier turn's, rewritten: nothing to learn there
             return before + header, last, last
         raise BadRecordError(
             "no end of turn",
@@ -267,7 +280,9 @@ class Renderer:
     def _carry_over(self, layout: Layout, encoding: Any) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
         loss = np.full(len(ids), layout.everything, dtype=np.uint8)
-        notes = ("reasoning left out by the template",) if layout.thoughts_left_out else ()
+        notes = [THOUGHTS_LEFT_OUT] if layout.thoughts_left_out else []
+        if layout.controls is not None and np.count_nonzero(self._is_control[ids]) > layout.controls:
+            notes.append(CONTROL_TOKENS)
         ends = True
         for start, marker, end in layout.spans:
             found = _tokens(encoding, start, marker, end, layout.everything)
@@ -281,7 +296,7 @@ class Renderer:
         loss[:1] &= not layout.everything  # nothing comes before it, so it is no target
         if layout.everything:
             ends = layout.text.rstrip().endswith(tuple(self.stops))
-        return Rendered(ids, loss, ends, notes)
+        return Rendered(ids, loss, ends, tuple(notes))
 
 
 class UnevenTemplateError(Exception):

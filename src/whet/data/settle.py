@@ -24,6 +24,10 @@ class Rendering(Protocol):
     def render_items(self, items: Sequence[Conversation | Text | Marked]) -> list[Rendered | BadRecordError]: ...
 
 
+class BadLineError(WhetError):
+    """A record cannot be used, and data.on_bad says that this stops the work."""
+
+
 def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: DataConfig) -> None:
     """Put the documents of `items` into a chunk; the ledger knows what became of each."""
     for batch in _batches(items):
@@ -70,7 +74,7 @@ def _characters(item: Item) -> int:
 
 def _bad(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
     if config.on_bad == "error" and reason != NOTHING_TO_LEARN:
-        raise WhetError(
+        raise BadLineError(
             f"{origin}: {explanation}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
         )
     chunk.account.drop(reason, origin)
@@ -97,13 +101,14 @@ def _good(
         if config.too_long == "drop" or not documents:
             account.drop("too long", origin)
             return
-    kept = [document for document in documents if count_targets(document)]
+    counted = [(document, count_targets(document)) for document in documents]
+    kept = [(document, targets) for document, targets in counted if targets]
     if not kept:
         account.drop(NOTHING_TO_LEARN, origin)
         return
-    for document in kept:
-        account.keep(len(document.ids), count_targets(document), document.ends)
-    notes = [note for document in kept for note in document.notes]
+    for document, targets in kept:
+        account.keep(len(document.ids), targets, document.ends)
+    notes = [note for document, _ in kept for note in document.notes]
     if len(kept) < len(documents):
         notes.append(_LEFT_OUT + NOTHING_TO_LEARN)
     for what in dict.fromkeys(notes):
@@ -113,7 +118,8 @@ def _good(
     chunk.add(kept, origin)
 
 
-_LOST = "an exchange of it too long"
+LOST_EXCHANGE = "an exchange of it too long"
+"""What the ledger notes of a conversation that was split with a loss."""
 _LEFT_OUT = "a piece of it left out: "
 
 
@@ -132,7 +138,7 @@ def _split(
     singles = rendering.render_items([join(item, [part]) for part in learned])
     lengths = [len(single.ids) if isinstance(single, Rendered) else limit + 1 for single in singles]
     notes = [_LEFT_OUT + single.reason for single in singles if not isinstance(single, Rendered)]
-    notes += [_LOST for single in singles if isinstance(single, Rendered) and len(single.ids) > limit]
+    notes += [LOST_EXCHANGE for single in singles if isinstance(single, Rendered) and len(single.ids) > limit]
     overhead = _overhead(item, learned, singles, rendering)
     pieces: list[Rendered] = []
     start = 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from whet.data.conversation import BadRecordError, Conversation
 from whet.data.dye import map_texts
-from whet.data.skeleton import InspectedError, Skeleton, Traced, skeleton_of
+from whet.data.skeleton import Skeleton, skeleton_of
 from whet.data.template import ChatTemplate
+from whet.data.traced import Questions, Traced
 
 _CHECK_EVERY = 256
 _MOST = 4096  # shapes kept; conversations of hundreds of turns have a shape each
@@ -18,14 +20,19 @@ _MOST = 4096  # shapes kept; conversations of hundreds of turns have a shape eac
 _UNASSIGNED = re.compile("[\U00040000-\U000dffff]")
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    skeleton: Skeleton
+    controls: int
+    is_answered: Callable[[str], bool]
+
+
 class Shapes:
     """Skeletons by shape. A conversation is served only if no text of it could make the template act differently."""
 
     def __init__(self, template: ChatTemplate, in_parts: bool) -> None:
         self._template, self._in_parts = template, in_parts
-        self._equal, inside = template.tells_apart()
-        self._inside = tuple(sorted(inside))
-        self._known: dict[Any, tuple[Skeleton, int] | None] = {}
+        self._known: dict[Any, _Known | None] = {}
         self._served: dict[Any, int] = {}
 
     def fill(self, conversation: Conversation) -> tuple[str, tuple[tuple[int, int, int], ...], int] | None:
@@ -35,7 +42,9 @@ class Shapes:
         if known is None:
             return None
         texts = _texts(conversation)
-        return (*known[0].fill(texts), known[1]) if all(map(self._is_harmless, texts)) else None
+        if not all(map(known.is_answered, texts)) or not all(map(_is_assigned, texts)):
+            return None
+        return (*known.skeleton.fill(texts), known.controls)
 
     def is_due_for_a_check(self, conversation: Conversation) -> bool:
         """Now and then, more often at first, a filled-in conversation is rendered in full and compared."""
@@ -47,33 +56,40 @@ class Shapes:
         self, conversation: Conversation, text: str, extents: Sequence[tuple[int, int, int]] | None,
         spans: Sequence[tuple[int, int, int]], controls: int,
     ) -> None:  # fmt: skip
-        """Keep the skeleton of a conversation that was rendered in full, if there is one."""
+        """Keep the skeleton of a conversation that was rendered in full, if there is one.
+
+        Where the template found one of the words that it looks for, another conversation may do better.
+        """
         shape = _shape(conversation)
         if shape is None or shape in self._known or len(self._known) >= _MOST:
             return
-        if not all(map(self._is_harmless, _texts(conversation))):
+        questions, texts = Questions(), _texts(conversation)
+        if not all(map(questions.closed(), texts)):
             return
-        skeleton = None
-        if extents is not None and self._prints_only(conversation, text):
-            skeleton = skeleton_of(text, extents, spans)
-        self._known[shape] = None if skeleton is None else (skeleton, controls)
+        prints_only = self._prints_only(conversation, text, questions)
+        is_answered = questions.closed()
+        if all(map(is_answered, texts)):
+            skeleton = skeleton_of(text, extents, spans) if prints_only and extents is not None else None
+            self._known[shape] = None if skeleton is None else _Known(skeleton, controls, is_answered)
 
-    def _prints_only(self, conversation: Conversation, text: str) -> bool:
-        traced = (map_texts(message, lambda text, _: Traced(text)) for message in conversation.messages)
+    def _prints_only(self, conversation: Conversation, text: str, questions: Questions) -> bool:
+        """Whether texts are only asked what they can answer, also where the places of the turns were looked for."""
+        traced = [map_texts(message, lambda text, _: Traced(text, questions)) for message in conversation.messages]
         messages = [message.as_dict(self._in_parts) for message in traced]
+        turns = [i for i, message in enumerate(traced) if message.role == "assistant"]
         try:
-            return self._template.render(messages, conversation.tools) == text
-        except (InspectedError, BadRecordError):
+            if "".join([self._template.trace(messages, conversation.tools)]) != text:
+                return False
+            for turn in turns:
+                self._template.trace(messages[:turn], conversation.tools, prompt=True)
+                self._template.trace(messages[: turn + 1], conversation.tools)
+        except BadRecordError:
             return False
+        return not questions.inspected
 
-    def _is_harmless(self, text: str) -> bool:
-        return (
-            not text[:1].isspace()
-            and not text[-1:].isspace()
-            and text not in self._equal
-            and not any(word in text for word in self._inside)
-            and (text.isascii() or _UNASSIGNED.search(text) is None)
-        )
+
+def _is_assigned(text: str) -> bool:
+    return text.isascii() or _UNASSIGNED.search(text) is None
 
 
 def _shape(conversation: Conversation) -> Any:

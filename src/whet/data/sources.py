@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from whet.core.errors import WhetError
-from whet.core.files import hash_file
 from whet.data import generated
 from whet.data.config import Source
 from whet.data.containers.base import Container, Raw
-from whet.data.containers.hub import HubSet
 from whet.data.containers.locate import locate
 from whet.data.containers.tables import Row, without_nulls
 from whet.data.conversation import BadLine, BadRecordError, Item, LeftOut, Marked, Origin, Text, Tokens
@@ -19,6 +17,7 @@ from whet.data.decode import decode
 from whet.data.formats.known import parser
 from whet.data.generated import BUILTIN_SAMPLES, Generated
 from whet.data.look import look
+from whet.data.mask_rules import explain
 from whet.data.where import Where
 
 _READ = {"format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask"}
@@ -41,6 +40,7 @@ class Reader:
             self._parse = generated.parse
         elif _are_tokens(self._containers, source):
             self._parse = _tokens
+            self.decision = f"{source.path}: {explain(source.mask)}"
         else:
             chosen = look(self._containers, source)
             self._names, self._parse = chosen.names, parser(chosen.format, source.calculator)
@@ -88,7 +88,7 @@ def fingerprint(source: Source) -> dict[str, object]:
     if source.is_generated:
         samples = itertools.islice(Generated(source).records(), 9)
         return {**options, "path": source.path, "start": [repr(raw.value) for raw in samples]}
-    return {**options, "content": [_identity(each) for each in _containers(source)]}
+    return {**options, "content": [each.identity() for each in _containers(source)]}
 
 
 def size_of(source: Source) -> int:
@@ -111,11 +111,6 @@ def expected(source: Source) -> int:
 
 def _containers(source: Source) -> list[Container]:
     return [Generated(source)] if source.is_generated else locate(source)
-
-
-def _identity(container: Container) -> list[str]:
-    content = container.fingerprint() if isinstance(container, HubSet) else hash_file(container.path)
-    return [container.kind, content]
 
 
 def _sliced(records: Iterator[Any], source: Source) -> Iterator[Any]:

@@ -8,6 +8,8 @@ manifest.json     written last: present means complete
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +126,17 @@ class Store:
         a, b = np.searchsorted(lines, [origin.line, origin.line + 1])
         return np.arange(first + a, first + b, dtype=np.int64)
 
+    def conversations(self) -> NDArray[np.int64]:
+        """Conversation c is the documents from the c-th of these numbers to the next: one, or the pieces of one."""
+        changes = np.flatnonzero((np.diff(self._origins, axis=0) != 0).any(axis=1)) + 1
+        return np.concatenate([[0], changes, [len(self)]]).astype(np.int64)
+
+    def is_as_written(self, documents: Iterable[int]) -> bool:
+        """Whether ids and masks of a conversation's documents are still those that its hash was made of."""
+        numbers = list(documents)
+        parts = ((self._tokens[i].astype(np.int32), self._loss[i].astype(np.uint8)) for i in numbers)
+        return content_hash(parts) == int(self.hashes[numbers[0]])
+
 
 def _load(path: Path) -> Any:
     try:
@@ -132,9 +145,18 @@ def _load(path: Path) -> Any:
         raise WhetError(f"{path}: missing or damaged; delete its folder and prepare the data again") from None
 
 
+def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]]) -> int:
+    """The same for conversations whose ids and loss masks are the same, and for no others."""
+    digest = hashlib.blake2b(digest_size=8)
+    for ids, loss in documents:
+        digest.update(ids.tobytes())
+        digest.update(loss.tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
 def count_targets(document: Rendered) -> int:
     """How many tokens of a document are learned; its first one has nothing before it to be predicted from."""
-    return int(document.loss[1:].sum())
+    return int(np.count_nonzero(document.loss[1:]))
 
 
 def overlap(one: Store, other: Store) -> NDArray[np.int64]:

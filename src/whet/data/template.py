@@ -11,16 +11,17 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whet.core.errors import WhetError
 from whet.data.conversation import BadRecordError
-from whet.data.skeleton import note_encoding
+from whet.data.traced import TracingEnvironment
 
 
 class _GenerationMarks(Extension):
@@ -40,14 +41,13 @@ def _raise(message: str) -> NoReturn:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    note_encoding(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols]
-    )
+def _environment(
+    kind: type[ImmutableSandboxedEnvironment] = ImmutableSandboxedEnvironment,
+) -> ImmutableSandboxedEnvironment:
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _raise  # templates ask whether it is defined; its calls are answered before
@@ -72,8 +72,30 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
         """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
+        return self._render(self._compiled, messages, tools, prompt)
+
+    def trace(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
+    ) -> str:
+        """The same of traced texts (`whet.data.traced`), which note what the template asks about them."""
+        return self._render(self._tracing, messages, tools, prompt)
+
+    @cached_property
+    def _tracing(self) -> Template:
+        environment = _environment(TracingEnvironment)
+        assert isinstance(environment, TracingEnvironment)
+        environment.watch()
+        return environment.from_string(self.source)
+
+    def _render(
+        self,
+        template: Template,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        prompt: bool,
+    ) -> str:
         try:
-            return self._compiled.render(
+            return template.render(
                 messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._special
             )
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
@@ -89,41 +111,6 @@ class ChatTemplate:
             if isinstance(constant.value, str) and constant.value.strip()
         }
         return tuple(sorted(found))
-
-    def tells_apart(self) -> tuple[frozenset[str], frozenset[str]]:
-        """What the template can tell texts apart by: texts equal to one of the first, or with one of the second inside.
-
-        Searches for whitespace at the edges are left out: texts with spaces there are told apart in any case.
-        """
-        equal: set[str] = set()
-        inside: set[str] = set()
-        for compare in self._tree.find_all(nodes.Compare):
-            for operand in compare.ops:
-                sides = inside if operand.op in ("in", "notin") else equal
-                sides |= _texts(compare.expr)
-                equal |= _texts(operand.expr)
-        for call in self._tree.find_all(nodes.Call):
-            name = call.node.attr if isinstance(call.node, nodes.Getattr) else getattr(call.node, "name", "")
-            if name not in _BLIND:
-                inside |= {t for arg in call.args for t in _texts(arg) if t.strip() or name not in _AT_THE_EDGE}
-        for use in self._tree.find_all(nodes.Filter):
-            if use.name in ("replace", "trim"):
-                inside |= {text for arg in use.args for text in _texts(arg) if text.strip() or use.name == "replace"}
-            elif use.name in ("selectattr", "rejectattr"):
-                equal |= {text for arg in use.args for text in _texts(arg)}
-        return frozenset(equal), frozenset(inside - {""})
-
-
-_BLIND = ("raise_exception", "strftime_now", "namespace", "get", "dict", "range", "join")
-"""Calls whose texts are names or messages, not something that is looked for."""
-
-_AT_THE_EDGE = ("strip", "lstrip", "rstrip")
-
-
-def _texts(expression: nodes.Node) -> set[str]:
-    if isinstance(expression, nodes.Const):
-        return {expression.value} if isinstance(expression.value, str) else set()
-    return {constant.value for constant in expression.find_all(nodes.Const) if isinstance(constant.value, str)}
 
 
 _DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")

@@ -1,58 +1,80 @@
-"""Does the store hold what transformers itself would feed the model? A sample is rendered again and compared."""
+"""Does the store hold what was written into it, and what transformers itself would feed the model?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from whet.data.config import DataConfig, Source
-from whet.data.conversation import Conversation, Marked, Text
+from whet.data.conversation import Conversation, Marked, Text, Tokens
 from whet.data.render import Rendered, Renderer
 from whet.data.settle import Rendering
 from whet.data.sources import Reader, expected
 from whet.data.store import Store
 
-_SAMPLE = 200
+_RENDERED = 200
+_HASHED = 200_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verified:
     """How many conversations were compared, and where those stand that differ in ids or mask."""
 
-    compared: int
-    ids_differ: list[str]
-    loss_differs: list[str]
+    compared: int = 0
+    ids_differ: list[str] = field(default_factory=list)
+    loss_differs: list[str] = field(default_factory=list)
+    ready: int = 0
+    """How many came as tokens, so that there is nothing to compare."""
+
+
+def changed(store: Store) -> tuple[int, list[str]]:
+    """How many conversations were looked at, spread over all of them, and where those stand whose ids or masks are no
+    longer what they were when the store was made."""
+    edges = store.conversations()
+    count = len(edges) - 1
+    some = np.unique(np.linspace(0, count - 1, min(count, _HASHED)).astype(np.int64))
+    wrong = [c for c in some if not store.is_as_written(range(int(edges[c]), int(edges[c + 1])))]
+    return len(some), [str(store.origin(int(edges[c]))) for c in wrong]
 
 
 def verify(store: Store, sources: Sequence[Source], rendering: Rendering, config: DataConfig) -> Verified:
     """Compare some conversations of every source, spread over all of it, with what they are when rendered in full."""
-    found = Verified(0, [], [])
+    found = Verified()
     for source in sources:
         reader = Reader(source)
-        every = max(1, expected(source) * len(sources) // _SAMPLE)
+        every = max(1, expected(source) * len(sources) // _RENDERED)
         for number, raw in enumerate(reader.records()):
             if number % every:
                 continue
             item = reader.parse(raw)
             documents = store.find(item.origin)
-            if not isinstance(item, Conversation | Text | Marked) or len(documents) != 1:
-                continue  # dropped, or split into several
-            found = _compare(found, store, int(documents[0]), item, rendering, config.max_length)
+            if isinstance(item, Tokens):
+                found.ready += 1
+            elif isinstance(item, Conversation | Text | Marked) and len(documents) == 1:
+                _compare(found, store, int(documents[0]), item, rendering, config)
     return found
 
 
 def _compare(
-    found: Verified, store: Store, document: int, item: Conversation | Text | Marked, rendering: Rendering, limit: int
-) -> Verified:
+    found: Verified, store: Store, document: int, item: Conversation | Text | Marked, rendering: Rendering,
+    config: DataConfig,
+) -> None:  # fmt: skip
     again = rendering.render_items([item])[0]
-    ids, loss = store.ids(document).tolist(), store.loss(document).tolist()
-    same = isinstance(again, Rendered)
+    limit, place = config.max_length, str(item.origin)
+    if isinstance(again, Rendered) and len(again.ids) > limit and config.too_long == "split":
+        return  # one piece is left of it, and not always its beginning
+    found.compared += 1
+    ids = store.ids(document).tolist()
+    if not isinstance(again, Rendered) or again.ids[:limit].tolist() != ids or not _agrees(item, rendering, ids, limit):
+        found.ids_differ.append(place)
+    elif again.loss[:limit].astype(bool).tolist() != store.loss(document).tolist():
+        found.loss_differs.append(place)
+
+
+def _agrees(item: Conversation | Text | Marked, rendering: Rendering, ids: list[int], limit: int) -> bool:
+    """Whether transformers gives these ids; it knows conversations in a template, and nothing else."""
     if isinstance(item, Conversation) and isinstance(rendering, Renderer):
-        same &= rendering.reference_ids(item)[:limit] == ids
-    if isinstance(again, Rendered):
-        same &= again.ids[:limit].tolist() == ids
-        if same and again.loss[:limit].astype(bool).tolist() != loss:
-            found.loss_differs.append(str(item.origin))
-    if not same:
-        found.ids_differ.append(str(item.origin))
-    return Verified(found.compared + 1, found.ids_differ, found.loss_differs)
+        return rendering.reference_ids(item)[:limit] == ids
+    return True

@@ -46,9 +46,9 @@ class Where:
         if len(text) > _LONGEST:
             raise WhetError(f"data.sources: where: longer than {_LONGEST} characters; filter the file instead")
         try:
-            self._holds = self._term(ast.parse(text.strip(), mode="eval").body)
+            self._holds = self._term(ast.parse(text.replace("\n", " ").strip(), mode="eval").body)
         except SyntaxError as error:
-            raise self._wrong(f"{error.msg} at column {error.offset}") from None
+            raise self._wrong(f"{error.msg} at column {error.offset or len(text) + 1}") from None
         except (ValueError, RecursionError, MemoryError) as error:
             raise self._wrong(str(error) or "too deeply nested") from None
 

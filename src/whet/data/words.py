@@ -42,48 +42,7 @@ COMMON = tuple(
     window winter without woman wonder wooden world writer yellow yesterday zebra
     """.split()  # noqa: SIM905
 )
-_ONSETS = [
-    "b",
-    "bl",
-    "br",
-    "c",
-    "ch",
-    "cl",
-    "cr",
-    "d",
-    "dr",
-    "f",
-    "fl",
-    "fr",
-    "g",
-    "gl",
-    "gr",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pl",
-    "pr",
-    "qu",
-    "r",
-    "s",
-    "sh",
-    "sk",
-    "sl",
-    "sn",
-    "sp",
-    "st",
-    "str",
-    "t",
-    "th",
-    "tr",
-    "v",
-    "w",
-    "z",
-]
+_ONSETS = "b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr r s sh sl sn sp st t th tr v w".split()  # noqa: SIM905
 _NUCLEI = "a e i o u ai ea ee ie oa oo ou".split()  # noqa: SIM905
 _CODAS = "n r l s t m ck nd nt rt st ll ss ng x".split()  # noqa: SIM905
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,9 +116,17 @@ def tokenizer_files(config: ModelConfig) -> dict[str, Path] | None:
 
 
 def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
-    """The content of these files: the same for two folders with the same tokenizer."""
+    """The content of these files: the same for two folders with the same tokenizer. The kind of model belongs to it,
+    because transformers cuts words by it: in Qwen2's folder the same tokenizer.json gives other ids than in Llama's."""
     files = tokenizer_files(config)
-    return None if files is None else {name: hash_file(path) for name, path in files.items()}
+    if files is None:
+        return None
+    try:
+        described = json.loads((Path(config.tokenizer or locate(config.path)).expanduser() / "config.json").read_text())
+        kind = {"model_type": str(described["model_type"])}
+    except (OSError, ValueError, LookupError, TypeError):  # none, or one that loading will complain about
+        kind = {}
+    return {name: hash_file(path) for name, path in files.items()} | kind
 
 
 def cannot_load(path: str, what: str, error: Exception) -> WhetError:

@@ -5,85 +5,61 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from whet.config import Config
-from whet.core.errors import WhetError
-from whet.recipe.check_data import Finding, check_accounts, check_copies, check_ids, check_steps, check_template
-from whet.recipe.data import Data, prepare_data, tokenizer_of
+from whet.core.errors import INPUT, WhetError
+from whet.data.settle import BadLineError
+from whet.recipe.check_data import check_accounts, check_copies
+from whet.recipe.check_model import check_model
+from whet.recipe.check_plan import check_steps
+from whet.recipe.check_tokens import check_store, check_template
+from whet.recipe.data import Data, language_of, prepare_data
+from whet.recipe.finding import Finding
 
 
 def check(config: Config, tell: Callable[[Finding], None]) -> list[Finding]:
-    """Every check in turn; each finding is told as soon as it is known."""
-    findings = []
+    """Every check in turn; each finding is told as soon as it is known, and once."""
+    findings: list[Finding] = []
     for finding in _all(config):
-        tell(finding)
-        findings.append(finding)
+        if finding not in findings:
+            tell(finding)
+            findings.append(finding)
     return findings
 
 
 def _all(config: Config) -> Iterator[Finding]:
-    data = None
-    for found in _prepare(config):
-        if isinstance(found, Finding):
-            yield found
-        else:
-            data = found
+    data, findings = _prepare(config)
+    yield from findings
     if data is not None:
-        yield from check_accounts(data)
-        yield from check_copies(data)
-        yield from check_ids(config, data)
-        yield from check_template(data)
+        accounts = data.ledger()["sources"]
+        yield from check_accounts(config, accounts)
+        yield from check_copies(data, accounts)
+        yield from check_store(config, data)
+    yield from _template(config, data)
+    if data is not None:
         yield from check_steps(config, data)
-    yield from _model(config, data)
+    yield from check_model(config, data)
 
 
-def _prepare(config: Config) -> Iterator[Finding | Data]:
-    """The data as the configuration has it; if a line stops it, all such lines are counted."""
+def _prepare(config: Config) -> tuple[Data | None, list[Finding]]:
+    """The data as the configuration has it. If a line stops it, the others are looked at all the same, in the cache:
+    a folder that data.store names is for the data that will be trained on."""
+    findings = []
     try:
-        yield prepare_data(config)
-        return
+        try:
+            return prepare_data(config), []
+        except BadLineError as error:
+            findings.append(Finding("bad lines", "fault", str(error)))
+            rest = config.data.model_copy(update={"on_bad": "skip", "store": None})
+            return prepare_data(config.model_copy(update={"data": rest})), findings
     except WhetError as error:
-        first = str(error)
-    if config.data.on_bad == "skip":
-        yield Finding("data", "fault", first)
-        return
-    yield Finding("bad lines", "fault", first)
-    try:
-        yield prepare_data(config.model_copy(update={"data": config.data.model_copy(update={"on_bad": "skip"})}))
-    except WhetError as error:
-        if str(error) != first:
-            yield Finding("data", "fault", str(error))
+        if error.exit_code != INPUT:  # a process was killed, for example
+            raise
+        check = "model" if str(error).startswith("model.") else "data"
+        return None, [*findings, Finding(check, "fault", str(error))]
 
 
-def _model(config: Config, data: Data | None) -> Iterator[Finding]:
-    """The real model: does it fit its tokenizer, and do packed conversations see each other?"""
-    from whet.core.ranks import start_ranks
-    from whet.model.lora import language_model
-    from whet.model.loss import LossModel
-    from whet.recipe.parts import build_model, choose_arithmetic
-
+def _template(config: Config, data: Data | None) -> Iterator[Finding]:
     try:
-        tokenizer = tokenizer_of(config) if data is None else data.tokenizer
-        device = start_ranks().device
-        arithmetic = choose_arithmetic(config, device)
-        model = build_model(config, arithmetic, device, len(tokenizer))
+        yield from check_template(data.language if data is not None else language_of(config), data)
     except WhetError as error:
-        yield Finding("model", "fault", str(error))
-        return
-    rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    yield Finding("vocabulary", "ok", f"the tokenizer knows {len(tokenizer):,} tokens, the model {rows:,}")
-    try:
-        with arithmetic.context(device):
-            LossModel(language_model(model)).check(len(tokenizer))
-        yield Finding("leak", "ok", "another conversation in the row changes no logit of this model, bit by bit")
-    except WhetError as error:
-        yield Finding("leak", "fault", str(error))
-    if data is None:
-        return
-    longest = int(data.train.store.lengths.max(initial=0))
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and longest > room:
-        text = (
-            f"the longest conversation has {longest:,} tokens, the model was made for {room:,}: lower data.max_length"
-        )
-        yield Finding("positions", "fault", text)
-    else:
-        yield Finding("positions", "ok", f"the longest conversation has {longest:,} tokens, the model takes {room}")
+        if data is not None:
+            yield Finding("template", "fault", str(error))  # without data it was told with them

@@ -15,12 +15,12 @@ import numpy as np
 
 from whet.config import Config
 from whet.core.errors import WhetError
-from whet.core.files import hash_json
+from whet.core.files import hash_json, read_json
 from whet.data.config import DataConfig, Source
 from whet.data.language import ChatLanguage, MarkedLanguage
 from whet.data.prepare import Prepared, prepare, prepare_shard, require_all_shards
 from whet.data.split import split_off
-from whet.data.store import Store, overlap
+from whet.data.store import MANIFEST, Store, overlap
 from whet.model.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
 from whet.model.turns import Mark, Turns
 
@@ -81,7 +81,33 @@ def prepare_data(config: Config, today: str | None = None) -> Data:
     if wanted.sources is not None:
         held = prepare(config.data, wanted.sources, "validation", language).store
         return Data(language, made, everything, held, np.arange(len(held), dtype=np.int64))
-    train, held_out = split_off(made.store.hashes, wanted.fraction or 0.0, config.run.seed)
+    return _held_out(language, made, wanted.fraction or 0.0, config.run.seed)
+
+
+def recorded_data(config: Config, ledger: Path) -> Data:
+    """The stores that a run was trained on, as its ledger names them: the files they came from may be gone by now.
+
+    Where a store is gone, it is made again.
+    """
+    known = read_json(ledger) if ledger.exists() else {"stores": {}, "today": None}
+    folders = {use: Path(folder) for use, folder in known["stores"].items()}
+    held = config.data.validation
+    wanted = {"train"} if held is None else {"train", "validation"}
+    if set(folders) != wanted or not all((folder / MANIFEST).exists() for folder in folders.values()):
+        return prepare_data(config, known["today"])
+    language, train = language_of(config, known["today"]), Store(folders["train"])
+    everything = np.arange(len(train), dtype=np.int64)
+    if held is None:
+        return Data(language, Prepared(train, reused=True), everything, None, everything[:0])
+    if held.fraction is not None:
+        return _held_out(language, Prepared(train, reused=True), held.fraction, config.run.seed)
+    validation = Store(folders["validation"])
+    numbers = np.arange(len(validation), dtype=np.int64)
+    return Data(language, Prepared(train, reused=True), everything, validation, numbers)
+
+
+def _held_out(language: ChatLanguage | MarkedLanguage, made: Prepared, fraction: float, seed: int) -> Data:
+    train, held_out = split_off(made.store.hashes, fraction, seed)
     return Data(language, made, train, made.store, held_out)
 
 

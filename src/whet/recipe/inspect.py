@@ -16,13 +16,13 @@ from rich.text import Text
 from whet.config import Config, read_config
 from whet.core.console import progress, say
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write, read_json
+from whet.core.files import atomic_write
 from whet.data.conversation import Origin
 from whet.data.decode_ids import Decoder, open_decoder, runs
 from whet.data.external import TokenFile
 from whet.data.plan import Plan
 from whet.data.store import MANIFEST, Store
-from whet.recipe.data import Data, prepare_data
+from whet.recipe.data import Data, prepare_data, recorded_data
 from whet.recipe.plan import make_plan
 
 _LEARNED, _GIVEN = "bold green", "dim"
@@ -47,6 +47,8 @@ class Target:
 
     name: str
     documents: Documents
+    numbers: Sequence[int]
+    """Which of the documents."""
     decoder: Decoder | None
     config: Config | None = None
     data: Data | None = None
@@ -55,30 +57,34 @@ class Target:
 def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, validation: bool) -> Target:
     """A store, a configuration (its data is prepared if need be), a run, or a .bin file."""
     if what.suffix in (".bin", ".idx") or Path(f"{what}.idx").exists():
-        return Target(str(what), TokenFile(what), open_decoder(tokenizer) if tokenizer else None)
+        file = TokenFile(what)
+        return Target(str(what), file, range(len(file)), open_decoder(tokenizer) if tokenizer else None)
     if (what / MANIFEST).exists():
-        return Target(str(what), Store(what), open_decoder(tokenizer or what))
+        store = Store(what)
+        return Target(str(what), store, range(len(store)), open_decoder(tokenizer or what))
     if (what / "config.yaml").exists():
         what = what / "config.yaml"
     if what.is_dir():
         raise WhetError(f"{what}: neither a store ({MANIFEST}) nor a run (config.yaml)")
     config = read_config(what, overrides)
     ledger = what.parent / "ledger.json"
-    data = prepare_data(config, read_json(ledger)["today"] if ledger.exists() else None)
-    store = data.validation if validation else data.train.store
-    if store is None:
-        raise WhetError(f"{what}: the configuration has no validation data (data.validation)")
-    return Target(str(what), store, open_decoder(tokenizer or store.folder), config, data)
+    data = recorded_data(config, ledger) if ledger.exists() and not overrides else prepare_data(config)
+    used, numbers = data.train.store, data.train_documents
+    if validation:
+        if data.validation is None:
+            raise WhetError(f"{what}: the configuration has no validation data (data.validation)")
+        used, numbers = data.validation, data.validation_documents
+    return Target(str(what), used, numbers.tolist(), open_decoder(tokenizer or used.folder), config, data)
 
 
 def show_documents(target: Target, start: int, limit: int, pieces: bool, silent: bool) -> dict[str, Any]:
     """Print some documents with what is learned marked, and return them."""
-    total = len(target.documents)
+    total = len(target.numbers)
     if start >= total and limit:
         raise WhetError(f"{target.name}: there is no document {start}; there are {total}, counted from 0")
     console = Console(highlight=False, soft_wrap=True)
     shown = []
-    for number in range(start, min(start + limit, total)):
+    for number in target.numbers[start : start + limit]:
         ids, loss = target.documents.ids(number).tolist(), [int(x) for x in target.documents.loss(number)]
         origin = target.documents.origin(number)
         text = target.decoder.text(ids) if target.decoder else None
@@ -130,17 +136,17 @@ def write_counts(target: Target, path: Path) -> dict[str, Any]:
     writer = csv.writer(text)
     writer.writerow(["document", "source", "line", "tokens", "supervised"])
     tokens = supervised = 0
-    with progress("counting", len(target.documents)) as bar:
-        for number in range(len(target.documents)):
+    with progress("counting", len(target.numbers)) as bar:
+        for number in target.numbers:
             origin, loss = target.documents.origin(number), target.documents.loss(number)
             learned = int(loss[1:].sum())
             writer.writerow([number, origin.source, origin.line, len(loss), learned])
             tokens, supervised = tokens + len(loss), supervised + learned
             bar.advance()
     atomic_write(path, text.getvalue())
-    say(f"{path}: {len(target.documents):,} documents, {tokens:,} tokens, {supervised:,} learned")
+    say(f"{path}: {len(target.numbers):,} documents, {tokens:,} tokens, {supervised:,} learned")
     return {
-        "file": str(path), "documents": len(target.documents), "tokens": tokens, "supervised_tokens": supervised,
+        "file": str(path), "documents": len(target.numbers), "tokens": tokens, "supervised_tokens": supervised,
     }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,8 +19,9 @@ from whet.model.load import load_model
 from whet.model.lora import add_adapter
 from whet.model.precision import HonestDouble
 
-if TYPE_CHECKING:
-    pass
+
+class VocabularyError(WhetError):
+    """The tokenizer is not this model's."""
 
 
 def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loader:
@@ -61,9 +61,9 @@ def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vo
     model = load_model(config.model, arithmetic.weights)
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
-        raise WhetError(
-            f"model.path: {config.model.path}: the tokenizer knows {vocabulary} tokens and the model only {room}. "
-            "They do not belong together"
+        raise VocabularyError(
+            f"model.path: {config.model.path}: the tokenizer knows {vocabulary:,} tokens and the model only {room:,}. "
+            "They do not belong together: use the tokenizer that came with the model"
         )
     attention.install(model, attention.choose(config.model.attention, device, arithmetic.compute))
     if config.adapter is not None:

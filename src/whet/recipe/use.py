@@ -22,7 +22,7 @@ from whet.model.load import load_model
 from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
 from whet.model.tokenizer import load_tokenizer
-from whet.recipe.data import hush_libraries, prepare_data, tokenizer_of
+from whet.recipe.data import hush_libraries, prepare_data, recorded_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
 from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic
@@ -96,7 +96,10 @@ def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
             f"{changed[0]}: an evaluation cannot change what was trained, or trained conversations might be measured. "
             "It takes eval.*, data.validation.sources and train.micro_rows"
         )
-    data = prepare_data(config, frozen_date(path))
+    if config.data.validation == run.config.data.validation:
+        data = recorded_data(config, path / "ledger.json")
+    else:
+        data = prepare_data(config, frozen_date(path))
     root = LossModel(language_model(run.model))
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)
     return {"run": str(path), "step": run.step, **results}
@@ -107,7 +110,7 @@ def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
     hush_libraries()
     path, step = split_reference(reference)
     run = load_run(path, step)
-    data = prepare_data(run.config, frozen_date(path))
+    data = recorded_data(run.config, path / "ledger.json")
     is_final = run.step == read_status(path).get("steps")
     name = kind if is_final else f"{kind}-step-{run.step:06d}"
     return export_model(run.config, data, run.model, kind, run.step, name)

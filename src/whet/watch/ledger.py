@@ -18,6 +18,10 @@ class Source:
     kept: float | None
     dropped: float | None
     truncated: float | None
+    split: float | None
+    duplicates: float | None
+    kept_with: dict[str, float | None]
+    """What is to be known about conversations that were kept."""
     reasons: dict[str, float | None]
     first: dict[str, list[str]]
     tokens: float | None
@@ -35,6 +39,9 @@ class Source:
             kept=measured(conversations.get("kept")),
             dropped=measured(conversations.get("dropped")),
             truncated=measured(conversations.get("truncated")),
+            split=measured(conversations.get("split")),
+            duplicates=measured(record.get("duplicates")),
+            kept_with={str(note): measured(n) for note, n in (record.get("notes") or {}).items()},
             reasons={str(reason): measured(n) for reason, n in (record.get("reasons") or {}).items()},
             first={
                 str(reason): [str(place) for place in places] for reason, places in (record.get("first") or {}).items()
@@ -46,8 +53,9 @@ class Source:
 
     @property
     def notes(self) -> dict[str, float | None]:
-        """How many conversations were dropped for each reason, and how many were cut."""
-        return self.reasons | ({"truncated": self.truncated} if self.truncated else {})
+        """How many conversations were dropped for each reason, and how many were cut, split or are copies."""
+        others = {"truncated": self.truncated, "split": self.split, "duplicate": self.duplicates, **self.kept_with}
+        return {reason: number for reason, number in others.items() if number} | self.reasons
 
     @property
     def unaccounted(self) -> float | None:

@@ -13,10 +13,12 @@ from whet.data.containers.streams import content_size, estimate_count, open_byte
 
 _CHUNK = 2**18
 _BOM = b"\xef\xbb\xbf"
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[\[\]{}]', re.DOTALL)
-_TOP = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[\[\]{},]', re.DOTALL)
-"""A string (its group is empty where the buffer ends within it), a bracket and, between elements, a comma. Since a
-string is one token, brackets inside texts are never seen."""
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_INSIDE = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+", re.DOTALL)
+_BETWEEN = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb")*+", re.DOTALL)
+"""What can be passed over: up to the next bracket or, between elements, comma. Strings are passed as a whole, so that
+brackets in texts are never seen; one whose end is not in the buffer yet is stopped at."""
+_QUOTE, _COMMA = b'",'
 
 
 class JsonArray(Container):
@@ -52,33 +54,27 @@ def elements(stream: IO[bytes], name: str) -> Iterator[bytes]:
     assert buffer.startswith(b"["), "only arrays come here"
     place, start, depth, number = 1, 1, 1, 0
     while depth:
-        token = (_TOP if depth == 1 else _TOKEN).search(buffer, place)
-        if token is None or token.group(1) == b"":
-            place = token.start() - start if token else len(buffer) - start
-            more = stream.read(max(_CHUNK, len(buffer)))  # doubling: a huge element is not scanned again and again
+        passed = (_BETWEEN if depth == 1 else _INSIDE).match(buffer, place)
+        place = passed.end() if passed else place
+        if place == len(buffer) or buffer[place] == _QUOTE:
+            more = stream.read(max(_CHUNK, len(buffer)))  # doubling: a huge text is not passed again and again
             if not more:
                 raise WhetError(
                     f"data.sources: {name}: the JSON array ends in the middle, after {number} whole elements: the file "
                     "is cut off. Copy or download it again"
                 )
-            buffer, start = buffer[start:] + more, 0
+            buffer, place, start = buffer[start:] + more, place - start, 0
             continue
-        place = token.end()
-        char = buffer[token.start()]
-        if char in b"[{":
-            depth += 1
-        elif char in b"]}":
-            depth -= 1
-        if (depth == 1 and char == _COMMA) or depth == 0:
-            element = buffer[start : token.start()].strip()
-            start = place
+        char = buffer[place]
+        depth += (char in b"[{") - (char in b"]}")
+        if depth == 0 or (depth == 1 and char == _COMMA):
+            element = buffer[start:place].strip()
+            start = place + 1
             if element or number or depth:
                 number += 1
                 yield element
+        place += 1
     _nothing_more(buffer[place:], stream, name)
-
-
-_COMMA = ord(",")
 
 
 def _nothing_more(rest: bytes, stream: IO[bytes], name: str) -> None:

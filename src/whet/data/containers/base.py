@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from whet.core.files import hash_file
 from whet.data.conversation import BadRecordError
 
 
@@ -66,6 +67,10 @@ class Container(ABC):
     @abstractmethod
     def count(self) -> int:
         """How many records there are; an estimate where counting would mean reading everything."""
+
+    def identity(self) -> list[str]:
+        """What distinguishes its content, whatever it is called."""
+        return [self.kind, hash_file(self.path)]
 
     def size(self) -> int:
         """Bytes, uncompressed; an estimate where they are compressed."""

@@ -35,9 +35,9 @@ class HubSet(Container):
     def size(self) -> int:
         return int(self._data.data.nbytes)
 
-    def fingerprint(self) -> str:
+    def identity(self) -> list[str]:
         """The library's own name for the content."""
-        return str(self._data._fingerprint)
+        return [self.kind, str(self._data._fingerprint)]
 
 
 @functools.lru_cache(maxsize=8)

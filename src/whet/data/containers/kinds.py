@@ -15,7 +15,7 @@ from whet.data.containers.object import JsonObject
 from whet.data.containers.sheets import Sheet
 from whet.data.containers.streams import compression, open_bytes
 from whet.data.containers.tables import Arrow, Parquet
-from whet.data.containers.tokens import TokenFile
+from whet.data.containers.tokens import TokenRecords
 
 _LINES, _JSON = (".jsonl", ".ndjson", ".jsonlines"), (".json",)
 _PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
@@ -44,7 +44,7 @@ def container_of(name: str, path: Path, source: Source) -> Container:
     if head == b"ARROW1" or suffix in _ARROW:
         return Arrow(name, _seekable(path, name))
     if suffix == ".bin":
-        return TokenFile(name, path, source.mask)
+        return TokenRecords(name, path, source.mask)
     if suffix in _SHEETS:
         return Sheet(name, path, _SHEETS[suffix])
     if suffix == ".txt":

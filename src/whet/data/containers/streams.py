@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from whet.core.errors import WhetError
 
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP, _ZSTD = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"
 _RATIO = 4  # text compresses about so well; only estimates use it
 _SAMPLE = 2**20
 

@@ -22,7 +22,7 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
     calls, reasoning = _parse_calls(turn, role, place), _parse_reasoning(turn, role, place)
     content = _parse_content(turn.get(content_name), place, bool(calls or reasoning))
     if role in ("user", "assistant") and not (calls or reasoning) and not content.strip():
-        raise BadRecordError("empty content", f"{place} of the {role} is empty; fill it or remove it")
+        raise BadRecordError("empty turn", f"{place} of the {role} is empty; fill it or remove it")
     if turn.get("tools") not in _NOTHING:
         raise BadRecordError("unsupported key", f"{place} has 'tools'; they belong beside the messages, in the record")
     learn = parse_learn(turn, role, place)

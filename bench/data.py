@@ -1,0 +1,174 @@
+"""How fast data is prepared, beside the tokenizer alone and beside TRL, on the same file and the same cores.
+
+    python bench/data.py [FILE.jsonl] [MODEL] [--no-trl]     default: 8 000 generated sums, builtin:smollm2
+
+- encode: the tokenizers library's `encode_batch` on the texts as the model sees them: what any tool needs at least
+- whet:   `prepare`: reading, parsing, rendering, masks, hashes, ledger and store included, into an empty cache
+- trl:    what SFTTrainer does with the same conversations before training, on as many processes
+
+They are run in turns, three times, and the best time of each counts. The last line is a JSON object with the ratios,
+the peak of memory (of all processes together, shared pages counted once), and what `bench/plan.py` found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.config import Config
+from whet.core.config import validate
+from whet.core.console import be_quiet
+from whet.core.yaml import parse_yaml
+from whet.data.config import Source
+from whet.data.conversation import Conversation
+from whet.data.prepare import prepare
+from whet.data.sources import read_source
+from whet.recipe.data import language_of
+
+RECIPE = """
+model: {path: "%s"}
+data: {sources: [{path: "%s"}], max_length: 4096}
+"""
+TIMES = 3
+CORES = len(os.sched_getaffinity(0))
+
+
+def memory_mib() -> float:
+    """Of this process and its children, shared pages counted once."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = int(process.name) == os.getpid() or f"PPid:\t{os.getpid()}\n" in (process / "status").read_text()
+            rollup = (process / "smaps_rollup").read_text() if mine else ""
+        except (OSError, PermissionError):
+            continue
+        total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return total / 1024
+
+
+class Peak:
+    """The most memory while something runs."""
+
+    def __enter__(self) -> Peak:
+        self.mib, self._done = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.2):
+            self.mib = max(self.mib, memory_mib())
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = function()
+    return time.perf_counter() - began, result
+
+
+def config_for(model: str, file: Path) -> Config:
+    return validate(Config, parse_yaml(RECIPE % (model, file), "bench"))
+
+
+def prepare_fresh(config: Config, language: Any, scratch: Path) -> tuple[float, int]:
+    """(seconds, tokens) of a preparation into an empty folder; the tokenizer is loaded before, as for the others."""
+    with tempfile.TemporaryDirectory(dir=scratch) as store:
+        data = config.data.model_copy(update={"store": store})
+        seconds, made = timed(lambda: prepare(data, data.sources, "train", language))
+        return seconds, int(made.store.lengths.sum())
+
+
+def trl_dataset(conversations: list[Conversation]) -> Any:
+    from datasets import Dataset, disable_caching, disable_progress_bars
+
+    disable_caching()
+    disable_progress_bars()
+    rows = []
+    for conversation in conversations:
+        turns = [{"role": message.role, "content": message.content} for message in conversation.messages]
+        rows.append({"prompt": turns[:-1], "completion": turns[-1:]})
+    return Dataset.from_list(rows)
+
+
+def trl_prepare(dataset: Any, model: Any, tokenizer: Any, scratch: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(
+        output_dir=str(scratch / "trl"), max_length=4096, dataset_num_proc=CORES, report_to=[], use_cpu=True
+    )
+    SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+
+
+def main() -> None:
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        model = words[1] if len(words) > 1 else "builtin:smollm2"
+        file = Path(words[0]).resolve() if words else _generated(scratch / "sums.jsonl")
+        print(json.dumps(compare(file, model, scratch, "--no-trl" not in sys.argv)))  # noqa: T201
+
+
+def _generated(file: Path) -> Path:
+    items = read_source(Source(path="builtin:arithmetic", max_samples=8000))
+    with file.open("w") as out:
+        for item in items:
+            assert isinstance(item, Conversation)
+            out.write(json.dumps({"messages": [message.as_dict() for message in item.messages]}) + "\n")
+    return file
+
+
+def compare(file: Path, model: str, scratch: Path, with_trl: bool) -> dict[str, Any]:
+    be_quiet()
+    config = config_for(model, file)
+    language = language_of(config)
+    tokenizer, renderer = language.tokenizer, language.rendering(cached=True)
+    backend = tokenizer.backend_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    items = [item for item in read_source(config.data.sources[0]) if isinstance(item, Conversation)]
+    texts = [renderer.layout(item).text for item in items]  # type: ignore[union-attr]
+    dataset = trl_dataset(items) if with_trl else None
+    best: dict[str, float] = {}
+    for _ in range(TIMES):
+        seconds = {"encode": timed(lambda: backend.encode_batch(texts, add_special_tokens=False))[0]}
+        seconds["whet"], tokens = prepare_fresh(config, language, scratch)
+        if dataset is not None:
+            seconds["trl"] = timed(lambda: trl_prepare(dataset, _tiny(), tokenizer, scratch))[0]
+        best = {name: min(found, best.get(name, found)) for name, found in seconds.items()}
+        print({name: round(found, 2) for name, found in seconds.items()}, flush=True)  # noqa: T201
+    with Peak() as used:  # by itself, because watching takes time
+        prepare_fresh(config, language, scratch)
+    result: dict[str, Any] = {
+        "file": file.name, "conversations": len(items), "tokens": tokens, "cores": CORES,
+        "seconds": {name: round(found, 3) for name, found in best.items()},
+        "whet_tokens_per_s": round(tokens / best["whet"]),
+        "whet_over_encode": round(best["encode"] / best["whet"], 3),
+        "peak_mib": round(used.mib),
+    }  # fmt: skip
+    if with_trl:
+        result["whet_over_trl"] = round(best["trl"] / best["whet"], 2)
+    plans = subprocess.run([sys.executable, Path(__file__).with_name("plan.py")], capture_output=True, text=True)
+    result["plans"] = json.loads(plans.stdout.splitlines()[-1])["plans"]
+    return result
+
+
+def _tiny() -> Any:
+    """TRL prepares data inside its trainer, which wants a model: the smallest there is."""
+    from whet.model.builtin import builtin_folder
+
+    return str(builtin_folder("builtin:tiny"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Checks of the real model: does it fit its tokenizer and the data, and do packed conversations see each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whet.config import Config
+from whet.core.errors import WhetError
+from whet.recipe.data import Data, tokenizer_of
+from whet.recipe.finding import Finding
+
+_UNUSED = 0.1
+"""Models have some rows more than their tokenizer has tokens, for speed; more than this part is strange."""
+
+
+def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
+    """Load it as training does and run it on two packed documents."""
+    from whet.core.ranks import start_ranks
+    from whet.model.lora import language_model
+    from whet.model.loss import LossModel
+    from whet.recipe.parts import VocabularyError, build_model, choose_arithmetic
+
+    try:
+        tokens = len(tokenizer_of(config) if data is None else data.tokenizer)
+        device = start_ranks().device
+        arithmetic = choose_arithmetic(config, device)
+        model = build_model(config, arithmetic, device, tokens)
+    except VocabularyError as error:
+        yield Finding("vocabulary", "fault", str(error))
+        return
+    except WhetError as error:
+        yield Finding("model", "fault", str(error))
+        return
+    except (RuntimeError, ImportError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        yield Finding("model", "fault", _broken(config, "cannot be made", error))
+        return
+    yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    try:
+        with arithmetic.context(device):
+            LossModel(language_model(model)).check(tokens)
+        yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
+    except WhetError as error:
+        yield Finding("leak", "fault", str(error))
+    except (RuntimeError, ImportError, ArithmeticError, LookupError) as error:
+        yield Finding("leak", "fault", _broken(config, "fails on two packed conversations", error))
+    if data is not None:
+        own = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        yield _positions(data, getattr(own, "max_position_embeddings", None))
+
+
+def _broken(config: Config, what: str, error: Exception) -> str:
+    """A model is a program of someone else's: it can fail in any way."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"model.path: {config.model.path}: the model {what} ({type(error).__name__}: {first}). Try another one"
+
+
+def _vocabulary(tokens: int, rows: int) -> Finding:
+    text = f"the tokenizer knows {tokens:,} tokens, the model {rows:,}"
+    if tokens < (1 - _UNUSED) * rows:
+        return Finding("vocabulary", "warning", f"{text}. If they belong together, so many would be unused: compare")
+    return Finding("vocabulary", "ok", text)
+
+
+def _positions(data: Data, room: int | None) -> Finding:
+    longest = int(data.train.store.lengths.max(initial=0))
+    if data.validation is not None:
+        longest = max(longest, int(data.validation.lengths.max(initial=0)))
+    text = f"the longest conversation has {longest:,} tokens"
+    if room is None:
+        return Finding("positions", "ok", f"{text}; the model names no limit")
+    if longest > room:
+        return Finding("positions", "fault", f"{text}, the model was made for {room:,}. Lower data.max_length to that")
+    return Finding("positions", "ok", f"{text}, the model takes {room:,}")

@@ -1,0 +1,112 @@
+"""`whet check` on chat templates with traps. Each test shows first that the data passes with a good template."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+GOOD = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
+
+
+@pytest.fixture
+def good(check: Any, write: Any, template: Any) -> Any:
+    """Forty conversations that pass with a plain template; gives their file."""
+    file = write()
+    check(template(GOOD)).passed()
+    return file
+
+
+def test_no_end_of_turn(check: Any, template: Any, good: Any) -> None:
+    found = check(template(GOOD.replace("<|im_end|>", "")))
+    found.fault("template", "no end-of-turn token after message 2", "data.template=FILE.jinja")
+    found.fault("bad lines", f"{good}:1: ", "never learn to stop")
+    found.fault("data", "40 no end of turn")
+
+
+def test_the_end_of_turn_is_not_learned(check: Any, template: Any, good: Any) -> None:
+    check(template(GOOD), "data.train_on=all").passed()
+    found = check(template(GOOD.replace("<|im_end|>", "")), "data.train_on=all")
+    found.fault("end of turn", str(good), "learned in 0.0%", "learns not to stop", "see template")
+    assert "does not end an answer with <|im_end|>" in found.texts("template", "warning")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("m['content']", "m['content'][:5]"), "leaves out message 1 (role 'user') or part of it"),
+        (("m['content']", "m['content']|upper"), "changes the text itself"),
+        (("m['content']", "m['content'] + m['content']"), "repeats a message"),
+    ],
+    ids=["drops", "rewrites", "repeats"],
+)
+def test_content_is_dropped_or_rewritten(
+    check: Any, template: Any, good: Any, change: tuple[str, str], said: str
+) -> None:
+    found = check(template(GOOD.replace(*change)))
+    found.fault("template", said)
+    found.fault("bad lines", f"{good}:1: ", said)
+
+
+def test_a_message_without_a_place_in_the_template(check: Any, write: Any, talk: Any, template: Any, good: Any) -> None:
+    system = {"messages": [{"role": "system", "content": "Be brief."}, *talk(99)["messages"]]}
+    write(system)
+    check(template(GOOD)).passed()
+    without = GOOD.replace(TURN, "{% if m['role'] != 'system' %}" + TURN + "{% endif %}")
+    found = check(template(without))
+    found.fault("bad lines", f"{good}:1: ", "leaves out message 1 (role 'system')")
+    found.texts("template", "ok")  # others do not need that place
+
+
+def test_the_prompt_opens_the_answer_otherwise(check: Any, template: Any, good: Any) -> None:
+    found = check(template(GOOD.replace("<|im_start|>assistant", "<|im_start|>bot")))
+    found.fault("template", "opens message 2 otherwise than its generation prompt does")
+    found.fault("bad lines", f"{good}:1: ", "generation prompt")
+
+
+def test_the_template_begins_twice(check: Any, template: Any, good: Any) -> None:
+    found = check(template("{{ bos_token }}" + GOOD))
+    found.fault("template", "40 of 40 conversations begin with <|im_start|> twice", f"first {good}:1", "Remove")
+
+
+def test_template_and_text_both_begin(check: Any, write: Any, talk: Any, template: Any) -> None:
+    setting = template(
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + m['content'] + '\n' }}{% else %}"
+        "{{ 'Answer: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Answer: ' }}{% endif %}"
+    )
+    file = write()
+    check(setting).passed()
+    write(talk(99), talk(0, question="<|im_start|>Who are you?"))
+    found = check(setting)
+    found.fault("template", "1 of 42 conversations begin with <|im_start|> twice", f"first {file}:2")
+    found.fault("control tokens in the text", f"first {file}:2")
+
+
+def test_reasoning_of_earlier_turns_is_left_out(check: Any, write: Any, talk: Any, template: Any) -> None:
+    think = "{{ '<think>' + m['reasoning_content'] + '</think>' }}"
+    think = "{% if m.get('reasoning_content') and loop.last %}" + think + "{% endif %}"
+    text = "{{ '<|im_start|>' + m['role'] + '\n' }}" + think + "{{ m['content'] + '<|im_end|>\n' }}"
+    setting = template("{% for m in messages %}" + text + "{% endfor %}" + PROMPT)
+    first, second = (talk(i, reasoning_content=f"Twice {i}.")["messages"] for i in (98, 99))
+    file = write({"messages": second})
+    check(setting).passed()
+    write({"messages": second}, {"messages": [*first, *second]})
+    found = check(setting)
+    found.warning("reasoning left out by the template", "1 of 42 conversations", f"first {file}:2", "not learned")
+
+
+def test_the_template_inserts_the_date(check: Any, template: Any, good: Any) -> None:
+    dated = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}" + GOOD
+    check(template(dated)).warning("template", "inserts the date", datetime.date.today().isoformat())
+
+
+@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{ nothing.here.at_all }}", ""], ids=str)
+def test_a_template_that_is_broken(check: Any, template: Any, good: Any, text: str) -> None:
+    found = check(template(text))
+    assert found.code == 1
+    assert "template" in "".join(each["text"] for each in found.checks if each["level"] == "fault")
+    found.texts("leak", "ok")  # the model is looked at all the same

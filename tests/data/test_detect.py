@@ -1,0 +1,173 @@
+"""The format is recognised, said, and never guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.core.errors import WhetError
+from whet.data.config import Source
+from whet.data.conversation import BadLine, Conversation, Text
+from whet.data.sources import Reader, read_source
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SAID = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CHOICES = {"question": "a", "choices": ["x", "y"], "answer": 0}
+Jsonl = Callable[..., Path]
+
+
+def reader(jsonl: Jsonl, *records: Any, **options: Any) -> Reader:
+    return Reader(Source(path=str(jsonl(*map(json.dumps, records))), **options))
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": TURNS}, "messages (messages: role, content)"),
+        (TURNS, "messages (role, content)"),
+        ({"conversations": TURNS, "id": 1}, "messages (conversations: role, content); not used: id"),
+        ({"messages": TURNS, "tools": [], "text": "x"}, "messages (messages: role, content, tools); not used: text"),
+        ({"prompt": "x", "completion": "x", "messages": TURNS},
+         "messages (messages: role, content); not used: prompt, completion"),
+        ({"conversations": SAID}, "sharegpt (conversations: from, value)"),
+        ({"messages": SAID, "system": "s"}, "sharegpt (messages: from, value, system)"),
+        ({"instruction": "a", "input": "b", "output": "c"}, "alpaca (instruction, input, output)"),
+        ({"instruction": "a", "output": "c", "text": "x"}, "alpaca (instruction, output); not used: text"),
+        ({"instruction": "a", "context": "b", "response": "c", "category": "x"},
+         "alpaca (instruction, context as input, response as output); not used: category"),
+        ({"prompt": "a", "completion": "b"}, "prompt-completion (prompt, completion)"),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, "prompt-completion (prompt, completion)"),
+        ({"question": "a", "answer": "b"}, "prompt-completion (question as prompt, answer as completion)"),
+        ({"query": "a", "response": "b"}, "prompt-completion (query as prompt, response as completion)"),
+        ({"input": "a", "output": "b"}, "prompt-completion (input as prompt, output as completion)"),
+        ({"question": "a", "answer": "b\n#### 3"}, "gsm8k (question, answer)"),
+        (CHOICES, "multiple-choice (question, choices, answer)"),
+        ({"question": "a", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"},
+         "multiple-choice (question, choices, answerKey as answer)"),
+        ({"text": "a", "url": "x"}, "text (text); not used: url"),
+        ("a", "text"),
+    ],
+)  # fmt: skip
+def test_a_format_is_recognised_and_said_in_a_line(jsonl: Jsonl, record: Any, said: str) -> None:
+    found = reader(jsonl, record)
+    assert found.decision == f"{jsonl(json.dumps(record))}: {said}"
+    assert [type(found.parse(raw)) for raw in found.records()] in ([Conversation], [Text])
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({}, "not recognised: its records have no fields"),
+        ([[]], "not recognised"),
+        (3, "not recognised"),
+        ({"title": "a", "body": "b"}, r"not recognised: its records have 'title', 'body'.*format: .*fields: "),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "not recognised.*'chosen', 'rejected'"),
+        ({"question": "a", "answer": "b", "context": "c"}, "not recognised.*'context'"),
+        ({"messages": TURNS, "conversations": SAID}, "more than one way.*messages with.*; or sharegpt with"),
+        ({"messages": TURNS, "chat": TURNS}, "more than one way.*messages: chat.*messages: messages"),
+        ({"text": "a", "prompt": "b", "completion": "c"}, "more than one way.*prompt-completion.*; or text"),
+        (
+            {"problem": "a", "solution": "b", "answer": "c"},
+            "more than one way.*completion: answer.*completion: solution",
+        ),
+        ({"instruction": "a", "input": "b", "context": "c", "output": "d"}, "context and input may each be its input"),
+        ({"text": "<<<|user|>>>a<<<|user|>>>"}, "format: marked"),
+        ({"text": "<|im_start|>user"}, "format: marked"),
+        ({"text": "[INST] a [/INST] b"}, "format: marked"),
+    ],
+)
+def test_what_is_unclear_is_refused_with_what_to_write(jsonl: Jsonl, record: Any, says: str) -> None:
+    with pytest.raises(WhetError, match=says):
+        reader(jsonl, record)
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        ({"title": "a", "body": "b"}, {"fields": {"prompt": "title", "completion": "body"}}),
+        ({"question": "a", "body": "b"}, {"fields": {"completion": "body"}}),
+        ({"problem": "a", "solution": "b", "answer": "c"}, {"fields": {"completion": "solution"}}),
+        ({"question": "a", "answer": "b", "context": "c"}, {"format": "prompt-completion"}),
+        ({"log": TURNS}, {"fields": {"messages": "log"}}),
+        ({"log": [{"who": "user", "said": "a"}]}, {"fields": {"messages": "log", "role": "who", "content": "said"}}),
+        (
+            {"log": [{"who": "human", "said": "a"}]},
+            {"fields": {"conversations": "log", "from": "who", "value": "said"}},
+        ),
+        ({"messages": TURNS, "conversations": SAID}, {"format": "sharegpt"}),
+        ({"question": "a", "answer": "b\n#### 3"}, {"format": "prompt-completion"}),
+        ({"text": "a", "prompt": "b", "completion": "c"}, {"format": "prompt-completion"}),
+        ({"prompt": "a", "question": "b", "completion": "c"}, {"format": "prompt-completion"}),
+        (
+            {"instruction": "a", "input": "b", "context": "c", "output": "d"},
+            {"fields": {"input": "context", "output": "output"}},
+        ),
+        (
+            {"frage": "a", "choices": ["x", "y"], "answer": 0},
+            {"format": "multiple-choice", "fields": {"question": "frage"}},
+        ),
+    ],
+)
+def test_what_the_user_says_settles_it(jsonl: Jsonl, record: Any, options: dict[str, Any]) -> None:
+    found = reader(jsonl, record, **options)
+    assert [type(found.parse(raw)) for raw in found.records()] == [Conversation]
+
+
+def test_named_fields_are_the_ones_that_are_read(jsonl: Jsonl) -> None:
+    record = {"instruction": "a", "input": "b", "context": "c", "output": "d"}
+    path = str(jsonl(json.dumps(record)))
+    [item] = read_source(Source(path=path, format="alpaca", fields={"input": "context"}))
+    assert item.messages[0].content == "a\n\nc"  # type: ignore[union-attr]
+
+
+def test_an_optional_field_may_be_missing_in_some_records(jsonl: Jsonl) -> None:
+    records = [{"instruction": "a", "response": "d"}, {"instruction": "a", "context": "c", "response": "d"}]
+    found = reader(jsonl, *records)
+    texts = [found.parse(raw).messages[0].content for raw in found.records()]  # type: ignore[union-attr]
+    assert texts == ["a", "a\n\nc"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"fields": {"promt": "a"}}, "no format has a field 'promt'; known are .*prompt"),
+        ({"fields": {"text": "a"}, "format": "alpaca"}, "alpaca has no field 'text'; known are history, input"),
+    ],
+)
+def test_a_field_that_no_format_knows_is_refused(jsonl: Jsonl, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(WhetError, match=says):
+        reader(jsonl, {"messages": TURNS}, **options)
+
+
+def test_records_of_two_formats_are_refused_and_bad_ones_are_not_asked(jsonl: Jsonl) -> None:
+    with pytest.raises(WhetError, match=r"train.jsonl:2: .*\(text\) is of another format .*\(messages\)"):
+        reader(jsonl, {"messages": TURNS}, {"text": "a"})
+    found = reader(jsonl, {"mesages": TURNS}, {"messages": TURNS}, 3)
+    assert [type(found.parse(raw)) for raw in found.records()] == [BadLine, Conversation, BadLine]
+
+
+def test_gsm8k_must_hold_for_every_record_looked_at(jsonl: Jsonl) -> None:
+    heading = {"question": "a", "answer": "b\n#### Notes"}
+    found = reader(jsonl, heading, {"question": "a", "answer": "b"})
+    assert "prompt-completion" in str(found.decision)
+
+
+def test_twenty_good_records_are_looked_at(jsonl: Jsonl) -> None:
+    late = [{"messages": TURNS}] * 20 + [{"text": "a"}]
+    assert "messages" in str(reader(jsonl, *late).decision)
+    with pytest.raises(WhetError, match=r"train\.jsonl:20: .*another format"):
+        reader(jsonl, *late[1:])
+
+
+def test_a_file_without_a_readable_line_says_so_line_by_line(jsonl: Jsonl) -> None:
+    found = Reader(Source(path=str(jsonl("nope", "{"))))
+    assert "no record could be looked at" in str(found.decision)
+    assert [type(found.parse(raw)) for raw in found.records()] == [BadLine, BadLine]
+
+
+def test_a_generator_has_no_decision() -> None:
+    assert Reader(Source(path="builtin:orders")).decision is None
