@@ -192,3 +192,15 @@ def test_a_model_that_breaks_while_it_runs(check: Any, write: Any, monkeypatch: 
     found = check()
     found.fault("leak", "builtin:tiny", "RuntimeError: mat1 and mat2 shapes cannot be multiplied)")
     found.texts("positions", "ok")
+
+
+def test_ids_that_transformers_does_not_give(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rendering of whet's own and transformers disagree, the words of transformers count."""
+    from whet.data.render import Renderer
+
+    file = write()
+    check().passed()
+    monkeypatch.setattr(Renderer, "reference_ids", lambda *_: [1, 2, 3])
+    found = check()
+    found.fault("ids", "40 of 40 conversations have other ids than transformers gives", f"first {file}:1", "Delete")
+    found.texts("store", "ok")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -40,8 +41,8 @@ def settled(
     documents: list[Rendered] = []
 
     class Spy(Chunk):
-        def add(self, added: list[Rendered], origin: Origin) -> None:
-            documents.extend(added)
+        def add(self, added: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
+            documents.extend(document for document, _ in added)
             super().add(added, origin)
 
     chunk = Spy(0, VOCABULARY)

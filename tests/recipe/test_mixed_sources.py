@@ -12,7 +12,8 @@ import pytest
 
 from whet.config import Config
 from whet.data.plan import Plan
-from whet.recipe.parts import Data, make_plan, prepare_data
+from whet.recipe.data import Data, prepare_data
+from whet.recipe.plan import make_plan
 
 
 @pytest.fixture
