@@ -85,7 +85,7 @@ LINES = {
     "broken JSON": "{",
     "unknown role": line(("human", "Hi")),
     "no assistant turn": line(("user", "Hi")),
-    "empty content": line(("user", "Hi"), ("assistant", "")),
+    "empty turn": line(("user", "Hi"), ("assistant", "")),
     "starts with the assistant": line(("assistant", "Hi")),
     "bad text": '{"messages": [{"role": "user", "content": "\\ud800"}]}',
 }
