@@ -99,7 +99,7 @@ def _add(
         part.duplicate(origin)
         if drop:
             part.kept -= 1
-            part.drop("duplicate", origin)
+            part.reasons["duplicate"] += 1  # its place is told already
     if drop:
         part.documents -= int(copies.sum())
         part.ended -= int(chunk["ended"][copies].sum())
