@@ -104,6 +104,9 @@ def test_a_bin_file_with_and_without_a_tokenizer(whet: Any, store: Store, tmp_pa
         assert [document["line"] for document in shown] == [1, 2]
     bare = result_of(whet("inspect", tmp_path / "mine.bin", "--json"))["documents"][0]
     assert (bare["text"], bare["ids"]) == (None, wanted[0]["ids"])
+    told = result_of(whet("inspect", tmp_path / "mine.bin", "--count", tmp_path / "counts.csv", "--json"))
+    assert told["tokens"] == int(store.lengths.sum())
+    assert told["supervised_tokens"] == told["tokens"] - len(store)  # nothing predicts a document's first token
     assert str(wanted[0]["ids"][5]) in whet("inspect", tmp_path / "mine.bin", "--limit", 1).out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +58,7 @@ def test_copies_are_counted_and_left_out_and_nothing_else_is(
             seen.add(n)
         told, left = account(counted, source), account(without, source)
         assert told["duplicates"] == left["duplicates"] == len(copies)
-        assert told["first"].get("duplicate", []) == copies[:5]
+        assert told["first"].get("duplicate", []) == left["first"].get("duplicate", []) == copies[:5]
         assert "duplicate" not in told["reasons"]
         assert left["reasons"].get("duplicate", 0) == len(copies)
         assert told["conversations"]["kept"] == len(usable)
@@ -99,11 +101,9 @@ def test_what_two_stores_have_in_common_is_found(own_cache: Path, tmp_path: Path
     assert np.array_equal(overlap(one, one), np.arange(len(one)))
 
 
-def test_the_mask_is_part_of_a_copy(own_cache: Path, jsonl) -> None:
+def test_the_mask_is_part_of_a_copy(own_cache: Path, jsonl: Callable[..., Path]) -> None:
     """The same tokens with another mask are not the same lesson."""
     once = {"role": "assistant", "content": "a"}
-    import json
-
     records = [
         {"messages": [{"role": "user", "content": "q"}, {**once, **extra}, {"role": "user", "content": "r"}, once]}
         for extra in ({}, {"weight": 0}, {})
@@ -111,3 +111,14 @@ def test_the_mask_is_part_of_a_copy(own_cache: Path, jsonl) -> None:
     prepared = go(jsonl(*map(json.dumps, records)), deduplicate=True)
     assert account(prepared)["duplicates"] == 1
     assert prepared.store.targets.tolist()[0] > prepared.store.targets.tolist()[1]
+
+
+def test_the_same_line_of_two_files_is_two_conversations(own_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    write(tmp_path / "many", [[1], [2], [1], [7], [7], [3]])
+    counted = go(tmp_path / "many", max_length=40, too_long="split")
+    told = account(counted)
+    assert told["duplicates"] == 2
+    assert told["first"]["duplicate"] == [f"{tmp_path}/many/{name}.jsonl:1" for name in (2, 4)]
+    left = account(go(tmp_path / "many", max_length=40, too_long="split", deduplicate=True))
+    assert (left["conversations"]["kept"], left["reasons"]) == (4, {"duplicate": 2})

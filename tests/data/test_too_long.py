@@ -22,7 +22,7 @@ from whet.data.ledger import Account
 from whet.data.render import Rendered, Renderer
 from whet.data.settle import settle
 
-from .families import CHATML, DEEPSEEK, GEMMA, LLAMA2, LLAMA3, MISTRAL, QWEN3, Family, tokenizer_of
+from .families import CHATML, DEEPSEEK, GEMMA, LLAMA2, LLAMA3, MISTRAL, QWEN3, Family, small_tokenizer, tokenizer_of
 
 HERE = Origin("a.jsonl", 1)
 VOCABULARY = 400
@@ -34,7 +34,9 @@ def renderer_of(family: Family) -> Renderer:
     return Renderer(tokenizer_of(family), "assistant")
 
 
-def settled(item: Item, limit: int, family: Family = CHATML, **options: Any) -> tuple[list[Rendered], Account]:
+def settled(
+    item: Item, limit: int, family: Family = CHATML, renderer: Renderer | None = None, **options: Any
+) -> tuple[list[Rendered], Account]:
     """The documents that an item becomes, and its account."""
     documents: list[Rendered] = []
 
@@ -45,7 +47,7 @@ def settled(item: Item, limit: int, family: Family = CHATML, **options: Any) -> 
 
     chunk = Spy(0, VOCABULARY)
     config = DataConfig(sources=[Source(path="a")], max_length=limit, **{"too_long": "split", **options})
-    settle([item], chunk, renderer_of(family), config)
+    settle([item], chunk, renderer or renderer_of(family), config)
     told = chunk.account.as_dict("a", "train")
     assert told["tokens"] == sum(len(document.ids) for document in documents)
     assert told["supervised_tokens"] == sum(int(document.loss[1:].sum()) for document in documents)
@@ -108,6 +110,30 @@ def test_every_exchange_that_fits_is_in_exactly_one_piece(
         assert account.notes == ({} if fitting == everything else {"an exchange of it too long": 1})
     else:
         assert (account.kept, account.split, dict(account.reasons)) == (0, 0, {"too long": 1})
+
+
+def test_pieces_beside_a_long_system_prompt_are_as_long_as_can_be() -> None:
+    system, turns = "s" * 60, [turn for i in range(6) for turn in exchange(i, "", "")]
+    (three,), _ = settled(talk(system, *turns[:6]), 1000)
+    documents, _ = settled(talk(system, *turns), len(three.ids))
+    assert [len(document.ids) for document in documents] == [len(three.ids)] * 2
+
+
+def test_pieces_fit_where_exchanges_are_longer_together_than_alone() -> None:
+    between = "{% if m.role == 'assistant' and not loop.last %}{{ 'and so it went on and on' }}{% endif %}{% endfor %}"
+    template = CHATML.template.replace("{% endfor %}", between, 1)
+    renderer = Renderer(small_tokenizer(template, CHATML.markers, eos="<|im_end|>"), "assistant")
+    turns = [turn for i in range(6) for turn in exchange(i, "", "")]
+
+    def length(numbers: int) -> int:
+        (found,) = renderer.render_items([talk(None, *turns[: 2 * numbers])])
+        assert isinstance(found, Rendered)
+        return len(found.ids)
+
+    assert length(3) > 3 * length(1)
+    documents, account = settled(talk(None, *turns), 3 * length(1), renderer=renderer)
+    assert [len(document.ids) for document in documents] == [length(2)] * 3
+    assert account.notes == {}
 
 
 def test_what_belongs_together_stays_together() -> None:
