@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from whet.data import shapes
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.render import Layout, Renderer, UnevenTemplateError
 from whet.data.skeleton import skeleton_of
+from whet.data.template import ChatTemplate
+from whet.data.traced import InspectedError
 
 from .families import CHATML, CHATML_TEMPLATE, tokenizer_of
 from .shipped import TOOLS
@@ -178,6 +181,19 @@ def test_a_conversation_that_must_be_refused_is_a_dependence_too(monkeypatch: py
     renderer = uneven(monkeypatch, CHATML_TEMPLATE.replace("m['content']", "m['content'] | upper"))
     with pytest.raises(UnevenTemplateError):
         renderer.layout(dialogue(2, "lower"))
+
+
+def test_a_look_into_a_text_counts_although_the_template_swallows_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(chat: ChatTemplate, messages: Any, tools: Any = (), prompt: bool = False) -> str:
+        with contextlib.suppress(InspectedError):
+            len(messages[0]["content"])
+        return chat.render([{**m, "content": "".join([m["content"]])} for m in messages], tools, prompt)
+
+    renderer = Renderer(tokenizer_of(CHATML), "assistant")
+    monkeypatch.setattr(ChatTemplate, "trace", trace)
+    renderer.layout(dialogue(2))
+    assert renderer._shapes is not None
+    assert [*renderer._shapes._known.values()] == [None]
 
 
 # Skeletons
