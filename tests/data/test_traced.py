@@ -6,7 +6,6 @@ in full, whatever the template does with texts.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -120,6 +119,7 @@ LOOKED_INTO = {
     "length of a format": (IF.format("'{}'.format(c) | length > 9"), "a very long text"),
     "length of a format filter": (IF.format("('%s' | format(c)) | length > 9"), "a very long text"),
     "length of a percent": (IF.format("('%s' % c) | length > 9"), "a very long text"),
+    "length of a percent that is made": (IF.format("((w ~ '%s') % (c,)) | length > 16"), "a very long text"),
     "length of a percent of a tuple": (IF.format("('%s' % (c,)) | length > 9"), "a very long text"),
     "length of a join": (IF.format("([c] | join('')) | length > 9"), "a very long text"),
     "length of a join by a method": (IF.format("''.join([c]) | length > 9"), "a very long text"),
@@ -182,7 +182,7 @@ def test_a_template_that_looks_into_texts_has_no_skeletons(name: str) -> None:
         "{% set ns = namespace(x='') %}{% set ns.x = c ~ '' %}{% set x = ns.x %}",
         "{% set x %}{% for part in [c] %}{{ part }}{% endfor %}{% endset %}",
         "{% set x %}{% filter trim %}{{ c }}{% endfilter %}{% endset %}",
-        "{% macro around() %}{{ caller() }}{% endmacro %}{% set x %}{% call around() %}{{ c }}{% endcall %}{% endset %}",
+        "{% macro f() %}{{ caller() }}{% endmacro %}{% set x %}{% call f() %}{{ c }}{% endcall %}{% endset %}",
     ],
 )
 def test_texts_stay_traced_through_blocks_macros_and_namespaces(before: str) -> None:
@@ -243,7 +243,7 @@ _WORD = st.sampled_from([repr(word) for word in WORDS] + ["w", "m['role']"])
 TEXTS = st.lists(st.sampled_from([*WORDS, "c", "user", "think>", "</", "X"]), min_size=1, max_size=3).map("".join)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(expressions(), st.lists(TEXTS, min_size=3, max_size=5))
 @example("(w + c) if w in ('<' ~ c) else c", ["think>"])
 def test_random_templates_treat_texts_alike_with_and_without_the_cache(expression: str, texts: list[str]) -> None:
@@ -329,11 +329,3 @@ def test_tracing_renders_as_the_template_does() -> None:
         questions = Questions()
         marked = [{**message, "content": Traced(message["content"], questions)} for message in plain]
         assert "".join([chat.trace(marked)]) == chat.render(plain)
-
-
-def test_a_refusal_that_a_template_swallows_is_remembered() -> None:
-    """`is sequence` of Jinja catches every error; so may others."""
-    text, questions = traced("abc")
-    with contextlib.suppress(InspectedError):
-        len(text)
-    assert questions.inspected

@@ -8,6 +8,7 @@ Unicode assigns nothing in the planes that the dye is taken from, so nothing els
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,8 @@ class Dyed:
             self._vanishing[start : start + slot.may_vanish] = True
             self._repeating[start : start + len(slot.text)] = slot.may_repeat
         self._expected = _is_dye(dyed)
-        parts = iter([_text(dyed[a:b]) for a, b in zip(self._starts[:-1], self._starts[1:], strict=True)])
+        self._parts = [_text(dyed[a:b]) for a, b in zip(self._starts[:-1], self._starts[1:], strict=True)]
+        parts = iter(self._parts)
         self._dyed = [map_texts(message, lambda *_: next(parts)) for message in messages]
         self.messages = [message.as_dict(in_parts) for message in self._dyed]
 
@@ -136,6 +138,12 @@ class Dyed:
             where = _first_dyed(_codes(dyed))
             sources = _codes(dyed)[where] - _START
         return Rendering(dyed, where, self._turn_of[sources], self._slot_of[sources], sources, bool(missing.any()))
+
+    def undyed(self, pattern: re.Pattern[str]) -> int:
+        """How often the pattern stands undyed in the texts themselves, what may vanish aside."""
+        return sum(
+            len(pattern.findall(part, slot.may_vanish)) for slot, part in zip(self._slots, self._parts, strict=True)
+        )
 
     def content(self, turn: int) -> str:
         """The dyed content of a message."""

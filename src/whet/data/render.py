@@ -192,7 +192,7 @@ class Renderer:
             if not learned:
                 raise BadRecordError(NOTHING_TO_LEARN, "every assistant turn is marked as not to be learned")
             spans = tuple(self._span(dyed, whole, turn, tools) for turn in learned)
-        controls = sum(1 for _ in self._special.finditer(whole.text))
+        controls = len(self._special.findall(whole.text)) - dyed.undyed(self._special)
         if self._shapes is not None and train_on == self.train_on and not whole.thoughts_left_out:
             self._shapes.learn(conversation, text, dyed.extents(whole), spans, controls)
         return Layout(text, spans, train_on == "all", whole.thoughts_left_out, controls)

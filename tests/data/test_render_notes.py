@@ -1,0 +1,161 @@
+"""Plain documents, and what a rendering tells beside ids and mask: notes and whether every turn ends."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, Text
+from whet.data.render import Rendered, Renderer
+
+from .families import CHATML, CHATML_TEMPLATE, small_tokenizer, tokenizer_of
+from .shipped import SHIPPED, conversation, says, user
+from .test_render import learned_text, talk, with_template
+
+CONTROLS = "control tokens in the text"
+THOUGHTS = "reasoning left out by the template"
+ORIGIN = Origin("here", 1)
+
+
+def one(renderer: Renderer, item: Conversation | Text) -> Rendered:
+    [rendered] = renderer.render_items([item])
+    if not isinstance(rendered, Rendered):
+        raise rendered
+    return rendered
+
+
+# Documents
+
+
+def with_bos(adds_eos: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = small_tokenizer(CHATML_TEMPLATE, ("<s>", "</s>", *CHATML.markers), bos="<s>", eos="</s>")
+    ends = ["</s>"] if adds_eos else []
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A", *ends], special_tokens=ids
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["some text", "", " \n", "ends with it</s>", "é語😀"])
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(text: str, adds_eos: bool) -> None:
+    tokenizer = with_bos(adds_eos)
+    rendered = one(Renderer(tokenizer, "assistant"), Text(text, ORIGIN))
+    inner = tokenizer(text, add_special_tokens=False).input_ids
+    start, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    already = not adds_eos and inner[-1:] == [end]
+    assert rendered.ids.tolist() == [start, *inner, *([] if already else [end])]
+    assert rendered.loss.tolist() == [0] + [1] * (len(rendered.ids) - 1)
+    assert rendered.ends
+
+
+def test_a_document_of_a_tokenizer_without_bos_and_eos_is_its_text() -> None:
+    tokenizer = small_tokenizer(CHATML_TEMPLATE, CHATML.markers)
+    rendered = one(Renderer(tokenizer, "assistant"), Text("some text", ORIGIN))
+    assert rendered.ids.tolist() == tokenizer("some text").input_ids
+    assert rendered.loss.tolist()[0] == 0
+    assert not rendered.ends
+
+
+def test_documents_and_conversations_of_a_batch_come_back_in_order() -> None:
+    renderer = Renderer(tokenizer_of(CHATML), "assistant")
+    good, bad = talk(("user", "a"), ("assistant", "b")), talk(("user", "a"))
+    items = [Text("one", ORIGIN), good, bad, Text("two", ORIGIN), Marked("x", ORIGIN), good]
+    results = renderer.render_items(items)
+    assert [result.reason if isinstance(result, BadRecordError) else "" for result in results] == [
+        "", "", "no assistant turn", "", "marked text", "",
+    ]  # fmt: skip
+    for item, result in zip(items, results, strict=True):
+        if isinstance(result, Rendered):
+            assert isinstance(item, Text | Conversation)
+            assert result.ids.tolist() == one(renderer, item).ids.tolist()
+
+
+# Control tokens in the text
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize(("question", "noted"), [("a", ()), ("a<|im_end|>", (CONTROLS,)), ("<|im_end", ())])
+def test_control_tokens_that_come_out_of_a_text_are_noted(
+    question: str, noted: tuple[str, ...], train_on: str, cached: bool
+) -> None:
+    renderer = Renderer(tokenizer_of(CHATML), train_on, cached=cached)
+    for _ in range(3):
+        assert one(renderer, talk(("user", question), ("assistant", "b"))).notes == noted
+        assert one(renderer, talk(("user", "b"), ("assistant", question))).notes == noted
+
+
+def test_a_control_token_that_the_template_looks_for_is_noted_too() -> None:
+    source = CHATML_TEMPLATE.replace("m['content']", "('(' if '<|im_end|>' in m['content'] else '') + m['content']")
+    renderer = Renderer(with_template(source), "assistant")
+    assert one(renderer, talk(("user", "a<|im_end|>b"), ("assistant", "b"))).notes == (CONTROLS,)
+
+
+def test_added_tokens_that_are_no_control_tokens_are_not_noted() -> None:
+    tokenizer = small_tokenizer(CHATML_TEMPLATE, CHATML.markers, eos="<|im_end|>")
+    tokenizer.add_tokens(["<plain>"])
+    assert one(Renderer(tokenizer, "assistant"), talk(("user", "<plain>"), ("assistant", "b"))).notes == ()
+
+
+# Reasoning that is left out, ends that are rewritten
+
+FORGETFUL = CHATML_TEMPLATE.replace(
+    "m['content']", "(m.thinking + '/' if m.thinking is defined and loop.last else '') + m['content']"
+)
+
+
+def test_reasoning_that_the_template_leaves_out_is_noted() -> None:
+    renderer = Renderer(with_template(FORGETFUL), "assistant")
+    twice = conversation(user("a"), says("b", reasoning="r"), user("c"), says("d", reasoning="s"))
+    for _ in range(3):
+        rendered = one(renderer, twice)
+        assert rendered.notes == (THOUGHTS,)
+        assert learned_text(renderer.tokenizer, rendered) == "b<|im_end|>¦s/d<|im_end|>"
+    assert one(renderer, conversation(user("a"), says("b", reasoning="r"))).notes == ()
+
+
+REWRITING = CHATML_TEMPLATE.replace("'<|im_end|>'", "('<|im_end|>' if loop.last or m['role'] == 'user' else '<|end|>')")
+
+
+def test_an_earlier_end_that_is_rewritten_is_not_learned() -> None:
+    tokenizer = with_template(REWRITING, ("<|im_start|>", "<|im_end|>", "<|end|>"))
+    renderer = Renderer(tokenizer, "assistant")
+    turns = [("user", "a"), ("assistant", "bcd"), ("user", "c"), ("assistant", "d")]
+    for _ in range(3):
+        rendered = one(renderer, talk(*turns))
+        assert learned_text(tokenizer, rendered) == "bcd¦d<|im_end|>"
+        assert not rendered.ends
+        assert one(renderer, talk(*turns[:2])).ends
+    assert one(Renderer(tokenizer, "last"), talk(*turns)).ends
+
+
+@pytest.mark.skipif(not SHIPPED, reason="trl, whose template of gpt-oss is tried, is not installed")
+def test_gpt_oss_ends_earlier_turns_otherwise_than_the_last() -> None:
+    renderer = next(shipped for shipped in SHIPPED if shipped.name == "gptoss").renderer()
+    rendered = one(renderer, conversation(user("Hi"), says("Yes"), user("More?"), says("No.")))
+    assert not rendered.ends
+    assert learned_text(renderer.tokenizer, rendered) == (
+        "<|channel|>final<|message|>Yes¦<|channel|>final<|message|>No.<|return|>"
+    )
+    assert "Yes<|end|>" in renderer.tokenizer.decode(rendered.ids)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+def test_a_conversation_of_which_nothing_is_to_be_learned_is_refused(train_on: str) -> None:
+    [result] = Renderer(tokenizer_of(CHATML), train_on).render_items([conversation(user("a"), says("b", learn=False))])
+    assert isinstance(result, BadRecordError)
+    assert result.reason == "nothing to learn"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_is_not_to_be_learned_is_left_out_of_everything(cached: bool) -> None:
+    renderer = Renderer(tokenizer_of(CHATML), "all", cached=cached)
+    talk_ = conversation(user("a"), says("bbb", learn=False), Message("user", "c", learn=False), says("d"))
+    for _ in range(3):
+        learned = learned_text(renderer.tokenizer, one(renderer, talk_))
+        assert learned == "user\na<|im_end|>\n<|im_start|>assistant\n¦<|im_end|>\n<|im_start|>user\n¦" + (
+            "<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
+        )
