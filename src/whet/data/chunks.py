@@ -23,7 +23,7 @@ from whet.data.sources import Reader, expected
 if TYPE_CHECKING:
     from whet.data.prepare import Language
 
-_SMALL, _LARGE = 512, 4096  # records of a chunk; large ones where there is much data, to have fewer files
+_SMALL, _LARGE = 512, 2048  # records of a chunk; large ones where there is much data, to have fewer files
 _MUCH = 2**28
 _UNEVEN = "uneven"
 
@@ -124,7 +124,7 @@ def _work(job: Job, kit: Kit, worker: int, share: Share, tell: Callable[[], None
         if not path.exists():
             chunk = Chunk(source, kit.vocabulary)
             try:
-                settle([job.readers[source].parse(raw) for raw in records], chunk, kit.rendering, job.config)
+                settle(map(job.readers[source].parse, records), chunk, kit.rendering, job.config)
             except (WhetError, UnevenTemplateError) as error:
                 raise FailedAtError(wanted, error) from None
             chunk.save(path)

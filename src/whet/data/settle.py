@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from whet.data.render import NOTHING_TO_LEARN, Rendered
 from whet.data.store import count_targets
 from whet.data.too_long import Exchange, exchanges, join, windows
 
-_BATCH = 256  # conversations encoded at a time
+_BATCH = 64  # conversations encoded at a time
 _BATCH_CHARACTERS = 2_000_000  # and no more text than this, which bounds memory
 
 
@@ -28,7 +28,7 @@ class BadLineError(WhetError):
     """A record cannot be used, and data.on_bad says that this stops the work."""
 
 
-def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: DataConfig) -> None:
+def settle(items: Iterable[Item], chunk: Chunk, rendering: Rendering, config: DataConfig) -> None:
     """Put the documents of `items` into a chunk; the ledger knows what became of each."""
     for batch in _batches(items):
         chunk.account.read += len(batch)
@@ -53,7 +53,7 @@ def settle(items: Sequence[Item], chunk: Chunk, rendering: Rendering, config: Da
                     _good(item, result, chunk, rendering, config)
 
 
-def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     batch: list[Item] = []
     size = 0
     for item in items:
