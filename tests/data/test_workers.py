@@ -172,6 +172,7 @@ def test_of_several_bad_lines_the_first_is_named(
     settle = chunks_module.settle
 
     def slow_at_first(items: Any, *rest: Any) -> None:
+        items = list(items)
         if items[0].origin.line < 9:
             time.sleep(0.3)  # the others find theirs long before
         settle(items, *rest)
@@ -273,6 +274,7 @@ def test_no_more_than_a_chunk_is_in_memory(
     settle, add = chunks_module.settle, prepare_module.merge.__globals__["StoreWriter"].add
 
     def count(items: Any, *rest: Any) -> None:
+        items = list(items)
         settled.append(len(items))
         settle(items, *rest)
 
