@@ -6,8 +6,9 @@
 - whet:   `prepare`: reading, parsing, rendering, masks, hashes, ledger and store included, into an empty cache
 - trl:    what SFTTrainer does with the same conversations before training, on as many processes
 
-They are run in turns, three times, and the best time of each counts. The last line is a JSON object with the ratios,
-the peak of memory (of all processes together, shared pages counted once), and what `bench/plan.py` found.
+They are run in turns, three times, each in a process of its own with the tokenizer loaded before the clock starts, and
+the best time of each counts. The last line is a JSON object with the ratios, the peak of memory (of all processes
+together, shared pages counted once), and what `bench/plan.py` found.
 """
 
 from __future__ import annotations
@@ -113,11 +114,50 @@ def trl_prepare(dataset: Any, model: Any, tokenizer: Any, scratch: Path) -> None
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    be_quiet()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
+        if words[:1] and words[0] in ONE:
+            print(json.dumps(ONE[words[0]](config_for(words[2], Path(words[1])), scratch)))  # noqa: T201
+            return
         model = words[1] if len(words) > 1 else "builtin:smollm2"
         file = Path(words[0]).resolve() if words else _generated(scratch / "sums.jsonl")
-        print(json.dumps(compare(file, model, scratch, "--no-trl" not in sys.argv)))  # noqa: T201
+        print(json.dumps(compare(file, model, "--no-trl" not in sys.argv)))  # noqa: T201
+
+
+def encode_alone(config: Config, scratch: Path) -> dict[str, float]:
+    language, items = language_of(config), _items(config)
+    renderer, backend = language.rendering(cached=True), language.tokenizer.backend_tokenizer
+    texts = [renderer.layout(item).text for item in items]  # type: ignore[union-attr]
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    return {"seconds": timed(lambda: backend.encode_batch(texts, add_special_tokens=False))[0]}
+
+
+def whet_alone(config: Config, scratch: Path) -> dict[str, float]:
+    language = language_of(config)
+    assert language.tokenizer
+    seconds, tokens = prepare_fresh(config, language, scratch)
+    return {"seconds": seconds, "tokens": tokens}
+
+
+def memory_alone(config: Config, scratch: Path) -> dict[str, float]:
+    """Watched, which takes time, so that it is not timed."""
+    language = language_of(config)
+    with Peak() as used:
+        prepare_fresh(config, language, scratch)
+    return {"mib": used.mib}
+
+
+def trl_alone(config: Config, scratch: Path) -> dict[str, float]:
+    tokenizer, dataset = language_of(config).tokenizer, trl_dataset(_items(config))
+    return {"seconds": timed(lambda: trl_prepare(dataset, _tiny(), tokenizer, scratch))[0]}
+
+
+ONE = {"encode": encode_alone, "whet": whet_alone, "trl": trl_alone, "memory": memory_alone}
+
+
+def _items(config: Config) -> list[Conversation]:
+    return [item for item in read_source(config.data.sources[0]) if isinstance(item, Conversation)]
 
 
 def _generated(file: Path) -> Path:
@@ -129,32 +169,29 @@ def _generated(file: Path) -> Path:
     return file
 
 
-def compare(file: Path, model: str, scratch: Path, with_trl: bool) -> dict[str, Any]:
-    be_quiet()
-    config = config_for(model, file)
-    language = language_of(config)
-    tokenizer, renderer = language.tokenizer, language.rendering(cached=True)
-    backend = tokenizer.backend_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    items = [item for item in read_source(config.data.sources[0]) if isinstance(item, Conversation)]
-    texts = [renderer.layout(item).text for item in items]  # type: ignore[union-attr]
-    dataset = trl_dataset(items) if with_trl else None
+def _alone(name: str, file: Path, model: str) -> dict[str, float]:
+    command = [sys.executable, __file__, name, str(file), model]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result: dict[str, float] = json.loads(found.splitlines()[-1])
+    return result
+
+
+def compare(file: Path, model: str, with_trl: bool) -> dict[str, Any]:
+    names = ["encode", "whet", "trl"] if with_trl else ["encode", "whet"]
     best: dict[str, float] = {}
+    tokens = 0.0
     for _ in range(TIMES):
-        seconds = {"encode": timed(lambda: backend.encode_batch(texts, add_special_tokens=False))[0]}
-        seconds["whet"], tokens = prepare_fresh(config, language, scratch)
-        if dataset is not None:
-            seconds["trl"] = timed(lambda: trl_prepare(dataset, _tiny(), tokenizer, scratch))[0]
-        best = {name: min(found, best.get(name, found)) for name, found in seconds.items()}
-        print({name: round(found, 2) for name, found in seconds.items()}, flush=True)  # noqa: T201
-    with Peak() as used:  # by itself, because watching takes time
-        prepare_fresh(config, language, scratch)
+        for name in names:
+            found = _alone(name, file, model)
+            best[name] = min(found["seconds"], best.get(name, found["seconds"]))
+            tokens = found.get("tokens", tokens)
+            print(name, round(found["seconds"], 2), flush=True)  # noqa: T201
     result: dict[str, Any] = {
-        "file": file.name, "conversations": len(items), "tokens": tokens, "cores": CORES,
+        "file": file.name, "conversations": len(_items(config_for(model, file))), "tokens": tokens, "cores": CORES,
         "seconds": {name: round(found, 3) for name, found in best.items()},
         "whet_tokens_per_s": round(tokens / best["whet"]),
         "whet_over_encode": round(best["encode"] / best["whet"], 3),
-        "peak_mib": round(used.mib),
+        "peak_mib": round(_alone("memory", file, model)["mib"]),
     }  # fmt: skip
     if with_trl:
         result["whet_over_trl"] = round(best["trl"] / best["whet"], 2)

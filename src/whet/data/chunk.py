@@ -33,8 +33,8 @@ class Chunk:
         self.source, self.vocabulary = source, vocabulary
         self.account = Account()
         self._dtype = token_dtype(vocabulary)
-        self._tokens: list[bytes] = []
-        self._loss: list[bytes] = []
+        self._tokens: list[NDArray[np.int32]] = []
+        self._loss: list[NDArray[np.uint8]] = []
         self._sizes, self._targets, self._ended = array("i"), array("i"), array("B")
         self._files: dict[str, int] = {}
         self._file, self._line, self._hash = array("i"), array("q"), array("Q")
@@ -44,8 +44,8 @@ class Chunk:
         copies of it."""
         content = content_hash((document.ids, document.loss) for document, _ in documents)
         for document, targets in documents:
-            self._tokens.append(document.ids.astype(self._dtype).tobytes())
-            self._loss.append(document.loss.tobytes())
+            self._tokens.append(document.ids)
+            self._loss.append(document.loss)
             self._sizes.append(len(document.ids))
             self._targets.append(targets)
             self._ended.append(document.ends)
@@ -59,8 +59,8 @@ class Chunk:
         file = io.BytesIO()
         np.savez(
             file,
-            tokens=np.frombuffer(b"".join(self._tokens), dtype=self._dtype),
-            loss=np.frombuffer(b"".join(self._loss), dtype=np.uint8),
+            tokens=np.concatenate([np.empty(0, np.int32), *self._tokens]).astype(self._dtype),
+            loss=np.concatenate([np.empty(0, np.uint8), *self._loss]),
             sizes=np.array(self._sizes, dtype=np.int32),
             targets=np.array(self._targets, dtype=np.int32),
             ended=np.array(self._ended, dtype=np.uint8),

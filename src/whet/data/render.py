@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,10 @@ import numpy as np
 from whet.core.errors import WhetError
 from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, Text
 from whet.data.dye import Dyed, Rendering, slots_of
+from whet.data.opening import Encoded, Openings
+from whet.data.quick import Quick, quick_of
 from whet.data.shapes import Shapes
+from whet.data.skeleton import Skeleton
 from whet.data.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -68,6 +71,8 @@ class Layout:
     thoughts_left_out: bool = False
     controls: int | None = None
     """How many control tokens the template itself writes; more than these come out of the text."""
+    quick: Quick | None = field(default=None, compare=False)
+    """A way to the mask without offsets, if the shape is known."""
 
 
 class Renderer:
@@ -108,8 +113,9 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._is_control = np.zeros(max([len(tokenizer), *(i + 1 for i in self._markers.values())]), dtype=bool)
         self._is_control[[self._markers[text] for text in special]] = True
+        self._openings = Openings(self._backend, _cutting(tokenizer) if cached else ())
         self._in_parts = _wants_parts(self._chat)
-        self._shapes = Shapes(self._chat, self._in_parts) if cached else None
+        self._shapes = Shapes(self._chat, self._in_parts, self._quick_way) if cached else None
 
     def text(
         self, messages: Sequence[dict[str, Any]], prompt: bool = False, tools: Sequence[dict[str, Any]] = ()
@@ -158,18 +164,29 @@ class Renderer:
             return self._layout(conversation, self.train_on)
         known = self._shapes.fill(conversation)
         if known is not None:
-            text, spans, controls = known
-            layout = Layout(text, spans, self.train_on == "all", controls=controls)
+            text, spans, controls, quick = known
+            layout = Layout(text, spans, self.train_on == "all", controls=controls, quick=quick)
             if self._shapes.is_due_for_a_check(conversation) and not self._holds(layout, conversation):
                 raise UnevenTemplateError(f"{conversation.origin}: not rendered as others of its shape")
             return layout
         return self._layout(conversation, self.train_on)
 
     def _holds(self, layout: Layout, conversation: Conversation) -> bool:
+        """Whether rendering in full gives the same text and places, and offsets the same ids and mask."""
         try:
-            return layout == self._layout(conversation, self.train_on)
+            if layout != self._layout(conversation, self.train_on):
+                return False
         except BadRecordError:
             return False
+        quick, full = self.render([layout])[0], self.render([replace(layout, quick=None)])[0]
+        if not isinstance(quick, Rendered) or not isinstance(full, Rendered):
+            return str(quick) == str(full)
+        return np.array_equal(quick.ids, full.ids) and np.array_equal(quick.loss, full.loss)
+
+    def _quick_way(self, skeleton: Skeleton) -> Quick | None:
+        if self.train_on == "all":
+            return None
+        return quick_of(skeleton, self._special, lambda text: self._backend.encode(text, add_special_tokens=False).ids)
 
     def _layout(self, conversation: Conversation, train_on: str) -> Layout:
         messages, tools = conversation.messages, list(conversation.tools)
@@ -263,8 +280,23 @@ class Renderer:
 
     def render(self, layouts: Sequence[Layout]) -> list[Rendered | BadRecordError]:
         """Encode a batch of texts, once each, and carry the spans over to tokens."""
-        encodings = self._backend.encode_batch([layout.text for layout in layouts], add_special_tokens=False)
-        return [self._carry_over(layout, encoding) for layout, encoding in zip(layouts, encodings, strict=True)]
+        quick = [layout for layout in layouts if layout.quick is not None]
+        slow = [layout for layout in layouts if layout.quick is None]
+        without = iter(self._openings.encode([layout.text for layout in quick], with_places=False))
+        encoded = iter(self._openings.encode([layout.text for layout in slow]))
+        return [
+            self._carry_over(layout, next(encoded)) if layout.quick is None else self._count_off(layout, next(without))
+            for layout in layouts
+        ]
+
+    def _count_off(self, layout: Layout, encoding: Encoded) -> Rendered | BadRecordError:
+        """The mask by counting control tokens, or by offsets where that fails."""
+        assert layout.quick is not None
+        ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
+        loss = layout.quick.loss(ids, self._is_control)
+        if loss is None:
+            return self._carry_over(layout, self._openings.encode([layout.text])[0])
+        return Rendered(ids, loss, ends=all(turn.learns_end for turn in layout.quick.turns))
 
     def render_texts(self, documents: Sequence[Text]) -> list[Rendered | BadRecordError]:
         """Plain documents: what the tokenizer puts before a text, the text, the end of the document; all learned."""
@@ -277,9 +309,9 @@ class Renderer:
             rendered.append(Rendered(np.array(ids, dtype=np.int32), loss, ends=eos is not None))
         return rendered
 
-    def _carry_over(self, layout: Layout, encoding: Any) -> Rendered | BadRecordError:
+    def _carry_over(self, layout: Layout, encoding: Encoded) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
-        loss = np.full(len(ids), layout.everything, dtype=np.uint8)
+        loss = (np.ones if layout.everything else np.zeros)(len(ids), dtype=np.uint8)
         notes = [THOUGHTS_LEFT_OUT] if layout.thoughts_left_out else []
         if layout.controls is not None and np.count_nonzero(self._is_control[ids]) > layout.controls:
             notes.append(CONTROL_TOKENS)
@@ -293,8 +325,8 @@ class Renderer:
                 )
             loss[found[0] : found[1]] = not layout.everything
             ends &= marker < end
-        loss[:1] &= not layout.everything  # nothing comes before it, so it is no target
         if layout.everything:
+            loss[:1] = 0  # nothing comes before it, so it is no target
             ends = layout.text.rstrip().endswith(tuple(self.stops))
         return Rendered(ids, loss, ends, tuple(notes))
 
@@ -325,6 +357,16 @@ def _own_template(tokenizer: PreTrainedTokenizerFast) -> str:
         raise WhetError(f"the tokenizer of {tokenizer.name_or_path}: {error}. Choose one: data.template=NAME") from None
 
 
+def _cutting(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Special tokens that swallow nothing around them, the longest first."""
+    found = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+    ]
+    return sorted(found, key=len, reverse=True)
+
+
 def _wants_parts(template: ChatTemplate) -> bool:
     """Whether the template prints a content only if it comes in parts."""
 
@@ -337,7 +379,7 @@ def _wants_parts(template: ChatTemplate) -> bool:
     return not prints(False) and prints(True)
 
 
-def _tokens(encoding: Any, start: int, marker: int, end: int, inside: bool) -> tuple[int, int] | None:
+def _tokens(encoding: Encoded, start: int, marker: int, end: int, inside: bool) -> tuple[int, int] | None:
     """The tokens of a span of characters. With `inside` every token that has a character of it; otherwise tokens that
     begin in it, up to and with the marker's, which must be a token of its own."""
     first = encoding.char_to_token(start)
@@ -348,9 +390,9 @@ def _tokens(encoding: Any, start: int, marker: int, end: int, inside: bool) -> t
         last = next((t for t in map(encoding.char_to_token, range(end - 1, start - 1, -1)) if t is not None), None)
         return None if first is None or last is None else (first, last + 1)
     last = encoding.char_to_token(marker)
-    if first is None or last is None or encoding.token_to_chars(last)[0] != marker:
+    if first is None or last is None or encoding.start_of(last) != marker:
         return None
-    straddles = encoding.token_to_chars(first)[0] < start  # a token that straddles the start belongs to the header
+    straddles = encoding.start_of(first) < start  # a token that straddles the start belongs to the header
     return first + straddles, last + (marker < end)
 
 

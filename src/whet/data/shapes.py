@@ -10,6 +10,7 @@ from typing import Any
 
 from whet.data.conversation import BadRecordError, Conversation
 from whet.data.dye import map_texts
+from whet.data.quick import Quick
 from whet.data.skeleton import Skeleton, skeleton_of
 from whet.data.template import ChatTemplate
 from whet.data.traced import Questions, Traced
@@ -24,27 +25,33 @@ _UNASSIGNED = re.compile("[\U00040000-\U000dffff]")
 class _Known:
     skeleton: Skeleton
     controls: int
+    quick: Quick | None
     is_answered: Callable[[str], bool]
 
 
 class Shapes:
     """Skeletons by shape. A conversation is served only if no text of it could make the template act differently."""
 
-    def __init__(self, template: ChatTemplate, in_parts: bool) -> None:
-        self._template, self._in_parts = template, in_parts
+    def __init__(
+        self, template: ChatTemplate, in_parts: bool, quick: Callable[[Skeleton], Quick | None] = lambda _: None
+    ) -> None:
+        """`quick` says how the turns of a skeleton are found without offsets."""
+        self._template, self._in_parts, self._quick = template, in_parts, quick
         self._known: dict[Any, _Known | None] = {}
         self._served: dict[Any, int] = {}
 
-    def fill(self, conversation: Conversation) -> tuple[str, tuple[tuple[int, int, int], ...], int] | None:
-        """The rendered text, its supervised places and the number of the template's control tokens, if the shape is
-        known and the texts are harmless."""
+    def fill(
+        self, conversation: Conversation
+    ) -> tuple[str, tuple[tuple[int, int, int], ...], int, Quick | None] | None:
+        """The rendered text, its supervised places, the number of the template's control tokens and the quick way to
+        the mask, if the shape is known and the texts are harmless."""
         known = self._known.get(_shape(conversation))
         if known is None:
             return None
         texts = _texts(conversation)
         if not all(map(known.is_answered, texts)) or not all(map(_is_assigned, texts)):
             return None
-        return (*known.skeleton.fill(texts), known.controls)
+        return (*known.skeleton.fill(texts), known.controls, known.quick)
 
     def is_due_for_a_check(self, conversation: Conversation) -> bool:
         """Now and then, more often at first, a filled-in conversation is rendered in full and compared."""
@@ -70,7 +77,8 @@ class Shapes:
         is_answered = questions.closed()
         if all(map(is_answered, texts)):
             skeleton = skeleton_of(text, extents, spans) if prints_only and extents is not None else None
-            self._known[shape] = None if skeleton is None else _Known(skeleton, controls, is_answered)
+            quick = None if skeleton is None else self._quick(skeleton)
+            self._known[shape] = None if skeleton is None else _Known(skeleton, controls, quick, is_answered)
 
     def _prints_only(self, conversation: Conversation, text: str, questions: Questions) -> bool:
         """Whether texts are only asked what they can answer, also where the places of the turns were looked for."""

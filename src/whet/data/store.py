@@ -149,8 +149,8 @@ def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]
     """The same for conversations whose ids and loss masks are the same, and for no others."""
     digest = hashlib.blake2b(digest_size=8)
     for ids, loss in documents:
-        digest.update(ids.tobytes())
-        digest.update(loss.tobytes())
+        digest.update(np.ascontiguousarray(ids).data)
+        digest.update(np.ascontiguousarray(loss).data)
     return int.from_bytes(digest.digest(), "little")
 
 
