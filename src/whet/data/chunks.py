@@ -23,7 +23,7 @@ from whet.data.sources import Reader, expected
 if TYPE_CHECKING:
     from whet.data.prepare import Language
 
-_SMALL, _LARGE = 256, 2048  # records of a chunk; large ones where there is much data, to have fewer files
+_SMALL, _LARGE = 256, 1024  # records of a chunk; large ones where there is much data, to have fewer files
 _MUCH = 2**28
 _UNEVEN = "uneven"
 
