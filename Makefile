@@ -29,7 +29,8 @@ lint: $(READY)       ## Style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)      ## How fast training is on this machine, beside a plain loop
+bench: $(READY)      ## How fast data is prepared and training is on this machine, beside others
+	$(BIN)/python bench/data.py
 	$(BIN)/python bench/train.py
 
 docs: $(READY)       ## Write the pages that are made from the code
