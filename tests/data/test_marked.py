@@ -16,11 +16,13 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from whet.core.errors import WhetError
-from whet.data.config import Marker, Markers
+from whet.data.chunk import Chunk
+from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, ToolCall
 from whet.data.encode import FastEncoder, SentencePieceEncoder, make_encoder
 from whet.data.marked import MarkedRenderer
 from whet.data.render import Rendered
+from whet.data.settle import settle
 from whet.data.store import StoreWriter
 from whet.data.turns import LOOK_ALIKE
 
@@ -331,3 +333,23 @@ def test_a_token_that_changes_the_text_beside_it_is_no_marker(chatml: PreTrained
     chatml.add_special_tokens({"pad_token": AddedToken("<|pad|>", rstrip=True)})
     with pytest.raises(WhetError, match=r"beside <\|pad\|> other ids"):
         FastEncoder(chatml).check_markers([chatml.pad_token_id])
+
+
+def test_marked_text_is_split_between_its_turns() -> None:
+    renderer = MarkedRenderer(Letters(), MARKERS, "assistant")
+    turns = [f"{U}question {n}{U}{A}answer {n}{A}" for n in range(6)]
+    pairs = ["".join(turns[i : i + 2]) for i in (0, 2, 4)]
+    config = DataConfig(
+        sources=[Source(path="a")], markers=MARKERS, max_length=len(render(pairs[0]).ids), too_long="split"
+    )
+    added: list[Rendered] = []
+
+    class Spy(Chunk):
+        def add(self, documents: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
+            added.extend(document for document, _ in documents)
+
+    settle([Marked("".join(turns), HERE)], Spy(0, Letters.vocabulary), renderer, config)
+    assert [piece.ids.tolist() for piece in added] == [render(pair).ids.tolist() for pair in pairs]
+    added.clear()
+    settle([Marked("outside" + "".join(turns), HERE)], Spy(0, Letters.vocabulary), renderer, config)
+    assert [n for piece in added for n in piece.ids.tolist()] == render("outside" + "".join(turns)).ids.tolist()

@@ -13,6 +13,7 @@ from whet.data.conversation import BadLine, BadRecordError, Conversation, Item, 
 from whet.data.render import NOTHING_TO_LEARN, Rendered
 from whet.data.store import count_targets
 from whet.data.too_long import Exchange, exchanges, join, windows
+from whet.data.turns import conversation_of
 
 _BATCH = 64  # conversations encoded at a time
 _BATCH_CHARACTERS = 2_000_000  # and no more text than this, which bounds memory
@@ -97,7 +98,7 @@ def _good(
             documents = [replace(whole, ids=whole.ids[:n], loss=whole.loss[:n], ends=False)]
         elif config.too_long == "split":
             is_split = True
-            documents = _split(item, whole, rendering, n)
+            documents = _split(_in_turns(item, config), whole, rendering, n)
         if config.too_long == "drop" or not documents:
             account.drop("too long", origin)
             return
@@ -121,6 +122,13 @@ def _good(
 LOST_EXCHANGE = "an exchange of it too long"
 """What the ledger notes of a conversation that was split with a loss."""
 _LEFT_OUT = "a piece of it left out: "
+
+
+def _in_turns(item: Conversation | Text | Marked | Tokens, config: DataConfig) -> Conversation | Text | Marked | Tokens:
+    """Marked text can be split between turns, if all of it stands in turns."""
+    if isinstance(item, Marked) and config.markers is not None:
+        return conversation_of(item, config.markers) or item
+    return item
 
 
 def _split(

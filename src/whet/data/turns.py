@@ -47,6 +47,14 @@ def parse_turns(item: Marked | Conversation, markers: Markers) -> list[Turn]:
     return turns
 
 
+def conversation_of(item: Marked, markers: Markers) -> Conversation | None:
+    """Marked text as messages, which are written the same way; None if text stands outside of its turns."""
+    turns = _of_text(item.text, markers)
+    if any(turn.role is None for turn in turns):
+        return None
+    return Conversation(tuple(Message(str(turn.role), turn.text) for turn in turns), item.origin)
+
+
 def _of_text(text: str, markers: Markers) -> list[Turn]:
     texts = markers_by_role(markers)
     roles = {text: role for role, text in texts.items()}
