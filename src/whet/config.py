@@ -10,12 +10,15 @@ from pydantic import Field, model_validator
 
 from whet.checkpoint.config import CheckpointConfig, ExportConfig
 from whet.core.config import Section, impossible, load_config
+from whet.core.errors import WhetError
 from whet.core.run import RunConfig
 from whet.core.yaml import dump_yaml
 from whet.data.config import DataConfig
 from whet.infer.config import EvalConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.train.config import TrainConfig
+
+_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 class Config(Section):
@@ -76,6 +79,11 @@ class Config(Section):
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """A recipe with its name and its paths settled."""
+    if path.suffix in _DATA:
+        raise WhetError(
+            f"{path}: this is data, not a recipe. Write a recipe, a YAML file, that names it in data.sources; the "
+            "README has one of ten lines"
+        )
     config = load_config(Config, path, overrides)
     name = config.run.name or (path.parent.name if path.name == "config.yaml" else path.stem)
     run = config.run.model_copy(update={"name": name})

@@ -333,7 +333,7 @@ def test_a_filter_leaves_out_and_a_record_that_it_cannot_judge_is_bad(jsonl: Jso
     items = read(jsonl(*map(json.dumps, records)), where="lower(lang) == 'de'")
     assert [type(item) for item in items] == [Conversation, LeftOut, BadLine, BadLine]
     assert [item.origin.line for item in items] == [1, 2, 3, 4]
-    assert [item.reason for item in items[1:]] == ["filter"] * 3  # type: ignore[union-attr]
+    assert [item.reason for item in items[1:]] == ["filter", "where", "where"]  # type: ignore[union-attr]
     assert "no field 'lang'" in items[2].explanation  # type: ignore[union-attr]
 
 

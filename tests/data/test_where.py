@@ -78,7 +78,7 @@ def test_what_is_no_filter_is_refused_when_it_is_read(text: str, says: str) -> N
 def test_a_record_that_allows_no_answer_is_bad(text: str, says: str) -> None:
     with pytest.raises(BadRecordError, match=says) as caught:
         Where(text)(RECORD)
-    assert caught.value.reason == "filter"
+    assert caught.value.reason == "where"
 
 
 def test_a_filter_knows_whether_it_counts() -> None:

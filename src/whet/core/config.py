@@ -89,7 +89,7 @@ def _parse_override(text: str) -> Node:
     if not equals or not all(keys):
         raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100")
     place = f"command line, {text}"
-    node = parse_yaml(value, place, numbered=False)
+    node = Node("-", place) if value == "-" else parse_yaml(value, place, numbered=False)  # stdin, not an empty list
     for name in reversed(keys):
         node = Node({name: node}, place)
     return node

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _START, _END = 0x40000, 0xE0000  # planes 4 to 13: no character is assigned there
 
 
+TOO_LONG_TO_MASK = "too long to mask"
+"""The ledger's reason for a conversation with more characters than there is dye for."""
+
 Change = Callable[[str, str], str]
 
 
@@ -91,7 +94,7 @@ class Dyed:
         texts = [slot.text for slot in slots]
         codes = _codes("".join(texts))
         if len(codes) > _END - _START:
-            raise BadRecordError("too long to mask", f"over {_END - _START} characters cannot be masked")
+            raise BadRecordError(TOO_LONG_TO_MASK, f"over {_END - _START} characters cannot be masked")
         if _is_dye(codes).any():
             raise BadRecordError("unassigned characters", "the text holds code points that Unicode has not assigned")
         self._plain = codes

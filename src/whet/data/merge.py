@@ -125,4 +125,7 @@ def _require_something(accounts: Sequence[Account], sources: Sequence[Source]) -
         + (", ".join(f"{n} {reason}" for reason, n in account.reasons.items()) or "no conversation in it")
         for account, source in zip(accounts, sources, strict=True)
     )
-    raise WhetError(f"no conversation is left to train on ({reasons}). Raise data.max_length or mend the data")
+    remedy = "Mend the data, or see what data.sources selects"
+    if any("too long" in account.reasons for account in accounts):
+        remedy = "Raise data.max_length, or choose data.too_long=split or truncate"
+    raise WhetError(f"no conversation is left to train on ({reasons}). {remedy}")

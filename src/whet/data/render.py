@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 NOTHING_TO_LEARN = "nothing to learn"
 """The ledger's reason for a conversation that no token is supervised in: dropped, and no fault."""
 CONTROL_TOKENS, THOUGHTS_LEFT_OUT = "control tokens in the text", "reasoning left out by the template"
+TOOLS_LEFT_OUT = "tools left out by the template"
 """What the ledger notes of conversations that are kept."""
 
 
@@ -69,6 +70,7 @@ class Layout:
     everything: bool = False
     """All of it is to be learned, but for `spans`, which are left out."""
     thoughts_left_out: bool = False
+    tools_left_out: bool = False
     controls: int | None = None
     """How many control tokens the template itself writes; more than these come out of the text."""
     quick: Quick | None = field(default=None, compare=False)
@@ -210,9 +212,11 @@ class Renderer:
                 raise BadRecordError(NOTHING_TO_LEARN, "every assistant turn is marked as not to be learned")
             spans = tuple(self._span(dyed, whole, turn, tools) for turn in learned)
         controls = len(self._special.findall(whole.text)) - dyed.undyed(self._special)
-        if self._shapes is not None and train_on == self.train_on and not whole.thoughts_left_out:
+        toolless = bool(tools) and self._chat.render([m.as_dict(self._in_parts) for m in messages]) == text
+        left_out = whole.thoughts_left_out or toolless
+        if self._shapes is not None and train_on == self.train_on and not left_out:
             self._shapes.learn(conversation, text, dyed.extents(whole), spans, controls)
-        return Layout(text, spans, train_on == "all", whole.thoughts_left_out, controls)
+        return Layout(text, spans, train_on == "all", whole.thoughts_left_out, toolless, controls)
 
     def _dye(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> tuple[Dyed, Rendering]:
         """The dyed messages and their rendering. If dyeing everything changes what the template does, quotes and the
@@ -313,6 +317,8 @@ class Renderer:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
         loss = (np.ones if layout.everything else np.zeros)(len(ids), dtype=np.uint8)
         notes = [THOUGHTS_LEFT_OUT] if layout.thoughts_left_out else []
+        if layout.tools_left_out:
+            notes.append(TOOLS_LEFT_OUT)
         if layout.controls is not None and np.count_nonzero(self._is_control[ids]) > layout.controls:
             notes.append(CONTROL_TOKENS)
         ends = True

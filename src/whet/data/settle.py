@@ -10,6 +10,7 @@ from whet.core.errors import WhetError
 from whet.data.chunk import Chunk
 from whet.data.config import DataConfig
 from whet.data.conversation import BadLine, BadRecordError, Conversation, Item, LeftOut, Marked, Origin, Text, Tokens
+from whet.data.dye import TOO_LONG_TO_MASK
 from whet.data.render import NOTHING_TO_LEARN, Rendered
 from whet.data.store import count_targets
 from whet.data.too_long import Exchange, exchanges, join, windows
@@ -74,7 +75,8 @@ def _characters(item: Item) -> int:
 
 
 def _bad(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
-    if config.on_bad == "error" and reason != NOTHING_TO_LEARN:
+    by_policy = reason == NOTHING_TO_LEARN or (reason == TOO_LONG_TO_MASK and config.too_long != "error")
+    if config.on_bad == "error" and not by_policy:
         raise BadLineError(
             f"{origin}: {explanation}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
         )

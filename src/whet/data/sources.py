@@ -43,6 +43,11 @@ class Reader:
             self.decision = f"{source.path}: {explain(source.mask)}"
         else:
             chosen = look(self._containers, source)
+            if source.calculator == "calls" and chosen.format != "gsm8k":
+                raise WhetError(
+                    f"data.sources: {source.path}: calculator: calls is for gsm8k and builtin:arithmetic; this is "
+                    f"{chosen.format}, whose tool calls are what the records say"
+                )
             self._names, self._parse = chosen.names, parser(chosen.format, source.calculator)
             self.decision = f"{source.path}: {chosen.said}"
 

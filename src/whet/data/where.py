@@ -58,7 +58,7 @@ class Where:
         try:
             return bool(self._holds({**values, "record": record, "turns": turns, "characters": characters}))
         except (TypeError, ValueError, ArithmeticError, IndexError) as error:
-            raise BadRecordError("filter", f"where: {self._text} has no answer here: {error}") from None
+            raise BadRecordError("where", f"where: {self._text} has no answer here: {error}") from None
 
     def _wrong(self, fault: str) -> WhetError:
         return WhetError(
@@ -145,7 +145,7 @@ class Where:
 
 def _missing(name: Any, whole: str) -> BadRecordError:
     return BadRecordError(
-        "filter",
+        "where",
         f"where: there is no field {short(name)} in this record. If it may be absent, ask first: "
         f"{name!r} in {whole} and …",
     )

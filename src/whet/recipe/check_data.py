@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whet.config import Config
-from whet.data.render import CONTROL_TOKENS, NOTHING_TO_LEARN, THOUGHTS_LEFT_OUT
+from whet.data.render import CONTROL_TOKENS, NOTHING_TO_LEARN, THOUGHTS_LEFT_OUT, TOOLS_LEFT_OUT
 from whet.data.settle import LOST_EXCHANGE
 from whet.data.turns import LOOK_ALIKE
 from whet.recipe.data import Data
@@ -30,6 +30,11 @@ _NOTES: dict[str, tuple[Level, str, str]] = {
         "warning",
         "the template shows the reasoning of earlier turns to nobody, so it is not learned",
         "If it should be, make a conversation of each answer",
+    ),
+    TOOLS_LEFT_OUT: (
+        "fault",
+        "the record offers tools, and the template has no place for them, so the model never sees them",
+        "Use a template that knows tools (data.template), or remove them",
     ),
     LOST_EXCHANGE: (
         "warning",

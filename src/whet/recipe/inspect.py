@@ -132,6 +132,8 @@ def _pieces(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> Text:
 
 def write_counts(target: Target, path: Path) -> dict[str, Any]:
     """One line a document: where it came from, its tokens, how many are learned."""
+    if not path.absolute().parent.is_dir():
+        raise WhetError(f"--count {path}: there is no folder {path.absolute().parent}; make it first")
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["document", "source", "line", "tokens", "supervised"])

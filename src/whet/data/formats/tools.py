@@ -81,7 +81,7 @@ def check_turns(messages: Sequence[Message]) -> None:
 
 def _refuse_system(first: Message, number: int) -> None:
     if first.role in ("system", "developer"):
-        raise BadRecordError("two system messages", f"message {number} is a second one; join it to the first")
+        raise BadRecordError("two system messages", f"message {number} is a second system message; join them")
     raise BadRecordError("system message not first", f"message {number} is a system message; it must be the first")
 
 
