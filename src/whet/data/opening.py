@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _FEWEST = 4  # tokens that are worth the trouble
+_TRIED = 8  # texts that the cut is tried on
 
 
 class Encoded(NamedTuple):
@@ -69,8 +70,9 @@ class Openings:
         opening = self._backend.encode(texts[0][:last], add_special_tokens=False)
         if len(opening) < _FEWEST:
             return
-        whole = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        rests = self._backend.encode_batch([text[last:] for text in texts], add_special_tokens=False)
+        tried = texts[:_TRIED]
+        whole = self._backend.encode_batch(list(tried), add_special_tokens=False)
+        rests = self._backend.encode_batch([text[last:] for text in tried], add_special_tokens=False)
         if all([*opening.ids, *rest.ids] == all_.ids for rest, all_ in zip(rests, whole, strict=True)):
             self._text, self._encoding = texts[0][:last], opening
 
