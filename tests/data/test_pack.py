@@ -183,14 +183,14 @@ def test_rows_are_near_the_fewest_possible(lengths: list[int]) -> None:
 
 
 def test_realistic_lengths_fill_rows_almost_completely() -> None:
-    """Wide lengths, and narrow ones as of GSM8K's 7 473 problems with a chat template (97 to 570 tokens, mean 217): of
-    these the short ones that fill gaps run out, and 99.4 % is what the algorithm gives, at any number of them."""
+    """Wide lengths, and narrow ones as of GSM8K's 7 473 problems with a chat template (97 to 570 tokens, mean 217),
+    where the short ones that fill gaps run out."""
     wide = {name: REALISTIC.sum() / (len(pack(REALISTIC, 4096, name, 16)) * 4096) for name in ("best-fit", "k-bin")}
     assert wide["best-fit"] > 0.999
     assert wide["k-bin"] > 0.995
     lengths = np.random.default_rng(1).lognormal(5.33, 0.30, 7473).astype(int).clip(97, 570)
     narrow = {name: lengths.sum() / (len(pack(lengths, 4096, name, 16)) * 4096) for name in ("best-fit", "k-bin")}
-    assert narrow["best-fit"] > 0.993
+    assert narrow["best-fit"] >= 0.995
     assert narrow["k-bin"] > 0.99
     assert len(best_fit(lengths, 4096)) <= math.ceil(lengths.sum() / 4096) + 2
 
