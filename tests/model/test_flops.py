@@ -25,7 +25,7 @@ def test_a_steps_flops_are_those_that_torch_counts(
         model = add_adapter(model, AdapterConfig(rank=1), seed=0)
     batch = pack(make_documents(60))
     with FlopCounterMode(display=False) as counter:
-        LossModel(language_model(model))(batch).loss.backward()
+        LossModel(language_model(model))(batch).objective.backward()
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     work = work_of(model.config, matrices, adapters)
     assert work.of(60, 59, 2 * 60**2) == pytest.approx(counter.get_total_flops(), rel=within)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from whet.train.config import OptimizerConfig
-from whet.train.optim import make_optimizer, set_rate
+from whet.train.optim import make_optimizer, set_rates
 
 
 def test_decay_pulls_matrices_and_spares_vectors() -> None:
@@ -31,5 +31,5 @@ def test_frozen_weights_are_left_out_and_an_empty_group_too() -> None:
 
 def test_the_rate_is_set_for_every_group() -> None:
     optimizer = make_optimizer(nn.Linear(2, 3), OptimizerConfig(lr=1.0))
-    set_rate(optimizer, 0.25)
+    assert set_rates(optimizer, 0.25) == {"lr": 0.25}
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

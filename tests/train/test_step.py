@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +30,7 @@ from whet.model.precision import HonestDouble
 from whet.model.tokenizer import load_tokenizer
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer
-from whet.train.step import Timed, train_step
+from whet.train.step import StepResult, Timed, find_gradients
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY = ModelConfig(path="builtin:tiny")
@@ -60,16 +59,24 @@ class Trace:
     weights: dict[str, torch.Tensor]
 
 
+def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step: int, **changed: Any) -> StepResult:
+    """One step as training takes it."""
+    options: dict[str, Any] = {
+        "ranks": ALONE, "seed": 0, "clip_norm": CLIP, "arithmetic": HonestDouble(), "loss_scale": 1.0, "stop": False,
+    } | changed  # fmt: skip
+    result = find_gradients(root, loader, step, **options)
+    if result.finite:
+        optimizer.step()
+    return result
+
+
 def run_steps(store: Store, plan: Plan, micro_rows: int, **changed: Any) -> Trace:
     model = load_model(TINY, torch.float64)
     attention.install(model, "sdpa")
     root = LossModel(model)
     optimizer = make_optimizer(root, OPTIMIZER)
-    options: dict[str, Any] = {
-        "ranks": ALONE, "seed": 0, "clip_norm": CLIP, "arithmetic": HonestDouble(), "stop": False,
-    } | changed  # fmt: skip
     loader = Loader(store, plan, micro_rows, 0, 1)
-    results = [train_step(root, optimizer, loader, step, **options) for step in range(len(plan))]
+    results = [take(root, optimizer, loader, step, **changed) for step in range(len(plan))]
     return Trace([r.loss for r in results], [r.grad_norm for r in results], model.state_dict())
 
 
@@ -124,11 +131,9 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(store: Store) -> Non
     model.model.norm.weight.data.fill_(float("nan"))
     root = LossModel(model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    result = train_step(
-        root, make_optimizer(root, OPTIMIZER), Loader(store, plan, 1, 0, 1), 0,
-        ranks=ALONE, seed=0, clip_norm=1.0, arithmetic=contextlib.nullcontext(), stop=False,
-    )  # fmt: skip
+    result = take(root, make_optimizer(root, OPTIMIZER), Loader(store, plan, 1, 0, 1), 0)
     assert result.loss != result.loss
+    assert not result.finite
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -146,10 +151,7 @@ def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:
     def loss(seed: int, drawn_before: int, plan: Plan = plan, step: int = 0) -> float:
         torch.manual_seed(drawn_before)
         still = make_optimizer(root, OptimizerConfig(lr=1e-300))
-        return train_step(
-            root, still, Loader(store, plan, 2, 0, 1), step, ranks=ALONE, seed=seed, clip_norm=1.0,
-            arithmetic=contextlib.nullcontext(), stop=False,
-        ).loss  # fmt: skip
+        return take(root, still, Loader(store, plan, 2, 0, 1), step, seed=seed).loss
 
     assert loss(seed=1, drawn_before=5) == loss(seed=1, drawn_before=6)
     assert loss(seed=1, drawn_before=5) != loss(seed=2, drawn_before=5)
@@ -163,11 +165,14 @@ def test_a_request_to_stop_is_told_to_every_rank(store: Store) -> None:
     root = LossModel(model)
     optimizer, loader = make_optimizer(root, OPTIMIZER), Loader(store, plan, 1, 0, 1)
     for stop in (False, True):
-        result = train_step(
-            root, optimizer, loader, 5, ranks=ALONE, seed=0, clip_norm=1.0, arithmetic=contextlib.nullcontext(),
-            stop=stop,
-        )  # fmt: skip
-        assert result.stop is stop
+        assert take(root, optimizer, loader, 5, stop=stop).stop is stop
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, 3.0])
+def test_a_loss_scale_leaves_no_trace(store: Store, naive: Trace, loss_scale: float) -> None:
+    found = run_steps(store, plan_of(store, "best-fit"), 2, loss_scale=loss_scale)
+    assert found.losses == pytest.approx(naive.losses, rel=1e-11)
+    assert found.norms == pytest.approx(naive.norms, rel=1e-11)
 
 
 def test_waiting_for_data_is_timed() -> None:

@@ -19,7 +19,9 @@ from whet.data.loader import StepTotals
 from whet.model.flops import Work
 from whet.train import trainer
 from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
+from whet.train.optim import make_optimizer
 from whet.train.step import StepResult
 from whet.train.trainer import Cadence, Hooks, Trainer
 
@@ -33,12 +35,12 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
     ) -> tuple[Trainer, list[Any]]:
         did: list[Any] = []
 
-        def step(model: Any, optimizer: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
+        def step(model: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
             at_step(number)
-            did.append(("rate", optimizer.param_groups[0]["lr"]))
-            return StepResult((losses or {}).get(number, 1.0), 2.0, stop, 0.0)
+            did.append(("rate", made.optimizer.param_groups[0]["lr"]))
+            return StepResult((losses or {}).get(number, 1.0), 0.5, 2.0, stop, 0.0)
 
-        monkeypatch.setattr(trainer, "train_step", step)
+        monkeypatch.setattr(trainer, "find_gradients", step)
         model: Any = nn.Linear(1, 1)
         hooks = Hooks(
             log=lambda line: did.append(("log", line)),
@@ -49,9 +51,9 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
         config = TrainConfig(optimizer=OptimizerConfig(lr=4.0), schedule=ScheduleConfig(name="linear", warmup=0))
         loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, 500))
         made = Trainer(
-            model=model, optimizer=torch.optim.SGD(model.parameters()), loader=loader, config=config, cadence=cadence,
-            hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8, seed=0,
-            arithmetic=contextlib.nullcontext(),
+            model=model, optimizer=make_optimizer(model, config.optimizer), loader=loader, config=config,
+            cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8, seed=0,
+            arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
         )  # fmt: skip
         return made, did
 

@@ -38,6 +38,7 @@ class PackedBatch:
     longest: int  # bounds the length of a document; a constant of the plan, so that nothing is compiled anew
     supervised_at: Tensor  # [S] int64: where labels are not IGNORED, known without asking the device
     edges: tuple[int, ...]  # cu_seqlens on the host
+    documents: NDArray[np.integer]  # which documents of the store these are, in order; padding is not among them
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device."""
@@ -80,4 +81,5 @@ def pack_batch(store: Store, documents: NDArray[np.integer], longest: int, shape
         longest=shape.tokens if shape else longest,  # the padding may be the longest document
         supervised_at=torch.from_numpy(targets - 1),
         edges=tuple(edges.tolist()),
+        documents=documents,
     )

@@ -24,7 +24,7 @@ def validation_loss(
             with arithmetic:
                 result = model(batch.to(ranks.device))
             sums[0] += result.loss
-            sums[1] += result.correct
+            sums[1] += result.hits.sum()
             bar.advance()
     loss, correct = (ranks.sum_(sums) / loader.totals(0).supervised).tolist()
     return {"val_loss": loss, "val_accuracy": correct}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
             "Leave model.attention out to let whet choose"
         )
     return wanted
+
+
+def described(cu_seqlens: Tensor, longest: int, edges: Sequence[int]) -> dict[str, Any]:
+    """What a forward pass is told of its documents: keyword arguments that the model hands through to `attend`."""
+    return {"document_cu_seqlens": cu_seqlens, "document_longest": longest, "document_edges": edges}
 
 
 def install(model: nn.Module, backend: str) -> None:

@@ -20,6 +20,11 @@ class ModelConfig(Section):
         default=None,
         description="A folder or a SentencePiece .model file with another tokenizer than the model's own.",
     )
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto",
+        description="What weights are kept in: trained ones in fp32 and frozen ones in train.precision, unless said; "
+        "bf16 halves their memory, and updates are then rounded at random, so that small ones are not lost.",
+    )
     attention: Literal["auto", "varlen", "sdpa", "eager"] = Field(
         default="auto", description="How documents attend: varlen on CUDA, otherwise sdpa; eager is the reference."
     )

@@ -10,29 +10,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
-from whet.model.attention import plain
+from whet.model.attention import described, plain
 
 _CHUNK_BYTES = 64 * 2**20  # logits alive at a time
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Over one micro-batch: the sum of −log p, and how many of the supervised tokens the model would have said."""
+    """Over one micro-batch; S: its supervised positions, in the order of `supervised_at`."""
 
-    loss: Tensor
-    correct: Tensor
+    objective: Tensor
+    """What is differentiated: `weight` times the sum of what is to be made small."""
+    nll: Tensor
+    """[S] −log p of each supervised token, without a gradient."""
+    hits: Tensor
+    """[S] whether the model would have said that token."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of −log p."""
+        return self.nll.sum(dtype=torch.promote_types(self.nll.dtype, torch.float64))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """hidden [S, E] × weight [V, E] → sum of −log p. Gradients are made on the way, chunk by chunk, so that [S, V]
-    never exists; backward only scales them."""
+    """hidden [S, E] × weight [V, E] → scale × sum of −log p. Gradients are made on the way, chunk by chunk, so that
+    [S, V] never exists, and scaled while they are fp32: 1/n of a step, applied to bf16, would be off by up to 0.4 %."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         loss_type = torch.promote_types(hidden.dtype, torch.float32)
-        loss = torch.zeros((), dtype=loss_type, device=hidden.device)
-        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        nll = torch.empty(len(targets), dtype=loss_type, device=hidden.device)
+        hits = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=loss_type) if needs_weight else None
         rows = max(1, _CHUNK_BYTES // (weight.shape[0] * loss_type.itemsize))
@@ -40,37 +51,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             chunk, wanted = hidden[part], targets[part]
             logits = (chunk @ weight.T).to(loss_type)
-            correct += (logits.argmax(dim=-1) == wanted).sum()
+            hits[part] = logits.argmax(dim=-1) == wanted
             log_p = F.log_softmax(logits, dim=-1)
-            loss -= log_p.gather(1, wanted[:, None]).sum()
+            nll[part] = -log_p.gather(1, wanted[:, None])[:, 0]
             if not (needs_hidden or needs_weight):
                 continue
             d_logits = log_p.exp_()
             d_logits[torch.arange(len(wanted), device=wanted.device), wanted] -= 1
-            d_logits = d_logits.to(hidden.dtype)
+            d_logits = d_logits.mul_(scale).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[part] = d_logits @ weight
             if d_weight is not None:
                 d_weight.addmm_(d_logits.T.to(loss_type), chunk.to(loss_type))
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        ctx.mark_non_differentiable(nll, hits)
+        return nll.sum() * scale, nll, hits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        scale = grads[0]  # stays in fp32: 1/n rounded to bf16 is off by up to 0.4 %
+        outer = grads[0]  # 1 in training, so multiplying a bf16 tensor rounds nothing
         return (
-            None if d_hidden is None else (d_hidden.to(scale.dtype) * scale).to(d_hidden.dtype),
-            None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),
+            None if d_hidden is None else (d_hidden * outer).to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * outer).to(ctx.weight_dtype),
+            None,
             None,
         )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> LossSum:
-    """Sum of −log softmax(hidden @ weightᵀ)[targets], and the number of targets that have the highest logit."""
-    return LossSum(*_LinearCrossEntropy.apply(hidden, weight, targets))
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> LossSum:
+    """−log softmax(hidden @ weightᵀ)[targets] of each target; the objective is their sum, scaled."""
+    return LossSum(*_LinearCrossEntropy.apply(hidden, weight, targets, scale))
 
 
 class LossModel(nn.Module):
@@ -80,19 +92,20 @@ class LossModel(nn.Module):
         super().__init__()
         self.language_model = language_model
 
-    def forward(self, batch: Any) -> LossSum:
-        """`batch` is a PackedBatch; the result sums over its supervised tokens."""
+    def forward(self, batch: Any, weight: float = 1.0) -> LossSum:
+        """`batch` is a PackedBatch. `weight`: 1 ÷ the supervised tokens of the whole step, so that gradients of all
+        micro-batches and ranks need only be summed."""
         hidden = self._hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
         head = self.language_model.get_output_embeddings()  # type: ignore[operator]
         chosen = hidden[0].index_select(0, batch.supervised_at)
         targets = batch.labels.index_select(0, batch.supervised_at)
-        return linear_cross_entropy(chosen, head.weight.to(chosen.dtype), targets)
+        return linear_cross_entropy(chosen, head.weight.to(chosen.dtype), targets, weight)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any) -> Tensor:
         body = self.language_model.base_model
         output = body(  # type: ignore[operator]
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            document_cu_seqlens=cu_seqlens, document_longest=longest, document_edges=edges,
+            **described(cu_seqlens, longest, edges),
         )  # fmt: skip
         return output.last_hidden_state
 

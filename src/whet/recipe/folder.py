@@ -22,6 +22,7 @@ from whet.core.yaml import read_yaml
 from whet.model.loss import LossModel
 from whet.recipe.data import Data
 from whet.recipe.plan import make_plan
+from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 
 
@@ -127,7 +128,9 @@ class Kept:
     """The untrained model was measured before; that stays true."""
 
 
-def go_on(path: Path, root: LossModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[int, Seen, Kept]:
+def go_on(
+    path: Path, root: LossModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, ranks: Ranks
+) -> tuple[int, Seen, Kept]:  # fmt: skip
     """Load the newest checkpoint, if there is one, and say where to go on."""
     newest = checkpoints.newest(path / "checkpoints")
     if newest is None:
@@ -135,6 +138,7 @@ def go_on(path: Path, root: LossModel, optimizer: torch.optim.Optimizer, ranks: 
         samples, _ = _measured_part(path / "samples.jsonl") if measured else (0, False)
         return 0, Seen(), Kept(metrics, samples, measured)
     state = checkpoints.load(newest, root, optimizer, ranks)
+    loss_scale.restore(state["loss_scale"])
     say(f"continuing after step {state['step']}")
     return state["step"], Seen(**state["seen"]), Kept(state["metrics_bytes"], state["samples_bytes"], measured=True)
 

@@ -40,20 +40,27 @@ class Arithmetic:
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
         """Mixed precision where weights and arithmetic differ; fp64 without the models' own excursions to fp32."""
-        if self.name == "bf16":
+        if self.name in ("bf16", "fp16"):
             return torch.autocast(device.type, self.compute)
         return HonestDouble() if self.name == "fp64" else nullcontext()
 
 
 def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
-    """bf16 keeps trained weights in fp32 and frozen ones in bf16."""
+    """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in."""
     name = config.train.precision
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "fp32"
-    if name == "bf16":
-        return Arithmetic(name, torch.bfloat16 if config.adapter else torch.float32, torch.bfloat16)
-    dtype = torch.float64 if name == "fp64" else torch.float32
-    return Arithmetic(name, dtype, dtype)
+    compute = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if config.model.dtype == "bf16" and name != "bf16":
+        raise WhetError(
+            f"model.dtype: bf16 weights are trained in bf16, and train.precision is {name} here. Leave model.dtype "
+            "out, or set train.precision=bf16"
+        )
+    if config.model.dtype == "auto":
+        weights = compute if config.adapter or compute.itemsize > 2 else torch.float32
+    else:
+        weights = {"fp32": torch.promote_types(torch.float32, compute), "bf16": torch.bfloat16}[config.model.dtype]
+    return Arithmetic(name, weights, compute)
 
 
 def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int) -> nn.Module:

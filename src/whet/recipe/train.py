@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
@@ -33,6 +33,7 @@ from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
 from whet.recipe.measure import export_model, measure
 from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader
+from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
 from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
@@ -127,7 +128,8 @@ def _learn(
 ) -> None:
     """The steps, from where the newest checkpoint left off."""
     optimizer = make_optimizer(root, config.train.optimizer)
-    start, seen, kept = go_on(config.folder, root, optimizer, ranks)
+    loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
+    start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
     cadence = Cadence(
         steps=len(plan),
         evaluate_every=config.eval.every,
@@ -138,7 +140,7 @@ def _learn(
         folder.set_status("running", start, len(plan))
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
-        run = _Run(config, data, root, optimizer, ranks, arithmetic, len(plan), folder, files)
+        run = _Run(config, data, root, optimizer, loss_scale, ranks, arithmetic, len(plan), folder, files)
         Trainer(
             model=root,
             optimizer=optimizer,
@@ -151,6 +153,7 @@ def _learn(
             per_epoch=plan.sizes.per_epoch,
             seed=config.run.seed,
             arithmetic=arithmetic.context(ranks.device),
+            loss_scale=loss_scale,
         ).run(start, seen)
 
 
@@ -162,6 +165,7 @@ class _Run:
     data: Data
     root: LossModel
     optimizer: torch.optim.Optimizer
+    loss_scale: LossScale
     ranks: Ranks
     arithmetic: Arithmetic
     steps: int
@@ -187,7 +191,7 @@ class _Run:
             say(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in results.items()))
 
     def save(self, step: int, seen: Seen) -> None:
-        state: dict[str, Any] = {"seen": {name: getattr(seen, name) for name in Seen.__slots__}}
+        state: dict[str, Any] = {"seen": asdict(seen), "loss_scale": asdict(self.loss_scale)}
         if self.files is not None:
             state |= {"metrics_bytes": self.files.metrics.size(), "samples_bytes": self.files.samples.size()}
         folder = self.config.folder / "checkpoints"

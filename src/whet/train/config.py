@@ -77,8 +77,16 @@ class TrainConfig(Section):
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig())
     schedule: ScheduleConfig = Field(default=ScheduleConfig())
-    precision: Literal["auto", "fp64", "fp32", "bf16"] = Field(
-        default="auto", description="Of the arithmetic: bf16 on CUDA, otherwise fp32; fp64 is for proofs."
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="Of the arithmetic: bf16 on CUDA, otherwise fp32; fp16 is for cards without bf16, fp64 for proofs.",
     )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="This part of each target is spread over all tokens; not part of `loss`."
+    )
+    z_loss: float = Field(
+        default=0.0, ge=0, description="Weight of the squared log of the softmax's denominator, which keeps logits "
+        "small; not part of `loss`.",
+    )  # fmt: skip
     clip_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to at most this norm.")
     deterministic: bool = Field(default=False, description="On GPUs: bit-equal repetition, at some cost in speed.")

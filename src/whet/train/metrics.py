@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -33,17 +34,18 @@ class Seen:
 
 
 def step_line(
-    step: int, result: StepResult, rate: float, seen: Seen, totals: StepTotals, per_epoch: int, seconds: float,
-    device: torch.device,
+    step: int, result: StepResult, rates: dict[str, float], seen: Seen, totals: StepTotals, per_epoch: int,
+    seconds: float, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """`step` counts finished steps from 1; counts are cumulative, rates are of this step."""
     return {
         "time": time.time(),
         "step": step,
         "epoch": seen.conversations / per_epoch,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": rate,
+        "loss": known(result.loss),
+        "accuracy": known(result.accuracy),
+        "grad_norm": known(result.grad_norm),
+        **rates,
         **asdict(seen),
         "tokens_per_s": totals.tokens / seconds,
         "supervised_per_s": totals.supervised / seconds,
@@ -53,6 +55,11 @@ def step_line(
         "step_s": seconds,
         "data_s": result.data_s,
     }
+
+
+def known(value: float) -> float | None:
+    """The number, or nothing: what is not finite was not measured and is not printed as if it were."""
+    return value if math.isfinite(value) else None
 
 
 def peak_gib(device: torch.device) -> float:

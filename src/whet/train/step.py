@@ -1,8 +1,9 @@
-"""One optimizer step. It fits on a screen, and there is no other."""
+"""One optimizer step up to its gradients. It fits on a screen, and there is no other."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,10 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Over the whole step: all micro-batches, all ranks."""
+    """Over the whole step: all micro-batches, all ranks. What could not be computed is NaN, never a number."""
 
     loss: float
     """Sum of −log p over supervised tokens ÷ their number, divided once."""
+    accuracy: float
+    """The part of them that the model would have said."""
     grad_norm: float
     """Before clipping."""
     stop: bool
@@ -33,34 +36,48 @@ class StepResult:
     data_s: float
     """Seconds this rank waited for its batches."""
 
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-def train_step(
-    model: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step: int, *, ranks: Ranks, seed: int,
-    clip_norm: float, arithmetic: AbstractContextManager[object], stop: bool,
+
+def find_gradients(
+    model: LossModel, loader: Loader, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
+    arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool,
 ) -> StepResult:  # fmt: skip
-    """Forward and backward over this rank's micro-batches, one reduction, one update.
-
-    A loss or gradient that is not finite is returned as it is and the weights are left alone.
-    """
+    """Forward and backward over this rank's micro-batches, one reduction, clipping. The weights are left alone."""
     supervised = loader.totals(step).supervised
-    optimizer.zero_grad(set_to_none=True)
-    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    weight = loss_scale / supervised if supervised else math.nan
+    parameters = trainable(model)
+    for parameter in parameters:
+        parameter.grad = None
+    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
     batches = Timed(loader.micro_batches(step))
     for row, batch in batches:
-        torch.manual_seed(_seed(seed, step, row))
+        torch.manual_seed(seed_of(seed, step, row))
         with arithmetic:
-            loss = model(batch.to(ranks.device)).loss
-        (loss / supervised).backward()
-        sums[0] += loss.detach()
-    sums[1] = float(stop)
+            result = model(batch.to(ranks.device), weight)
+        result.objective.backward()
+        sums[0] += result.loss
+        sums[1] += result.hits.sum()
+    sums[2] = float(stop)
     sum_gradients(model, ranks)
     ranks.sum_(sums)
-    norm = nn.utils.clip_grad_norm_(trainable(model), clip_norm)
-    loss_sum, stops = sums.tolist()
-    result = StepResult(loss_sum / supervised, norm.item(), stops > 0, batches.seconds)
-    if torch.isfinite(torch.tensor([result.loss, result.grad_norm])).all():
-        optimizer.step()
-    return result
+    norm = _clip(parameters, clip_norm, loss_scale)
+    loss, hits, stops = sums.tolist()
+    if not supervised:
+        return StepResult(math.nan, math.nan, math.nan, stops > 0, batches.seconds)
+    return StepResult(loss / supervised, hits / supervised, norm.item(), stops > 0, batches.seconds)
+
+
+def _clip(parameters: list[nn.Parameter], clip_norm: float, loss_scale: float) -> torch.Tensor:
+    """Take the loss scale out of the gradients and shorten them to `clip_norm`; gives their norm before that."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if loss_scale != 1:
+        torch._foreach_mul_(gradients, 1 / loss_scale)
+    norm = nn.utils.get_total_norm(gradients)
+    nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    return norm
 
 
 class Timed(Iterator[T]):
@@ -78,7 +95,7 @@ class Timed(Iterator[T]):
             self.seconds += time.perf_counter() - began
 
 
-def _seed(seed: int, step: int, row: int) -> int:
+def seed_of(seed: int, step: int, row: int) -> int:
     """Randomness is a function of (seed, step, row): nothing to save, and the same after a restart."""
     digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

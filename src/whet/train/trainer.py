@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +20,11 @@ from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
 from whet.train.config import TrainConfig
+from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen, step_line
-from whet.train.optim import set_rate
+from whet.train.optim import set_rates
 from whet.train.schedule import rate_factor
-from whet.train.step import train_step
+from whet.train.step import find_gradients
 
 RETRY = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
 
@@ -70,6 +70,7 @@ class Trainer:
     per_epoch: int
     seed: int
     arithmetic: AbstractContextManager[object]
+    loss_scale: LossScale
 
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
@@ -93,22 +94,26 @@ class Trainer:
 
     def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
         began = time.perf_counter()
-        rate = self.config.optimizer.lr * rate_factor(step, self.cadence.steps, self.config.schedule)
-        set_rate(self.optimizer, rate)
+        rates = set_rates(self.optimizer, rate_factor(step, self.cadence.steps, self.config.schedule))
+        if self.loss_scale.moves:
+            rates["loss_scale"] = self.loss_scale.value
         self.model.train()
-        result = train_step(
-            self.model, self.optimizer, self.loader, step, ranks=self.ranks, seed=self.seed,
-            clip_norm=self.config.clip_norm, arithmetic=self.arithmetic, stop=stop,
+        result = find_gradients(
+            self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
+            arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop,
         )  # fmt: skip
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        if result.finite:
+            self.optimizer.step()
+        elif not self.loss_scale.can_shrink():
             raise RunFailedError(
                 f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}; this step did "
                 f"not change the weights. {RETRY}"
             )
+        self.loss_scale.settle(result.finite)
         totals = self.loader.totals(step)
         seen = seen.plus(totals, self.work)
         line = step_line(
-            step + 1, result, rate, seen, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
+            step + 1, result, rates, seen, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
         )
         self.hooks.log(line)
         return seen, f"loss {result.loss:.4f} · {line['tokens_per_s']:,.0f} tokens/s", result.stop
