@@ -65,7 +65,7 @@ def kinds(did: list[Any], *wanted: str) -> list[Any]:
 
 
 def test_it_measures_and_saves_when_it_should(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Cadence(steps=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
+    made, did = make_trainer(Cadence(steps=7, last=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
     made.run(0, Seen())
     assert kinds(did, "evaluate", "save") == [
         ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("save", 6), ("evaluate", 6), ("save", 7),
@@ -74,7 +74,7 @@ def test_it_measures_and_saves_when_it_should(make_trainer: Callable[..., Any]) 
 
 
 def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Cadence(steps=4, evaluate_every=None, evaluate_at_start=True, save_every=100))
+    made, did = make_trainer(Cadence(steps=4, last=4, evaluate_every=None, evaluate_at_start=True, save_every=100))
     made.run(2, Seen(conversations=4, tokens=60, supervised_tokens=20, flops=7))
     assert kinds(did, "rate", "evaluate") == [("rate", 2.0), ("rate", 1.0), ("evaluate", 4)]
     lines = [entry[1] for entry in did if entry[0] == "log"]
@@ -89,6 +89,14 @@ def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) 
     assert (step, seen) == (4, Seen(8, 120, 40, 7 + 2 * 1620))
 
 
+def test_it_pauses_where_it_was_told_to_with_the_rates_of_the_whole_run(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(steps=8, last=3, evaluate_every=None, evaluate_at_start=False, save_every=100))
+    made.run(0, Seen())
+    assert kinds(did, "rate", "save", "evaluate") == [
+        ("rate", 4.0), ("rate", 3.5), ("rate", 3.0), ("save", 3), ("evaluate", 3),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_after_the_step_and_stops(make_trainer: Callable[..., Any], number: int) -> None:
     before = signal.getsignal(number)
@@ -97,7 +105,7 @@ def test_a_signal_saves_after_the_step_and_stops(make_trainer: Callable[..., Any
         if step == 1:
             os.kill(os.getpid(), number)
 
-    made, did = make_trainer(Cadence(9, None, False, 100), at_step=ask)
+    made, did = make_trainer(Cadence(9, 9, None, False, 100), at_step=ask)
     with pytest.raises(StoppedError, match="after step 3 of 9"):
         made.run(0, Seen())
     assert kinds(did, "save") == [("save", 3)]
@@ -105,20 +113,20 @@ def test_a_signal_saves_after_the_step_and_stops(make_trainer: Callable[..., Any
 
 
 def test_a_second_interrupt_does_not_wait(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Cadence(9, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGINT))
+    made, did = make_trainer(Cadence(9, 9, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         made.run(0, Seen())
     assert kinds(did, "save") == []
 
 
 def test_a_checkpoint_whose_step_was_not_measured_is_measured_first(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Cadence(steps=4, evaluate_every=2, evaluate_at_start=True, save_every=2))
+    made, did = make_trainer(Cadence(steps=4, last=4, evaluate_every=2, evaluate_at_start=True, save_every=2))
     made.run(2, Seen())
     assert kinds(did, "evaluate", "save") == [("evaluate", 2), ("save", 4), ("evaluate", 4)]
 
 
 def test_a_stop_asked_for_in_the_last_step_leaves_measuring_to_the_next_start(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Cadence(2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM))
+    made, did = make_trainer(Cadence(2, 2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError):
         made.run(0, Seen())
     assert kinds(did, "save", "evaluate") == [("save", 2)]
@@ -128,7 +136,7 @@ def test_a_stop_asked_for_in_the_last_step_leaves_measuring_to_the_next_start(ma
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(
     make_trainer: Callable[..., Any], loss: float
 ) -> None:
-    made, did = make_trainer(Cadence(9, None, False, 1), losses={2: loss})
+    made, did = make_trainer(Cadence(9, 9, None, False, 1), losses={2: loss})
     with pytest.raises(RunFailedError, match="step 3: the loss is") as raised:
         made.run(0, Seen())
     assert raised.value.exit_code == 3

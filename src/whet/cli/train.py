@@ -14,6 +14,16 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
+    until: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEP", help="Pause after this step; the schedule stays that of the whole run."),
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try the whole way in five tiny steps, in a folder of its own.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Train, but keep no checkpoint, export or report; in its own folder.")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
@@ -23,6 +33,7 @@ def train(
     """
     from whet.config import read_config
     from whet.core.console import say
+    from whet.core.errors import WhetError
     from whet.core.ranks import who_am_i
     from whet.core.run import read_status
     from whet.watch.report import write_report
@@ -30,15 +41,33 @@ def train(
     from whet.watch.summary import result
     from whet.watch.table import score_line
 
+    if resume and (smoke or dry_run):
+        raise WhetError("--resume: --smoke and --dry-run begin anew each time; leave one of them out")
     config = read_config(recipe, overrides or [])
+    from whet.recipe import trial
     from whet.recipe.train import train as run  # after the recipe was read: this takes seconds
 
+    if smoke:
+        config = trial.smoke(config)
+    if dry_run:
+        config = trial.dry(config)
+    first = who_am_i()[0] == 0
+    if first and (smoke or dry_run):
+        trial.make_way(config.folder)
     finished = resume and read_status(config.folder).get("state") == "finished"
-    run(config, resume)
-    if who_am_i()[0] > 0:
+    run(config, resume, until, keeps=not dry_run)
+    if not first:
         return {}
     view = RunView.read(config.folder)
-    page = view.folder / "report.html" if finished else write_report(config.folder)
+    found = result(view)
     say(score_line(view))
-    say(f"done: {view.folder} · report {page}")
-    return result(view)
+    if dry_run:
+        say(f"dry run done: nothing was kept but the metrics in {view.folder}")
+    elif smoke:
+        trial.drop_weights(config.folder)
+        found["export"] = None
+        say(f"smoke test passed: prepared, trained, measured, saved, exported ({view.folder}, its weights deleted)")
+    else:
+        page = view.folder / "report.html" if finished else write_report(config.folder)
+        say(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
+    return found

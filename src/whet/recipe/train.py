@@ -18,7 +18,7 @@ from torch import nn
 from whet.checkpoint import save as checkpoints
 from whet.config import Config
 from whet.core.console import be_quiet, say, warn
-from whet.core.errors import RunFailedError
+from whet.core.errors import RunFailedError, WhetError
 from whet.core.files import write_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
@@ -39,8 +39,11 @@ from whet.train.optim import make_optimizer
 from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
 
 
-def train(config: Config, resume: bool) -> None:
-    """The whole run: prepare, plan, train, evaluate, save, export."""
+def train(config: Config, resume: bool, until: int | None = None, keeps: bool = True) -> None:
+    """The whole run: prepare, plan, train, evaluate, save, export.
+
+    `until`: pause after that step, with the schedule of the whole run. `keeps`: write checkpoints and the export.
+    """
     rank, _ = who_am_i()
     if rank > 0:
         be_quiet()
@@ -57,7 +60,7 @@ def train(config: Config, resume: bool) -> None:
             begin(folder, config, data)
         ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
         try:
-            _train(config, data, folder, ranks)
+            _train(config, data, folder, ranks, until, keeps)
         except torch.OutOfMemoryError as error:
             raise RunFailedError(
                 f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
@@ -81,7 +84,7 @@ def _terminate_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> None:
+def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, until: int | None, keeps: bool) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
         torch.use_deterministic_algorithms(True)
@@ -92,10 +95,12 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
         root.check(len(data.tokenizer))
     start_equal(root, ranks)
     plan = Plan.load(config.folder / "plan")
-    if folder is not None:
+    last = min(until or len(plan), len(plan))
+    if folder is not None and keeps:
         whole = sum(parameter.nbytes for parameter in model.parameters())
         export = whole if config.export.at_end == "merged" else 0
         checkpoints.need_room(folder.path, root, config.checkpoint.keep_last, export)
+    if folder is not None:
         write_json(folder.path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
     if config.adapter is not None and config.adapter.dropout > 0:
         say("adapter.dropout is on: it falls differently for other train.micro_rows and numbers of processes")
@@ -108,8 +113,11 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.sizes.per_epoch} conversations an epoch"
     )
-    _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config))
-    if folder is not None and config.export.at_end != "none":
+    _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config), last, keeps)
+    if last < len(plan):
+        _pause(folder, last, len(plan))
+        return
+    if folder is not None and keeps and config.export.at_end != "none":
         export_model(config, data, model, config.export.at_end, len(plan), config.export.at_end)
     ranks.wait()
     if folder is not None:
@@ -125,13 +133,18 @@ def _learn(
     ranks: Ranks,
     arithmetic: Arithmetic,
     work: Work,
+    last: int,
+    keeps: bool,
 ) -> None:
     """The steps, from where the newest checkpoint left off."""
     optimizer = make_optimizer(root, config.train.optimizer)
     loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
     start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
+    if start > last:
+        raise WhetError(f"--until {last}: this run has done {start} steps already. Give a later step, or leave it out")
     cadence = Cadence(
         steps=len(plan),
+        last=last,
         evaluate_every=config.eval.every,
         evaluate_at_start=config.eval.at_start and not kept.measured,
         save_every=config.checkpoint.every or max(1, len(plan) // 10),
@@ -147,7 +160,12 @@ def _learn(
             loader=stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks))),
             config=config.train,
             cadence=cadence,
-            hooks=Hooks(log=run.log, evaluate=run.evaluate, save=run.save, stop_requested=run.stop_requested),
+            hooks=Hooks(
+                log=run.log,
+                evaluate=run.evaluate,
+                save=run.save if keeps else _keep_nothing,
+                stop_requested=run.stop_requested,
+            ),
             ranks=ranks,
             work=work,
             per_epoch=plan.sizes.per_epoch,
@@ -155,6 +173,16 @@ def _learn(
             arithmetic=arithmetic.context(ranks.device),
             loss_scale=loss_scale,
         ).run(start, seen)
+
+
+def _keep_nothing(step: int, seen: Seen) -> None:
+    """What a dry run saves."""
+
+
+def _pause(folder: RunFolder | None, step: int, steps: int) -> None:
+    say(f"paused after step {step} of {steps}, as asked; --resume goes on")
+    if folder is not None:
+        folder.set_status("stopped", step, steps, exit_code=0)
 
 
 @dataclass(frozen=True, slots=True)

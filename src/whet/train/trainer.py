@@ -44,15 +44,18 @@ class Cadence:
     """When things happen, in finished steps."""
 
     steps: int
+    """Of the whole run, which the schedule goes by."""
+    last: int
+    """Where this process ends: the last step, or the one until which it was asked to train."""
     evaluate_every: int | None
     evaluate_at_start: bool
     save_every: int
 
     def evaluates_after(self, step: int) -> bool:
-        return step == self.steps or bool(self.evaluate_every and step % self.evaluate_every == 0)
+        return step == self.last or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
     def saves_after(self, step: int) -> bool:
-        return step == self.steps or step % self.save_every == 0
+        return step == self.last or step % self.save_every == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Trainer:
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
-            for step in range(start, self.cadence.steps):
+            for step in range(start, self.cadence.last):
                 stop = asked() or self.hooks.stop_requested()
                 seen, note, stopping = self._one(step, seen, stop)
                 bar.advance(1, note)
