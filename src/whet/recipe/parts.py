@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from whet.config import Config
+from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.data.loader import Loader
@@ -49,7 +50,9 @@ def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
     """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in."""
     name = config.train.precision
     if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
+        name = _best_precision(device)
+    elif name in ("bf16", "fp16") and device.type == "cpu":
+        warn(f"train.precision: {name} on a CPU is often many times slower than fp32")
     compute = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
     if config.model.dtype == "bf16" and name != "bf16":
         raise WhetError(
@@ -61,6 +64,12 @@ def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
     else:
         weights = {"fp32": torch.promote_types(torch.float32, compute), "bf16": torch.bfloat16}[config.model.dtype]
     return Arithmetic(name, weights, compute)
+
+
+def _best_precision(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int) -> nn.Module:

@@ -1,0 +1,190 @@
+"""One training run in many layouts, and the plainest loop there is to compare them with.
+
+Started under torchrun (`python layouts.py FOLDER`), it runs the layouts that are meant for several processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from whet.core.ranks import Ranks, start_ranks
+from whet.data.config import DataConfig, Source
+from whet.data.language import ChatLanguage
+from whet.data.loader import Loader
+from whet.data.mixture import everything
+from whet.data.plan import Plan
+from whet.data.planner import Length, plan_by_conversations
+from whet.data.prepare import prepare
+from whet.data.store import Store
+from whet.model import attention
+from whet.model import loss as cross_entropy
+from whet.model.config import ModelConfig
+from whet.model.load import load_model
+from whet.model.loss import LossModel
+from whet.model.precision import HonestDouble
+from whet.model.tokenizer import load_tokenizer
+from whet.train.config import OptimizerConfig
+from whet.train.optim import make_optimizer
+from whet.train.step import StepResult, find_gradients
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+TINY = ModelConfig(path="builtin:tiny")
+LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
+ROW = 400
+BATCH = 5
+STEPS = 30
+CLIP = 0.5
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything about a run that must not matter."""
+
+    packing: str = "none"
+    micro_rows: int = 1
+    padded: bool = False
+    attention: str = "sdpa"
+    recompute: str = "none"
+    chunk_rows: int = 10**6
+    """Supervised positions that the head takes at a time."""
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values())
+
+
+CHOICES: dict[str, Sequence[Any]] = {
+    "packing": ("none", "best-fit", "k-bin"),
+    "micro_rows": (1, 2, 5),
+    "padded": (False, True),
+    "attention": ("sdpa", "eager"),
+    "recompute": ("none", "selective", "full"),
+    "chunk_rows": (10**6, 4, 37),
+}
+
+
+def in_pairs(choices: dict[str, Sequence[Any]]) -> list[Layout]:
+    """Few layouts in which any two choices meet at least once."""
+    names = [field.name for field in fields(Layout)]
+    missing = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in choices[a] for y in choices[b]
+    }  # fmt: skip
+    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[n] for n in names))]
+    chosen = []
+    while missing:
+        best = max(every, key=lambda one: len(_pairs(one) & missing))
+        missing -= _pairs(best)
+        chosen.append(Layout(**best))
+    return chosen
+
+
+def _pairs(one: dict[str, Any]) -> set[Any]:
+    return set(itertools.combinations(one.items(), 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def make_store() -> Store:
+    """Thirteen orders."""
+    config = DataConfig(sources=[Source(path="builtin:orders", max_samples=13)])
+    return prepare(config, config.sources, "train", LANGUAGE).store
+
+
+def plan_of(store: Store, packing: str) -> Plan:
+    """Thirty batches of five, the last of which has three."""
+    mixture = everything(np.arange(len(store)))
+    length = Length(epochs=(BATCH * STEPS - 2) / 13)
+    return plan_by_conversations(store.lengths, mixture, BATCH, length, ROW, packing, 16, seed=3)
+
+
+def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step: int, **changed: Any) -> StepResult:
+    """One step as training takes it."""
+    options: dict[str, Any] = {
+        "ranks": ALONE, "seed": 0, "clip_norm": CLIP, "arithmetic": HonestDouble(), "loss_scale": 1.0, "stop": False,
+    } | changed  # fmt: skip
+    result = find_gradients(root, loader, step, **options)
+    if result.finite:
+        optimizer.step()
+    return result
+
+
+def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
+    """The run in a layout, by this process or by all of a group."""
+    ranks = changed.get("ranks", ALONE)
+    plan = plan_of(store, layout.packing)
+    model = load_model(TINY, torch.float64)
+    attention.install(model, layout.attention)
+    root = LossModel(model)
+    optimizer = make_optimizer(root, OPTIMIZER)
+    loader = Loader(store, plan, layout.micro_rows, ranks.rank, ranks.world, ROW if layout.padded else None)
+    before, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, layout.chunk_rows * model.config.vocab_size * 8
+    try:
+        results = [take(root, optimizer, loader, step, **changed) for step in range(len(plan))]
+    finally:
+        cross_entropy._CHUNK_BYTES = before
+        loader.close()
+    return Trace([r.loss for r in results], [r.grad_norm for r in results], model.state_dict())
+
+
+def run_naively(store: Store) -> Trace:
+    """One conversation at a time, the model's own logits, torch's loss, no accumulation, nothing packed."""
+    plan = plan_of(store, "none")
+    model = load_model(TINY, torch.float64)
+    decay = {True: OPTIMIZER.weight_decay, False: 0.0}
+    groups = [{"params": [p], "weight_decay": decay[p.ndim > 1]} for p in model.parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, foreach=False)
+    losses, norms = [], []
+    for step in range(len(plan)):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for document in plan.documents_of(step):
+            ids = torch.from_numpy(store.ids(int(document)))
+            labels = ids.masked_fill(~torch.from_numpy(store.loss(int(document))), -100)
+            with HonestDouble():
+                logits = model(input_ids=ids[None]).logits[0]
+            total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            count += int((labels[1:] != -100).sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        losses.append(total.item() / count)
+        optimizer.step()
+    return Trace(losses, norms, model.state_dict())
+
+
+TOGETHER = (
+    Layout("none", 1, padded=False),
+    Layout("best-fit", 1, padded=True, recompute="full"),
+    Layout("k-bin", 2, padded=False, attention="eager", chunk_rows=37),
+)
+"""What several processes run. With four of them, best-fit leaves ranks without rows."""
+
+
+def main(folder: Path) -> None:
+    ranks = start_ranks()
+    store = make_store()
+    for number, layout in enumerate(TOGETHER):
+        trace = run_steps(store, layout, ranks=ranks)
+        if ranks.is_first:
+            torch.save(trace.weights, folder / f"{number}.pt")
+            (folder / f"{number}.json").write_text(json.dumps({"losses": trace.losses, "norms": trace.norms}))
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
