@@ -34,8 +34,8 @@ def probe(root: LossModel, vocabulary: int) -> None:
             head = head_of(model)  # refuses what it does not know
             hidden = _hidden_of_two(root, tokens)
             other = _hidden_of_two(root, torch.cat([tokens[:8].flip(0), tokens[8:]]))
-            loud = _LOUD / Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
-            own = {volume: _own_logits(model, tokens, volume) for volume in (1.0, loud)}
+            largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
+            own = {volume: _own_logits(model, tokens, volume) for volume in (1.0, _LOUD / largest)}
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise WhetError(
                 f"model.path: this architecture cannot be trained on packed documents ({error!r})"
@@ -50,7 +50,8 @@ def probe(root: LossModel, vocabulary: int) -> None:
     is_coarse = torch.is_autocast_enabled(tokens.device.type) or hidden.dtype.itemsize < 4
     for volume, expected in own.items():
         difference = (expected - head.logits(hidden * volume).float()).abs().max().item()
-        if not difference <= (0.05 if is_coarse else 1e-4) * expected.abs().max().item():
+        size = max(expected.abs().max().item(), volume * largest)  # logits are rounded before they are capped
+        if not difference <= (0.05 if is_coarse else 1e-4) * size:
             raise WhetError(
                 f"model.path: whet computes other logits for this model than it does itself (they differ by "
                 f"{difference:.3g}): it does more with its logits than whet knows of, or has an attention of its own. "
