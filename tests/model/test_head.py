@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.head import head_of
-from whet.model.loss import LossModel
 from whet.model.lora import language_model
+from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

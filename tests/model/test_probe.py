@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from whet.core.errors import WhetError
 from whet.model import attention
-from whet.model.loss import LossModel
 from whet.model.lora import language_model
+from whet.model.loss import LossModel
 from whet.model.probe import probe
 
 _FULL = {"head_dim": 16, "attn_logit_softcapping": None, "layer_types": ["full_attention"] * 2}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whet.model.head import Head
-from whet.model.rows import RowsFunction, Terms, rows_torch
+from whet.model.rows import Rows, RowsFunction, Terms, rows_torch
 
 _CHUNK_BYTES = 64 * 2**20  # logits and their gradient alive at a time
 _CHUNK_BYTES_GPU = 512 * 2**20  # each chunk reads and writes the whole gradient of the weight: fewer are faster
@@ -75,10 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, len(hidden), count):
                 part = slice(start, start + count)
                 chunk = hidden[part].to(compute)
-                logits = _product(chunk, matrix.T)
-                if bias is not None:
-                    logits += bias
-                rows = _rows_for(logits)(logits, targets[part], terms, gradient)
+                rows = _rows_of(chunk, matrix, bias, targets[part], terms, gradient)
                 nll[part], cost[part], hits[part] = rows.nll, rows.cost, rows.hits
                 if rows.d_logits is None:
                     continue
@@ -88,6 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(d_weight, rows.d_logits.T, chunk)
                 if d_bias is not None:
                     d_bias += rows.d_logits.sum(dim=0, dtype=exact)
+                del rows  # or the next logits would be made beside it
         sums = [
             None if total is None else total.mul_(scale / terms.boost).to(like.dtype)
             for total, like in ((d_weight, weight), (d_bias, weight if bias is None else bias))
@@ -128,9 +126,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total[part] += _product(left[part], right)
 
 
-def _rows_for(logits: Tensor) -> RowsFunction:
+def _rows_of(
+    chunk: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, terms: Terms, gradient: torch.dtype | None
+) -> Rows:
+    logits = _product(chunk, matrix.T)
+    if bias is not None:
+        logits += bias
     fused = _fused() if logits.is_cuda and logits.dtype == torch.float32 else None
-    return fused or rows_torch
+    return (fused or rows_torch)(logits, targets, terms, gradient)
 
 
 @functools.cache
