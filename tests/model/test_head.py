@@ -89,6 +89,11 @@ def test_an_adapted_head_learns_and_counts(
     compare(adapted, documents, pack(documents))
 
 
+def test_an_adapted_head_keeps_its_bias(make_model: Callable[..., Any], make_documents: Any, pack: Any) -> None:
+    documents = make_documents(6, 11)
+    compare(adapt(randomised(make_model("Phi")), target_modules=["lm_head"]), documents, pack(documents))
+
+
 def adapt(model: nn.Module, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **settings), autocast_adapter_dtype=False)
