@@ -17,6 +17,7 @@ from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
 from whet.model.loss import LossModel
+from whet.model.probe import probe
 
 LEAKING: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 4},
@@ -52,7 +53,7 @@ def test_an_architecture_whose_documents_see_each_other_is_refused_before_traini
 
 def prepared(model: Any) -> None:
     attention.install(model, "sdpa")
-    LossModel(model).check(64)
+    probe(LossModel(model), 64)
 
 
 @pytest.fixture

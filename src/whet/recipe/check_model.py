@@ -18,6 +18,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     from whet.core.ranks import start_ranks
     from whet.model.lora import language_model
     from whet.model.loss import LossModel
+    from whet.model.probe import probe
     from whet.recipe.parts import VocabularyError, build_model, choose_arithmetic
 
     try:
@@ -37,7 +38,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     try:
         with arithmetic.context(device):
-            LossModel(language_model(model)).check(tokens)
+            probe(LossModel(language_model(model)), tokens)
         yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
     except WhetError as error:
         yield Finding("leak", "fault", str(error))

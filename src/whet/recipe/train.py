@@ -28,6 +28,7 @@ from whet.model import attention
 from whet.model.flops import Work, work_of
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
+from whet.model.probe import probe
 from whet.parallel.replicate import start_equal
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
@@ -90,9 +91,9 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, u
         torch.use_deterministic_algorithms(True)
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = LossModel(language_model(model))
+    root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
     with arithmetic.context(ranks.device):
-        root.check(len(data.tokenizer))
+        probe(root, len(data.tokenizer))
     start_equal(root, ranks)
     plan = Plan.load(config.folder / "plan")
     last = min(until or len(plan), len(plan))

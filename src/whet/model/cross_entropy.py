@@ -1,0 +1,145 @@
+"""Linear cross-entropy: from hidden states to the loss and its gradients, without ever holding all logits.
+
+Shape letters: S supervised positions, E width of a hidden state, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.model.head import Head
+from whet.model.rows import Rows, RowsFunction, Terms, rows_torch
+
+_CHUNK_BYTES = 64 * 2**20  # logits and their gradient alive at a time
+_CHUNK_BYTES_GPU = 512 * 2**20  # each chunk reads and writes the whole gradient of the weight: fewer are faster
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """Over one micro-batch; S: its supervised positions, in the order of `supervised_at`."""
+
+    objective: Tensor
+    """What is differentiated: `weight` times the sum of what is to be made small."""
+    nll: Tensor
+    """[S] −log p of each supervised token, without a gradient, smoothing or z-loss."""
+    hits: Tensor
+    """[S] whether the model would have said that token."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of −log p."""
+        return self.nll.sum(dtype=torch.promote_types(self.nll.dtype, torch.float64))
+
+
+def linear_cross_entropy(
+    hidden: Tensor, head: Head, targets: Tensor, scale: float = 1.0, smoothing: float = 0.0, z_loss: float = 0.0
+) -> LossSum:
+    """−log p of each target after `hidden` [S, E]; the objective is their sum, with smoothing and z-loss, scaled."""
+    terms = Terms(head.scale, head.cap, smoothing, z_loss)
+    return LossSum(
+        *_LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets, scale, terms, torch.is_grad_enabled())
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made on the way, chunk by chunk, so that [S, V] never exists. They are summed in fp32, scaled
+    there and rounded once, to the type of what they belong to: 1/n of a step, applied to bf16, is off by up to 0.4 %.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, terms: Terms,
+        with_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        needs_hidden, needs_weight, needs_bias = (with_gradient and needed for needed in ctx.needs_input_grad[:3])
+        compute = _compute_type(hidden)
+        exact = torch.promote_types(compute, torch.float32)
+        if compute == torch.float16:  # 1 / V is among the coarse numbers of fp16
+            terms = replace(terms, boost=1024.0)
+        gradient = compute if needs_hidden or needs_weight or needs_bias else None
+        nll = torch.empty(len(targets), dtype=exact, device=hidden.device)
+        cost, hits = torch.empty_like(nll), torch.empty_like(nll, dtype=torch.bool)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore[arg-type]
+        matrix = weight.to(compute)
+        bytes_of_row = len(weight) * (exact.itemsize + (compute.itemsize if compute != exact else 0))
+        count = max(1, (_CHUNK_BYTES_GPU if hidden.is_cuda else _CHUNK_BYTES) // bytes_of_row)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), count):
+                part = slice(start, start + count)
+                chunk = hidden[part].to(compute)
+                rows = _rows_of(chunk, matrix, bias, targets[part], terms, gradient)
+                nll[part], cost[part], hits[part] = rows.nll, rows.cost, rows.hits
+                if rows.d_logits is None:
+                    continue
+                if d_hidden is not None:
+                    d_hidden[part] = _product(rows.d_logits, matrix).mul_(scale / terms.boost)
+                if d_weight is not None:
+                    _add_product(d_weight, rows.d_logits.T, chunk)
+                if d_bias is not None:
+                    d_bias += rows.d_logits.sum(dim=0, dtype=exact)
+                del rows  # or the next logits would be made beside it
+        sums = [
+            None if total is None else total.mul_(scale / terms.boost).to(like.dtype)
+            for total, like in ((d_weight, weight), (d_bias, weight if bias is None else bias))
+        ]
+        ctx.save_for_backward(d_hidden, *sums)
+        ctx.mark_non_differentiable(nll, hits)
+        return cost.sum() * scale, nll, hits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        outer = grads[0]  # 1 in training, so multiplying a bf16 tensor rounds nothing
+        found = [None if saved is None else saved * outer.to(saved.dtype) for saved in ctx.saved_tensors]
+        return (*found, None, None, None, None)
+
+
+def _compute_type(hidden: Tensor) -> torch.dtype:
+    """What the products are computed from: 16-bit numbers where they can be summed into fp32, which CUDA does."""
+    if not hidden.is_cuda or torch.version.hip is not None:
+        return torch.promote_types(hidden.dtype, torch.float32)
+    if torch.is_autocast_enabled("cuda") and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype("cuda")  # a norm with fp32 weights gives fp32 there
+    return hidden.dtype
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Of 16-bit matrices in fp32."""
+    return torch.mm(left, right, out_dtype=torch.float32) if left.dtype.itemsize == 2 else left @ right
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right. 16-bit matrices are taken in pieces, because each piece is first a matrix of its own."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+        return
+    count = max(1, _CHUNK_BYTES // (total.shape[1] * total.itemsize))
+    for start in range(0, len(total), count):
+        part = slice(start, start + count)
+        total[part] += _product(left[part], right)
+
+
+def _rows_of(
+    chunk: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, terms: Terms, gradient: torch.dtype | None
+) -> Rows:
+    logits = _product(chunk, matrix.T)
+    if bias is not None:
+        logits += bias
+    fused = _fused() if logits.is_cuda and logits.dtype == torch.float32 else None
+    return (fused or rows_torch)(logits, targets, terms, gradient)
+
+
+@functools.cache
+def _fused() -> RowsFunction | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from whet.model.fused_loss import rows_triton
+
+    return rows_triton

@@ -1,0 +1,95 @@
+"""The same as `rows_torch` in one Triton kernel: logits are read twice and their gradient is written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whet.model.rows import Rows, Terms
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    logits_at, targets_at, nll_at, cost_at, hits_at, d_logits_at, row_size, d_row_size, vocabulary,
+    scale, cap, smoothing, z_loss, boost,
+    has_cap: tl.constexpr, has_smoothing: tl.constexpr, has_gradient: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One program, one row. First the softmax's denominator by the online way, a maximum and a sum for each lane."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_at += row * row_size
+    target = tl.load(targets_at + row)
+    lanes = tl.arange(0, block)
+    own = tl.load(logits_at + target).to(tl.float32) * scale
+    if has_cap:
+        own = cap * _tanh(own / cap)
+    highest = tl.full((block,), -1e38, tl.float32)  # finite, so that a lane without a token adds 0 and not NaN
+    total = tl.zeros((block,), tl.float32)
+    everything = tl.zeros((block,), tl.float32)
+    beaten = tl.zeros((block,), tl.int32)
+    for start in range(0, vocabulary, block):
+        token = start + lanes
+        known = token < vocabulary
+        y = tl.load(logits_at + token, mask=known, other=0.0).to(tl.float32) * scale
+        if has_cap:
+            y = cap * _tanh(y / cap)
+        y = tl.where(known, y, float("-inf"))
+        higher = tl.maximum(highest, y)
+        total = total * tl.exp(highest - higher) + tl.exp(y - higher)
+        highest = higher
+        beaten += (((token < target) & (y >= own)) | ((token > target) & (y > own))).to(tl.int32)
+        if has_smoothing:
+            everything += tl.where(known, y, 0.0)
+    top = tl.max(highest, axis=0)
+    denominator = tl.sum(total * tl.exp(highest - top), axis=0)
+    log_total = tl.log(denominator)
+    log_sum = top + log_total
+    nll = log_total + (top - own)
+    cost = (1 - smoothing) * nll + z_loss * log_sum * log_sum
+    if has_smoothing:
+        cost += smoothing * (log_total + (top - tl.sum(everything, axis=0) / vocabulary))
+    tl.store(nll_at + row, nll)
+    tl.store(cost_at + row, cost)
+    tl.store(hits_at + row, ((tl.sum(beaten, axis=0) == 0) & (nll == nll)).to(tl.uint8))
+    if has_gradient:
+        d_logits_at += row * d_row_size
+        factor = (1 + 2 * z_loss * log_sum) / denominator
+        for start in range(0, vocabulary, block):
+            token = start + lanes
+            known = token < vocabulary
+            y = tl.load(logits_at + token, mask=known, other=0.0).to(tl.float32) * scale
+            slope = tl.full((block,), 1.0, tl.float32)
+            if has_cap:
+                tanh = _tanh(y / cap)
+                y = cap * tanh
+                slope = 1 - tanh * tanh
+            d_y = tl.exp(y - top) * factor - smoothing / vocabulary - tl.where(token == target, 1 - smoothing, 0.0)
+            tl.store(d_logits_at + token, (d_y * slope * scale * boost).to(d_logits_at.dtype.element_ty), mask=known)
+
+
+def rows_triton(logits: Tensor, targets: Tensor, terms: Terms, gradient: torch.dtype | None) -> Rows:
+    """Computes in fp32."""
+    count, vocabulary = logits.shape
+    nll = torch.empty(count, dtype=torch.float32, device=logits.device)
+    cost, hits = torch.empty_like(nll), torch.empty_like(nll, dtype=torch.uint8)
+    if gradient is None or gradient == logits.dtype:
+        d_logits = logits  # each lane writes where it alone has read
+    else:  # rows begin where matrix products are fast
+        room = triton.cdiv(vocabulary, 8) * 8
+        d_logits = torch.empty(count, room, dtype=gradient, device=logits.device)[:, :vocabulary]
+    if count:
+        _rows[(count,)](
+            logits, targets, nll, cost, hits, d_logits, logits.stride(0), d_logits.stride(0), vocabulary,
+            terms.scale, float(terms.cap or 1), terms.smoothing, terms.z_loss, terms.boost,
+            has_cap=terms.cap is not None, has_smoothing=terms.smoothing > 0, has_gradient=gradient is not None,
+            block=min(_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+        )  # fmt: skip
+    return Rows(nll, cost, hits.view(torch.bool), None if gradient is None else d_logits)
