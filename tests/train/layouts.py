@@ -27,8 +27,7 @@ from whet.data.plan import Plan
 from whet.data.planner import Length, plan_by_conversations
 from whet.data.prepare import prepare
 from whet.data.store import Store
-from whet.model import attention
-from whet.model import loss as cross_entropy
+from whet.model import attention, cross_entropy
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
 from whet.model.loss import LossModel

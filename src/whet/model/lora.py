@@ -22,12 +22,24 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int) -> nn.Module
     )
     torch.manual_seed(seed)
     try:
-        return get_peft_model(model, settings)  # beside 16-bit weights, adapters are kept in fp32
+        adapted = get_peft_model(model, settings)  # beside 16-bit weights, adapters are kept in fp32
     except ValueError as error:
         raise WhetError(
             f"adapter.targets: {config.targets!r} does not fit this model: {error}. "
             "Leave it out to adapt every linear layer"
         ) from None
+    _refuse_tied_head(adapted.get_base_model())
+    return adapted
+
+
+def _refuse_tied_head(model: nn.Module) -> None:
+    """An adapter of a head that shares its weight with the embedding would be merged into both."""
+    head = getattr(model.get_output_embeddings(), "base_layer", None)  # type: ignore[operator]
+    if head is not None and head.weight is model.get_input_embeddings().weight:  # type: ignore[operator]
+        raise WhetError(
+            "adapter.targets: this model's output head is also its embedding, so an adapter of the head could not be "
+            "merged. Leave the head out of adapter.targets"
+        )
 
 
 def language_model(model: nn.Module) -> nn.Module:

@@ -48,7 +48,7 @@ class Arithmetic:
 
 def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
     """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in."""
-    name = config.train.precision
+    name: str = config.train.precision
     if name == "auto":
         name = _best_precision(device)
     elif name in ("bf16", "fp16") and device.type == "cpu":
