@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
-from whet.model.attention import described, plain
+from whet.model.attention import described, plain, unserved
 
 _CHUNK_BYTES = 64 * 2**20  # logits alive at a time
 
@@ -120,6 +120,9 @@ class LossModel(nn.Module):
         cap = getattr(self.language_model.config, "final_logit_softcapping", None)
         if cap is not None:  # too gentle to be seen on small logits
             raise WhetError(f"model.path: this model caps its logits at {cap}, which whet cannot train yet")
+        wanted = unserved(self.language_model)
+        if wanted is not None:  # windows are too wide for the documents below to notice
+            raise WhetError(f"model.path: whet cannot attend as this model does: {wanted}")
         was_training = self.training
         self.eval()
         tokens = torch.arange(16, device=next(self.parameters()).device) * 7919 % vocabulary

@@ -16,7 +16,7 @@ from whet.data.plan import Plan
 from whet.data.store import Store
 from whet.model import attention
 from whet.model.load import load_model
-from whet.model.lora import add_adapter
+from whet.model.lora import add_adapter, language_model
 from whet.model.precision import HonestDouble
 
 
@@ -72,7 +72,10 @@ def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vo
             f"model.path: {config.model.path}: the tokenizer knows {vocabulary:,} tokens and the model only {room:,}. "
             "They do not belong together: use the tokenizer that came with the model"
         )
-    attention.install(model, attention.choose(config.model.attention, device, arithmetic.compute))
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
-    return model.to(device)
+    model = model.to(device)
+    plain = language_model(model)
+    backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain))
+    attention.install(plain, backend)
+    return model

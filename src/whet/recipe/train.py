@@ -235,5 +235,5 @@ def _describe_plan(
         "trainable_parameters": trainable,
         "device": ranks.device.type,
         "precision": arithmetic.name,
-        "attention": attention.choose(config.model.attention, ranks.device, arithmetic.compute),
+        "attention": attention.serving(model),
     }
