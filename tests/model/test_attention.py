@@ -139,6 +139,7 @@ def test_empty_documents_at_the_end_of_a_batch_change_nothing(
     assert torch.equal(hidden_states(model, batch), plain)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2", "GptOss"])
 @torch.no_grad()
 def test_flex_computes_the_same_inside_a_model(

@@ -75,10 +75,10 @@ def block_mask(cu_seqlens: Tensor, length: int, window: int | None) -> BlockMask
     keys = torch.arange(-(-length // _BLOCK), device=cu_seqlens.device)
     queries = keys[:, None]
     begin = first[queries * _BLOCK] // _BLOCK
-    last_query = (queries * _BLOCK + _BLOCK - 1).clamp(max=length - 1)
-    full = (first[last_query] + _BLOCK - 1) // _BLOCK  # from here to the diagonal all is seen by all
+    last = queries * _BLOCK + _BLOCK - 1
+    full = (first[last.clamp(max=length - 1)] + _BLOCK - 1) // _BLOCK  # from here to the diagonal all is seen by all
     inside = (keys >= begin) & (keys <= queries)
-    whole = (keys >= full) & (keys < queries)
+    whole = (keys >= full) & (keys < queries) & (last < length)  # a row's ragged end is left to the mask
     return BlockMask.from_kv_blocks(
         *_listed(inside & ~whole), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(length, length)
     )
