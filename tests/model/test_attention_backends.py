@@ -199,14 +199,19 @@ def test_a_backend_that_cannot_serve_is_refused(
         attention.choose(wanted, device, dtype, seen)
 
 
-def test_under_autocast_states_that_a_model_left_in_fp32_are_computed_in_its_type(make_model: Any) -> None:
-    attention.install(make_model("Llama"), "sdpa")
-    attend = AttentionInterface()[attention.name_of("sdpa")]
-    query, key, value = (torch.randn(1, 2, 6, 4) for _ in range(3))
+def test_under_autocast_states_that_a_model_left_in_fp32_are_computed_in_its_type(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes 16 bits alone and, unlike torch's own operations, is not converted for."""
+    types = []
+    monkeypatch.setattr(variable_length, "varlen_attn", lambda q, k, v, *_, **__: types.append((q, k, v)) or q)
+    attention.install(make_model("Llama"), "varlen")
+    attend = AttentionInterface()[attention.name_of("varlen")]
+    states = [torch.randn(1, 2, 6, 8) for _ in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
-        assert attend(None, query, key, value, None, documents=documents_of((0, 6)))[0].dtype == torch.bfloat16
-    mixed, _ = attend(None, query, key, value.bfloat16(), None, documents=documents_of((0, 6)))
-    assert mixed.dtype == torch.bfloat16
+        attend(None, *states, None, documents=documents_of((0, 6)))
+    attend(None, *states[:2], states[2].bfloat16(), None, documents=documents_of((0, 6)))
+    assert [state.dtype for call in types for state in call] == [torch.bfloat16] * 6
 
 
 class _Handle:

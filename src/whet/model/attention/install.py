@@ -70,7 +70,7 @@ def serving(model: nn.Module) -> str:
 def plain(model: nn.Module) -> Iterator[None]:
     """transformers' own attention for a while, as for generating: that of documents knows no cache."""
     before = model.config._attn_implementation  # type: ignore[union-attr]
-    # transformers' sdpa leaves soft-caps out without a word
+    # transformers' sdpa leaves soft-caps out without a word, and not every version says that it does not serve them
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")  # type: ignore[operator]
     try:
