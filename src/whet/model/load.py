@@ -28,4 +28,6 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
             f"model.path: {config.path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
             "random numbers. The files do not belong to this config.json, or some were not copied"
         )
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped products know no fp64; without experts this does nothing
     return model
