@@ -31,10 +31,14 @@ def batches(make_documents: Any, pack: Any) -> list[Any]:
     return rows
 
 
+def _hidden(model: nn.Module, batch: Any) -> Tensor:
+    return LossModel(model)._hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
+
+
 def states_and_slopes(model: nn.Module, batch: Any) -> list[Tensor]:
     """Hidden states and the gradient of every weight."""
     model.zero_grad()
-    hidden = LossModel(model)._hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
+    hidden = _hidden(model, batch)
     hidden.cos().sum().backward()
     return [hidden.detach(), *(p.grad.clone() for p in model.model.parameters())]  # type: ignore[union-attr]
 
@@ -74,6 +78,24 @@ def test_other_documents_compile_nothing_anew(
         assert counter.frame_count == after_first
     if backend == "varlen":
         assert after_first == 1  # both layers in the same whole graph
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_flex_stands_beside_compiled_layers(make_model: Callable[..., Any], batches: list[Any]) -> None:
+    """Forward only: it has no gradient on the CPU."""
+    model = make_model("Gemma2", torch.float32, head_dim=16, sliding_window=6, attn_logit_softcapping=0.5)
+    counter, frames = CompileCounter(), []
+    attention.install(model, "eager")
+    wanted = [_hidden(model, batch) for batch in batches]
+    attention.install(model, "flex")
+    for layer in model.model.layers:
+        layer.compile(backend=counter, dynamic=False)
+    for batch, exact in zip(batches, wanted, strict=True):
+        assert (_hidden(model, batch) - exact).abs().max() <= 1e-4
+        frames.append(counter.frame_count)
+    assert frames == [frames[0]] * len(batches)
+    assert frames[0] > 0
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
