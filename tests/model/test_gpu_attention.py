@@ -1,56 +1,183 @@
-"""Document attention on CUDA: the varlen kernel against the definition, and its silence between documents."""
+"""Document attention on CUDA: the kernels against the definition, their silence between documents, and compiling."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from whet.model.attention import eager, per_document_sdpa, varlen
+from whet.model import attention
+from whet.model.attention import Ask, described, eager, flex, per_document_sdpa, varlen
+from whet.model.loss import LossModel
 
 pytestmark = pytest.mark.gpu
 
-EDGES = (0, 5, 130, 131, 512, 900, 1024, 1024)  # the last document is empty, as padding makes it
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
-def _documents() -> dict[str, object]:
-    return {
-        "document_edges": EDGES,
-        "document_cu_seqlens": torch.tensor(EDGES, dtype=torch.int32, device="cuda"),
-        "document_longest": 1024,
-    }
+EDGES = (0, 5, 130, 131, 512, 900, 1000, 1000)  # the last document is empty, as padding makes it
+LENGTH = EDGES[-1]  # and the row ends inside a block
 
 
-def _states(dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [
-        torch.randn(1, heads, 1024, 64, device="cuda", dtype=torch.float64, generator=generator).to(dtype)
-        for heads in (8, 2, 2)
-    ]
+def _documents(edges=EDGES):
+    return described(torch.tensor(edges, dtype=torch.int32, device="cuda"), edges[-1], edges)["documents"]
 
 
-def _gradients(backend, states, dtype):
+def _random(*shape):
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(shape, device="cuda", dtype=torch.float64, generator=generator)
+
+
+def _states(width=64, value_width=64):
+    """What bf16 can hold, so that all back-ends get the same numbers."""
+    shapes = ((8, width), (2, width), (2, value_width))
+    return [_random(1, heads, LENGTH, size).bfloat16() for heads, size in shapes]
+
+
+def _gradients(backend, states, dtype, window=None, softcap=None, sinks=None):
     inputs = [state.to(dtype).requires_grad_() for state in states]
-    out = backend(*inputs, 0.125, _documents())
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    out = backend(*inputs, Ask(0.125, window, softcap, sinks), _documents())
     out.double().pow(2).sum().backward()
-    return [out.detach().double(), *(state.grad.double() for state in inputs)]
+    found = [out.detach().double(), *(state.grad.double() for state in inputs)]
+    return found if sinks is None else [*found, sinks.grad.double()]
 
 
-def test_varlen_is_as_close_to_the_definition_as_sdpa_is():
-    states = _states(torch.bfloat16)
-    truth = _gradients(eager, states, torch.float64)
-    ours = _gradients(varlen, states, torch.bfloat16)
-    sdpa = _gradients(per_document_sdpa, states, torch.bfloat16)
-    for exact, kernel, reference in zip(truth, ours, sdpa, strict=True):
-        assert (kernel - exact).abs().max() <= 2 * (reference - exact).abs().max() + 1e-6
+def _compare(backend, states, dtype=torch.bfloat16, **ask):
+    """As close to the definition as torch's own attention is, twice over."""
+    truth = _gradients(eager, states, torch.float64, **ask)
+    ours = _gradients(backend, states, dtype, **ask)
+    reference = _gradients(per_document_sdpa, states, dtype, **ask)
+    for exact, kernel, sdpa in zip(truth, ours, reference, strict=True):
+        assert (kernel - exact).abs().max() <= 2 * (sdpa - exact).abs().max() + 1e-6 * exact.abs().max()
 
 
-def test_varlen_documents_do_not_see_each_other():
-    states = _states(torch.bfloat16)
-    before = varlen(*states, 0.125, _documents())
+@pytest.mark.parametrize("window", [None, 2, 64, 300])
+@pytest.mark.parametrize("widths", [(64, 64), (64, 40), (20, 20)])
+def test_varlen_is_as_close_to_the_definition_as_sdpa_is(window, widths):
+    _compare(varlen, _states(*widths), window=window)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 2, 64, 300])
+def test_flex_is_as_close_to_the_definition_as_sdpa_is(window, sinks, softcap):
+    _compare(flex, _states(), window=window, softcap=softcap, sinks=_random(8) if sinks else None)
+
+
+@pytest.mark.parametrize("widths", [(64, 32), (8, 8), (80, 80)])
+def test_flex_takes_other_head_widths(widths):
+    _compare(flex, _states(*widths), window=64, softcap=2.0, sinks=_random(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_flex_computes_in_other_types(dtype):
+    states, ask = _states(), {"window": 64, "softcap": 2.0, "sinks": _random(8)}
+    truth = _gradients(eager, states, torch.float64, **ask)
+    ours = _gradients(flex, states, dtype, **ask)
+    for exact, kernel in zip(truth, ours, strict=True):
+        assert (kernel - exact).abs().max() <= 5e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("backend", "ask"),
+    [
+        (varlen, Ask(0.125)),
+        (varlen, Ask(0.125, window=64)),
+        (flex, Ask(0.125)),
+        (flex, Ask(0.125, window=64, softcap=2.0)),
+        (per_document_sdpa, Ask(0.125, window=64)),
+    ],
+)
+def test_documents_do_not_see_each_other(backend, ask):
+    states = _states()
+    before = backend(*states, ask, _documents())
     changed = [state.clone() for state in states]
     for state in changed:
         state[:, :, 131:512] += 1
-    after = varlen(*changed, 0.125, _documents())
+    after = backend(*changed, ask, _documents())
     assert torch.equal(before[:, :131], after[:, :131])
     assert torch.equal(before[:, 512:], after[:, 512:])
     assert not torch.equal(before[:, 131:512], after[:, 131:512])
+
+
+@pytest.mark.parametrize("backend", [varlen, flex])
+def test_no_gradient_goes_to_another_document(backend):
+    states = [state.requires_grad_() for state in _states()]
+    backend(*states, Ask(0.125, window=64), _documents())[:, 131:512].double().pow(2).sum().backward()
+    for state in states:
+        assert state.grad[:, :, :131].abs().max() == 0
+        assert state.grad[:, :, 512:].abs().max() == 0
+        assert state.grad[:, :, 131:512].abs().max() > 0
+
+
+def test_flex_takes_rows_of_many_lengths():
+    for length in range(200, 1000, 77):  # more than the compiler would compile for one by one
+        states = [state[:, :, :length] for state in _states()]
+        documents = _documents((0, 150, length))
+        ours = flex(*states, Ask(0.125, window=64), documents).double()
+        exact = eager(*(state.double() for state in states), Ask(0.125, window=64), documents)
+        assert (ours - exact).abs().max() <= 0.02 * exact.abs().max()
+
+
+def test_a_model_with_sinks_is_served_by_flex(make_model, make_documents, pack):
+    settings = {"head_dim": 16, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2}
+    model = make_model("GptOss", dtype=torch.bfloat16, **settings).cuda()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    assert attention.choose("auto", torch.device("cuda"), torch.bfloat16, attention.look(model)) == "flex"
+    batch, hidden = _batch(pack, make_documents, (3, 44, 1)), []
+    for backend in ("eager", "flex"):
+        attention.install(model, backend)
+        hidden.append(_hidden(model, batch))
+    assert (hidden[1] - hidden[0]).abs().max() <= 0.05 * hidden[0].abs().max()
+    hidden[1].float().pow(2).sum().backward()
+    assert all(layer.self_attn.sinks.grad.abs().max() > 0 for layer in model.model.layers)
+
+
+def _batch(pack, make_documents, lengths):
+    batch = pack(make_documents(*lengths))
+    for name in ("tokens", "positions", "cu_seqlens"):
+        setattr(batch, name, getattr(batch, name).cuda())
+    return batch
+
+
+def _hidden(model, batch):
+    with torch.autocast("cuda", torch.bfloat16):
+        return LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, 48, batch.edges)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "backend"),
+    [
+        ("Llama", {}, "varlen"),
+        ("Mistral", {"sliding_window": 6}, "varlen"),
+        ("Gemma2", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5}, "flex"),
+    ],
+)
+def test_compiled_layers_are_compiled_once_for_all_documents(
+    architecture, settings, backend, make_model, make_documents, pack
+):
+    model = make_model(architecture, dtype=torch.float32, **settings).cuda()
+    assert attention.choose("auto", torch.device("cuda"), torch.bfloat16, attention.look(model)) == backend
+    batches = [_batch(pack, make_documents, lengths) for lengths in ((3, 44, 1), (16, 16, 16), (1, 2, 45), (40, 7, 1))]
+    attention.install(model, "eager")
+    wanted = [_hidden(model, batch).detach() for batch in batches]
+    attention.install(model, backend)
+    counter = CompileCounterWithBackend("inductor")
+    for layer in model.model.layers:
+        layer.compile(backend=counter, dynamic=False)
+    frames = []
+    for batch, exact in zip(batches, wanted, strict=True):
+        hidden = _hidden(model, batch)
+        hidden.float().sum().backward()
+        frames.append(counter.frame_count)
+        assert (hidden - exact).abs().max() <= 0.05 * exact.abs().max()
+    assert frames[0] > 0
+    assert frames == [frames[0]] * len(frames)

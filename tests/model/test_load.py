@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from whet.core.errors import WhetError
 from whet.model.builtin import builtin_folder
@@ -74,3 +77,11 @@ def test_a_broken_config_is_an_error(folder: Path) -> None:
 def test_a_model_without_generation_settings_has_no_stop_ids(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert stop_ids(ModelConfig(path=str(folder))) == []
+
+
+def test_a_mixture_of_experts_computes_in_fp64(tmp_path: Path, make_model: Callable[..., Any]) -> None:
+    settings = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    make_model("Qwen3Moe", **settings).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float64)
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(5)[None]).logits.dtype == torch.float64

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from whet.core.errors import WhetError
 from whet.model import attention
@@ -17,7 +18,7 @@ from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
 from whet.model.loss import LossModel
-from whet.model.probe import probe
+from whet.model.probe import PackingError, probe, probe_alone
 
 LEAKING: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 4},
@@ -47,8 +48,31 @@ def test_an_architecture_whose_documents_see_each_other_is_refused_before_traini
     architecture: str, make_model: Callable[..., Any]
 ) -> None:
     model = make_model(architecture, dtype=torch.float32, **(LEAKING | UNUSABLE)[architecture])
-    with pytest.raises(WhetError, match=r"model\.path"):
+    with pytest.raises(PackingError, match=r"model\.path.*data\.packing=none"):
         prepared(model)
+
+
+@pytest.mark.parametrize("architecture", [*LEAKING, "Nemotron", "StableLm"])
+def test_given_one_document_at_a_time_it_can_be_trained(
+    architecture: str, make_model: Callable[..., Any], make_documents: Any, pack: Any
+) -> None:
+    model = make_model(architecture, dtype=torch.float32, **(LEAKING | UNUSABLE)[architecture])
+    attention.install(model, "sdpa")
+    attention.leave(model)
+    root = LossModel(model)
+    root.alone = True
+    probe_alone(root, 64)
+    (document,) = make_documents(11)
+    logits = model(input_ids=document[None], use_cache=False).logits[0]
+    own = F.cross_entropy(logits[:-1], document[1:], reduction="sum")
+    assert root(pack([document])).loss.item() == pytest.approx(own.item(), rel=1e-5)
+
+
+def test_what_cannot_be_trained_even_so_is_an_error(make_model: Callable[..., Any]) -> None:
+    """Llama 4 does not say where its body is."""
+    model = make_model("Llama4Text", dtype=torch.float32, **UNUSABLE["Llama4Text"])
+    with pytest.raises(WhetError, match="cannot be trained"):
+        probe_alone(LossModel(model), 64)
 
 
 def prepared(model: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_dir, hash_file, need_space, write_json
 from whet.model.attention import plain
+from whet.model.load import with_experts_in
 from whet.model.lora import language_model, merge
 
 if TYPE_CHECKING:
@@ -101,10 +102,10 @@ def _load_back(folder: Path, kind: str, dtype: torch.dtype, trust_remote_code: b
     if kind == "adapter":
         from peft import AutoPeftModelForCausalLM
 
-        return language_model(AutoPeftModelForCausalLM.from_pretrained(folder, **how))
+        return with_experts_in(language_model(AutoPeftModelForCausalLM.from_pretrained(folder, **how)), dtype)
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, **how)
+    return with_experts_in(AutoModelForCausalLM.from_pretrained(folder, **how), dtype)
 
 
 @torch.inference_mode()

@@ -25,8 +25,10 @@ class ModelConfig(Section):
         description="What weights are kept in: trained ones in fp32 and frozen ones in train.precision, unless said; "
         "bf16 halves their memory, and updates are then rounded at random, so that small ones are not lost.",
     )
-    attention: Literal["auto", "varlen", "sdpa", "eager"] = Field(
-        default="auto", description="How documents attend: varlen on CUDA, otherwise sdpa; eager is the reference."
+    attention: Literal["auto", "varlen", "flex", "sdpa", "eager"] = Field(
+        default="auto",
+        description="How documents attend: on CUDA varlen, or flex for models with soft-caps or sinks; elsewhere and "
+        "in fp32 sdpa; eager is the reference.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
 

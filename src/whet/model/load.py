@@ -28,4 +28,11 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
             f"model.path: {config.path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
             "random numbers. The files do not belong to this config.json, or some were not copied"
         )
+    return with_experts_in(model, dtype)
+
+
+def with_experts_in(model: nn.Module, dtype: torch.dtype | str) -> nn.Module:
+    """Experts one by one in fp64, which torch's grouped products do not know; other models stay as they are."""
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # type: ignore[operator]
     return model

@@ -19,20 +19,30 @@ class LossModel(nn.Module):
         self.language_model = language_model
         self.smoothing = smoothing
         self.z_loss = z_loss
+        self.alone = False
+        """Each batch is one document, and the model attends as it likes."""
 
     def forward(self, batch: Any, weight: float = 1.0) -> LossSum:
         """`batch` is a PackedBatch. `weight`: 1 ÷ the supervised tokens of the whole step, so that gradients of all
         micro-batches and ranks need only be summed."""
-        hidden = self._hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
-        chosen = hidden[0].index_select(0, batch.supervised_at)
+        if self.alone:  # padding behind it changes nothing: models look back only
+            hidden = self.hidden_alone(batch.tokens)
+        else:
+            hidden = self.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
+        chosen = hidden.index_select(0, batch.supervised_at)
         targets = batch.labels.index_select(0, batch.supervised_at)
         head = head_of(self.language_model)
         return linear_cross_entropy(chosen, head, targets, weight, self.smoothing, self.z_loss)
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any) -> Tensor:
+        """[T, E] of a row of packed documents."""
         body = self.language_model.base_model
         output = body(  # type: ignore[operator]
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
             **described(cu_seqlens, longest, edges),
         )  # fmt: skip
-        return output.last_hidden_state
+        return output.last_hidden_state[0]
+
+    def hidden_alone(self, tokens: Tensor) -> Tensor:
+        """[T, E] of one document, by the model's own attention."""
+        return self.language_model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]  # type: ignore[operator]

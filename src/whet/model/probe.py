@@ -7,47 +7,75 @@ wrong.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
-from whet.model.attention import plain
+from whet.model.attention import plain, unserved
 from whet.model.head import Head, head_of
 from whet.model.loss import LossModel
+from whet.model.modes import evaluating
 
+_REMEDY = "It can be trained unpacked: data.packing=none train.micro_rows=1"
+_FAILURES = (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError)
 _LOUD = 64.0
 """The largest logit of the second comparison: a cap of 30 does nothing that can be seen to the small logits of the
 first, and a bias little to those of the second."""
+
+
+class PackingError(WhetError):
+    """This model must not be given several documents at once."""
 
 
 @torch.no_grad()
 def probe(root: LossModel, vocabulary: int) -> None:
     """Compare two packed documents with what the model itself makes of each alone; refuse where they differ."""
     model = root.language_model
+    wanted = unserved(model)
+    if wanted is not None:  # windows are too wide for the documents below to notice
+        raise PackingError(f"model.path: whet cannot attend as this model does: {wanted}. {_REMEDY}")
     tokens = torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary
-    with _evaluating(root):
+    with evaluating(root):
         try:
             head = head_of(model)  # refuses what it does not know
             hidden = _hidden_of_two(root, tokens)
             other = _hidden_of_two(root, torch.cat([tokens[:8].flip(0), tokens[8:]]))
             largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
             own = {volume: _own_logits(model, tokens, volume) for volume in (1.0, _LOUD / largest)}
-        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise WhetError(
-                f"model.path: this architecture cannot be trained on packed documents ({error!r})"
+        except _FAILURES as error:
+            raise PackingError(
+                f"model.path: this architecture cannot be trained on packed documents ({error!r}). {_REMEDY}"
             ) from None
     leak = (head.logits(hidden[8:]) - head.logits(other[8:])).abs().max().item()  # the same shapes: no rounding
     if not leak <= 1e-5 * own[1.0].abs().max().item():
-        raise WhetError(
+        raise PackingError(
             f"model.path: conversations packed into one row would see each other in this model (logits move by "
             f"{leak:.3g} when another conversation changes): it has layers with state, or an attention of its own. "
-            "whet refuses to train it"
+            f"{_REMEDY}"
         )
-    is_coarse = torch.is_autocast_enabled(tokens.device.type) or hidden.dtype.itemsize < 4
+    _compare(head, hidden, own, largest)
+
+
+@torch.no_grad()
+def probe_alone(root: LossModel, vocabulary: int) -> None:
+    """The same for a model that gets one document at a time and attends as it likes: are its logits whet's?"""
+    model = root.language_model
+    tokens = torch.arange(8, device=next(root.parameters()).device) * 7919 % vocabulary
+    with evaluating(root):
+        try:
+            head = head_of(model)
+            hidden = root.hidden_alone(tokens)
+            largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
+            own = {volume: _own_logits(model, tokens, volume, 1) for volume in (1.0, _LOUD / largest)}
+        except _FAILURES as error:
+            raise WhetError(f"model.path: this architecture cannot be trained ({error!r})") from None
+    _compare(head, hidden, own, largest)
+
+
+def _compare(head: Head, hidden: Tensor, own: dict[float, Tensor], largest: float) -> None:
+    is_coarse = torch.is_autocast_enabled(hidden.device.type) or hidden.dtype.itemsize < 4
     for volume, expected in own.items():
         difference = (expected - head.logits(hidden * volume).float()).abs().max().item()
         size = max(expected.abs().max().item(), volume * largest)  # logits are rounded before they are capped
@@ -59,29 +87,17 @@ def probe(root: LossModel, vocabulary: int) -> None:
             )
 
 
-@contextlib.contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
-    """Without dropout for a while; every module is left in the mode it was found in."""
-    before = [(module, module.training) for module in root.modules()]
-    root.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
 def _hidden_of_two(root: LossModel, tokens: Tensor) -> Tensor:
     """Hidden states of a row whose halves are two documents."""
     half = len(tokens) // 2
     edges = (0, half, 2 * half)
     positions = torch.arange(half, device=tokens.device).repeat(2)
     cu_seqlens = torch.tensor(edges, device=tokens.device, dtype=torch.int32)
-    return root._hidden(tokens, positions, cu_seqlens, half, edges)[0]
+    return root.hidden(tokens, positions, cu_seqlens, half, edges)
 
 
-def _own_logits(model: nn.Module, tokens: Tensor, volume: float) -> Tensor:
-    """What the model makes of each half alone, its hidden states multiplied by `volume` before its head."""
+def _own_logits(model: nn.Module, tokens: Tensor, volume: float, documents: int = 2) -> Tensor:
+    """What the model makes of each document alone, its hidden states multiplied by `volume` before its head."""
 
     def louder(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (inputs[0] * volume, *inputs[1:])
@@ -89,7 +105,7 @@ def _own_logits(model: nn.Module, tokens: Tensor, volume: float) -> Tensor:
     hook = model.get_output_embeddings().register_forward_pre_hook(louder)  # type: ignore[operator]
     try:
         with plain(model):
-            halves = [model(input_ids=half[None], use_cache=False).logits[0] for half in tokens.chunk(2)]
+            parts = [model(input_ids=part[None], use_cache=False).logits[0] for part in tokens.chunk(documents)]
     finally:
         hook.remove()
-    return torch.cat(halves).float()
+    return torch.cat(parts).float()

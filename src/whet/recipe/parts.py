@@ -17,8 +17,10 @@ from whet.data.plan import Plan
 from whet.data.store import Store
 from whet.model import attention
 from whet.model.load import load_model
-from whet.model.lora import add_adapter
+from whet.model.lora import add_adapter, language_model
+from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
+from whet.model.probe import PackingError, probe, probe_alone
 
 
 class VocabularyError(WhetError):
@@ -66,6 +68,24 @@ def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
     return Arithmetic(name, weights, compute)
 
 
+def make_root(config: Config, model: nn.Module, arithmetic: Arithmetic, device: torch.device, tokens: int) -> LossModel:
+    """The model with its loss, after a proof that packed conversations do not see each other in it.
+
+    A model in which they would is trained unpacked, if the configuration puts one conversation into each batch.
+    """
+    root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
+    with arithmetic.context(device):
+        try:
+            probe(root, tokens)
+        except PackingError:
+            if config.data.packing != "none" or config.train.micro_rows != 1:
+                raise
+            attention.leave(root.language_model)
+            root.alone = True
+            probe_alone(root, tokens)
+    return root
+
+
 def _best_precision(device: torch.device) -> str:
     if device.type != "cuda":
         return "fp32"
@@ -81,7 +101,10 @@ def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vo
             f"model.path: {config.model.path}: the tokenizer knows {vocabulary:,} tokens and the model only {room:,}. "
             "They do not belong together: use the tokenizer that came with the model"
         )
-    attention.install(model, attention.choose(config.model.attention, device, arithmetic.compute))
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
-    return model.to(device)
+    model = model.to(device)
+    plain = language_model(model)
+    backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain))
+    attention.install(plain, backend)
+    return model

@@ -26,14 +26,12 @@ from whet.data.plan import Plan, efficiency
 from whet.infer.tasks import find_task
 from whet.model import attention
 from whet.model.flops import Work, work_of
-from whet.model.lora import language_model
 from whet.model.loss import LossModel
-from whet.model.probe import probe
 from whet.parallel.replicate import start_equal
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
 from whet.recipe.measure import export_model, measure
-from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader
+from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader, make_root
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
@@ -91,9 +89,9 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, u
         torch.use_deterministic_algorithms(True)
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
-    with arithmetic.context(ranks.device):
-        probe(root, len(data.tokenizer))
+    root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer))
+    if root.alone:
+        say("conversations would see each other in this model if they were packed: it gets them one by one")
     start_equal(root, ranks)
     plan = Plan.load(config.folder / "plan")
     last = min(until or len(plan), len(plan))
@@ -264,5 +262,5 @@ def _describe_plan(
         "trainable_parameters": trainable,
         "device": ranks.device.type,
         "precision": arithmetic.name,
-        "attention": attention.choose(config.model.attention, ranks.device, arithmetic.compute),
+        "attention": attention.serving(model),
     }

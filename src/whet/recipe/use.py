@@ -25,7 +25,7 @@ from whet.model.tokenizer import load_tokenizer
 from whet.recipe.data import hush_libraries, prepare_data, recorded_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
-from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic
+from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
         data = recorded_data(config, path / "ledger.json")
     else:
         data = prepare_data(config, frozen_date(path))
-    root = LossModel(language_model(run.model))
+    root = make_root(config, run.model, run.arithmetic, run.ranks.device, len(data.tokenizer))
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)
     return {"run": str(path), "step": run.step, **results}
 

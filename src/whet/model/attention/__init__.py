@@ -1,0 +1,34 @@
+"""Document attention: a token attends to the tokens before it in its own document, and to no other.
+
+Each back-end is registered with transformers under a name of its own; models stay as they are. The batch has one row of
+T tokens (shape letters: B = 1, H heads, K key-value heads, T tokens, E head width, V head width of values); where
+documents begin comes with each forward pass as a keyword argument, which transformers hands through to the attention.
+"""
+
+from whet.model.attention.ask import Ask, Documents, described
+from whet.model.attention.choose import choose
+from whet.model.attention.flexible import flex
+from whet.model.attention.install import install, leave, name_of, plain, serving
+from whet.model.attention.look import Seen, look, unserved
+from whet.model.attention.per_document import per_document_sdpa
+from whet.model.attention.reference import eager
+from whet.model.attention.variable_length import varlen
+
+__all__ = [
+    "Ask",
+    "Documents",
+    "Seen",
+    "choose",
+    "described",
+    "eager",
+    "flex",
+    "install",
+    "leave",
+    "look",
+    "name_of",
+    "per_document_sdpa",
+    "plain",
+    "serving",
+    "unserved",
+    "varlen",
+]

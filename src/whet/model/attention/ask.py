@@ -1,0 +1,46 @@
+"""What a layer asks of attention, and what a forward pass says of its documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one layer asks of attention beyond its states."""
+
+    scale: float
+    window: int | None = None
+    """A token sees itself and the window − 1 tokens before it."""
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap)."""
+    sinks: Tensor | None = None
+    """[H] a further score in each head's softmax, whose share goes nowhere."""
+
+
+class Documents:
+    """Where the documents of one forward pass begin.
+
+    Layers are compiled: what compiled code reads is guarded, and edges differ from batch to batch. So it reads
+    `cu_seqlens` (a tensor) and `longest` (a constant) alone; the rest is for code that the compiler passes by. Not a
+    dataclass, because the compiler reads all fields of those.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, longest: int, edges: Sequence[int]) -> None:
+        self.cu_seqlens = cu_seqlens  # [D + 1] int32
+        self.longest = longest
+        self.edges = edges  # cu_seqlens on the host
+        self.block_masks: dict[int | None, Any] = {}  # of flex, by window: all layers share them
+
+
+Backend = Callable[[Tensor, Tensor, Tensor, Ask, Documents], Tensor]
+"""(query [1 H T E], key [1 K T E], value [1 K T V], ask, documents) → [1 T H V]"""
+
+
+def described(cu_seqlens: Tensor, longest: int, edges: Sequence[int]) -> dict[str, Any]:
+    """What a forward pass is told of its documents: keyword arguments that the model hands through to attention."""
+    return {"documents": Documents(cu_seqlens, longest, edges)}

@@ -1,0 +1,41 @@
+"""Which back-end serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from whet.core.errors import WhetError
+from whet.model.attention.look import Seen
+from whet.model.attention.variable_length import WIDEST
+
+
+def choose(wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[Seen] = ()) -> str:
+    """The back-end asked for, or the best for the device and for what the layers ask (`look`)."""
+    reasons = {"varlen": _against_varlen(device, dtype, seen), "flex": _against_flex(device, dtype)}
+    if wanted == "auto":
+        if dtype.itemsize > 2:  # nothing is gained over sdpa, which is exact
+            return "sdpa"
+        return next((name for name, reason in reasons.items() if reason is None), "sdpa")
+    if reasons.get(wanted):
+        raise WhetError(f"model.attention: {wanted} {reasons[wanted]}. Leave model.attention out to let whet choose")
+    return wanted
+
+
+def _against_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[Seen]) -> str | None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return f"needs a CUDA device and bf16 or fp16; here are {device.type} and {dtype}"
+    if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)):
+        return "needs an NVIDIA GPU of the Ampere generation or later"
+    if any(layer.ask.softcap is not None or layer.ask.sinks is not None for layer in seen):
+        return "knows neither soft-caps nor sinks, which this model uses; flex does"
+    if any(layer.width > WIDEST for layer in seen):
+        return f"knows heads up to {WIDEST} wide; this model's are {max(layer.width for layer in seen)}"
+    return None
+
+
+def _against_flex(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype == torch.float64:
+        return f"needs a CUDA device and no fp64; here are {device.type} and {dtype}"
+    return None

@@ -1,0 +1,88 @@
+"""Back-ends, registered with transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from whet.core.console import warn
+from whet.model.attention import variable_length
+from whet.model.attention.ask import Backend, Documents
+from whet.model.attention.flexible import flex
+from whet.model.attention.look import ask_of
+from whet.model.attention.per_document import per_document_sdpa
+from whet.model.attention.reference import eager
+
+BACKENDS: dict[str, Backend] = {
+    "sdpa": per_document_sdpa,
+    "eager": eager,
+    "varlen": variable_length.varlen,
+    "flex": flex,
+}
+
+_NAMES = {"sdpa": "whet_per_document", "eager": "whet_reference", "varlen": "whet_varlen", "flex": "whet_blocks"}
+"""A name with `sdpa`, `flex` or `flash` in it would make transformers check for its own."""
+
+
+def install(model: nn.Module, backend: str) -> None:
+    """Make `model` (a transformers model) attend by documents from now on."""
+    if getattr(model.config, "attention_dropout", 0):
+        warn("the model's configuration asks for dropout inside attention; whet trains without it")
+    if backend == "varlen":
+        variable_length.newest_kernel()
+    compute = BACKENDS[backend]
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        scaling: float | None = None, *, documents: Documents, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        ask = ask_of(query, scaling, **kwargs)
+        # rotary positions and norms leave fp32 behind under autocast
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        return compute(query.to(dtype), key.to(dtype), value.to(dtype), ask, documents), None
+
+    AttentionInterface.register(name_of(backend), attend)
+    AttentionMaskInterface.register(name_of(backend), _no_mask)
+    model.set_attn_implementation(name_of(backend))  # type: ignore[operator]
+
+
+def name_of(backend: str) -> str:
+    """What transformers knows a back-end by."""
+    return _NAMES[backend]
+
+
+def serving(model: nn.Module) -> str:
+    """The back-end that serves `model`, and its kernel where that is not torch's own: `varlen (FA3)`."""
+    installed = model.config._attn_implementation  # type: ignore[union-attr]
+    backend = next((backend for backend, name in _NAMES.items() if name == installed), f"its own ({installed})")
+    kernel = variable_length.kernel() if backend == "varlen" else None
+    return f"{backend} ({kernel})" if kernel else backend
+
+
+def leave(model: nn.Module) -> None:
+    """Make `model` attend as it does by itself."""
+    # transformers' sdpa leaves soft-caps out without a word, and not every version says that it does not serve them
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """transformers' own attention for a while, as for generating: that of documents knows no cache."""
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    leave(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Documents are told apart by their edges; no [T, T] mask is ever built."""
