@@ -49,9 +49,10 @@ AnySection = TypeVar("AnySection", bound=Section)
 def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
     """Read a recipe and what it extends, apply KEY=VALUE overrides, validate."""
     tree = _read_recipe(path, root, ()) if path else Node({}, "defaults")
-    for text in overrides:
-        tree = _merge(tree, _parse_override(text), root)
-    return validate(root, tree)
+    given = Node({}, "command line")
+    for text in overrides:  # joined first: two alternatives on one command line are an error, not the last one's win
+        given = _merge(given, _parse_override(text), None)
+    return validate(root, _merge(tree, given, root))
 
 
 def validate(root: type[AnySection], tree: Node) -> AnySection:

@@ -35,7 +35,8 @@ from whet.recipe.measure import export_model, measure
 from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
-from whet.train.optim import make_optimizer
+from whet.train.optim import make_optimizer, state_bytes
+from whet.train.schedule import Place
 from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
 
 
@@ -91,11 +92,12 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
     with arithmetic.context(ranks.device):
         root.check(len(data.tokenizer))
     start_equal(root, ranks)
+    optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
     plan = Plan.load(config.folder / "plan")
     if folder is not None:
         whole = sum(parameter.nbytes for parameter in model.parameters())
         export = whole if config.export.at_end == "merged" else 0
-        checkpoints.need_room(folder.path, root, config.checkpoint.keep_last, export)
+        checkpoints.need_room(folder.path, root, state_bytes(optimizer), config.checkpoint.keep_last, export)
         write_json(folder.path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
     if config.adapter is not None and config.adapter.dropout > 0:
         say("adapter.dropout is on: it falls differently for other train.micro_rows and numbers of processes")
@@ -108,7 +110,7 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.sizes.per_epoch} conversations an epoch"
     )
-    _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config))
+    _learn(config, data, root, optimizer, plan, folder, ranks, arithmetic, _work(model, config))
     if folder is not None and config.export.at_end != "none":
         export_model(config, data, model, config.export.at_end, len(plan), config.export.at_end)
     ranks.wait()
@@ -120,6 +122,7 @@ def _learn(
     config: Config,
     data: Data,
     root: LossModel,
+    optimizer: torch.optim.Optimizer,
     plan: Plan,
     folder: RunFolder | None,
     ranks: Ranks,
@@ -127,7 +130,6 @@ def _learn(
     work: Work,
 ) -> None:
     """The steps, from where the newest checkpoint left off."""
-    optimizer = make_optimizer(root, config.train.optimizer)
     loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
     start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
     cadence = Cadence(
@@ -151,10 +153,16 @@ def _learn(
             ranks=ranks,
             work=work,
             per_epoch=plan.sizes.per_epoch,
+            whole=_end(plan),
             seed=config.run.seed,
             arithmetic=arithmetic.context(ranks.device),
             loss_scale=loss_scale,
         ).run(start, seen)
+
+
+def _end(plan: Plan) -> Place:
+    conversations = len(plan.documents)
+    return Place(len(plan), conversations / plan.sizes.per_epoch, conversations, plan.sizes.tokens)
 
 
 @dataclass(frozen=True, slots=True)
