@@ -103,7 +103,7 @@ def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
         for key, node in over.value.items():
             if int(key) >= len(items):
                 raise WhetError(f"{node.place}: there is no item {key}: the list has {len(items)} (counted from 0)")
-            items[int(key)] = _merge(items[int(key)], node, None)
+            items[int(key)] = _merge(items[int(key)], node, section)
         return Node(items, base.place)
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over

@@ -35,8 +35,9 @@ def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def put(target: Tensor, values: Tensor, generator: torch.Generator) -> None:
-    """Write what was computed into where it is kept, at random where that is bf16."""
+    """Write what was computed into where it is kept, at random where that is bf16. In the same type, `values` is the
+    target itself and was changed in place."""
     if target.dtype == torch.bfloat16:
         target.copy_(round_at_random(values.float(), generator))
-    elif target.data_ptr() != values.data_ptr():
+    elif target.dtype != values.dtype:
         target.copy_(values)
