@@ -36,9 +36,9 @@ def test_a_run_goes_on_bit_for_bit_and_learns_like_fp32(
     options: tuple[str, ...], bound: float | None, whet: Any, recipe: str,
     tmp_path: Path, fp32: list[float], exact_of: Lines, steps_of: Lines,
 ) -> None:  # fmt: skip
-    arguments = [
-        "train", recipe, "train.steps=6", "checkpoint.every=3", "eval.at_start=false", f"train.optimizer.name={options[0]}", *options[1:]
-    ]  # fmt: skip
+    name, *more = options
+    arguments = ["train", recipe, "train.steps=6", "checkpoint.every=3", "eval.at_start=false"]
+    arguments += [f"train.optimizer.name={name}", *more]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     ended = whet(*arguments, f"run.dir={whole}")
     assert ended.code == 0, ended.err

@@ -122,12 +122,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Let a fresh optimizer make its state tensors, by a step that changes nothing (rate 0, no gradient).
-
-    whet's own have them from the start: their step would round weights at random.
-    """
-    if all(optimizer.state.get(weight) for group in optimizer.param_groups for weight in group["params"]):
-        return
+    """Let a fresh optimizer make its state tensors, by a step that changes nothing (rate 0, no gradient)."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -15,8 +15,8 @@ from whet.train.states import Keep, arithmetic_of, keep_in, parts
 class AdamW(torch.optim.Optimizer):
     """Computes in fp32 (fp64 for weights in fp64), keeps its states in `bits`, rounds bf16 weights at random.
 
-    States exist from the start, so a checkpoint can be loaded into them; `step` is kept on the CPU, so that nothing
-    waits for the device to know it.
+    States exist from the start, so their size is known; `step` is kept on the CPU, so that nothing waits for the
+    device to know it.
     """
 
     def __init__(

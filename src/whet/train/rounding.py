@@ -22,8 +22,9 @@ class Chance:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def of(self, step: int, number: int, device: torch.device) -> torch.Generator:
-        generator = self._generators.setdefault(device, torch.Generator(device))
-        return generator.manual_seed(seed_of("rounding", self._seed, step, number))
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(seed_of("rounding", self._seed, step, number))
 
 
 def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
