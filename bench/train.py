@@ -50,7 +50,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
     root = LossModel(language_model(model))
-    optimizer = make_optimizer(root, config.train.optimizer)
+    optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
     loader = make_loader(config, data.train.store, plan, ranks)
     context = arithmetic.context(ranks.device)
 

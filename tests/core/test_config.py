@@ -209,10 +209,21 @@ def test_an_override_replaces_an_inherited_alternative(recipe_file: Write) -> No
     assert (train.steps, train.epochs, train.warmup) == (None, 2.0, 2)
 
 
-def test_the_last_of_several_overrides_wins(recipe_file: Write) -> None:
+def test_two_alternatives_on_one_command_line_are_an_error(recipe_file: Write) -> None:
     path = recipe_file("name: x", "train: {steps: 3}")
-    train = load_config(Root, path, ["train.epochs=2.0", "train.tokens=9", "train.warmup=1"]).train
-    assert (train.steps, train.epochs, train.tokens, train.warmup) == (None, None, 9, 1)
+    assert fault(path, "train.epochs=2.0", "train.tokens=9") == (
+        "command line, train.tokens=9: train.tokens: epochs and tokens are alternatives: give one of them"
+    )
+    assert "steps and epochs are alternatives" in fault(path, "train.steps=3", "train={epochs: 2.0}")
+
+
+def test_the_last_of_several_overrides_of_a_key_wins(recipe_file: Write) -> None:
+    path = recipe_file("name: x", "train: {steps: 3}", "leaves: [{a: 1}, {a: 2}]")
+    config = load_config(
+        Root, path, ["train.epochs=2.0", "train.warmup=1", "train.epochs=3.0", "leaves.0.a=5", "leaves.1={b: 4}"]
+    )
+    assert (config.train.steps, config.train.epochs, config.train.warmup) == (None, 3.0, 1)
+    assert config.leaves == [Leaf(a=5), Leaf(b=4)]
 
 
 def test_a_child_recipe_replaces_an_inherited_alternative(recipe_file: Write) -> None:

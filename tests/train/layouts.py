@@ -130,7 +130,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     model = load_model(TINY, torch.float64)
     attention.install(model, layout.attention)
     root = LossModel(model)
-    optimizer = make_optimizer(root, OPTIMIZER)
+    optimizer = make_optimizer(root, OPTIMIZER, 0)
     loader = Loader(store, plan, layout.micro_rows, ranks.rank, ranks.world, ROW if layout.padded else None)
     before, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, layout.chunk_rows * model.config.vocab_size * 8
     try:

@@ -1,17 +1,48 @@
-"""Which weights are pulled towards zero."""
+"""Which weights belong together: their rates, and which are pulled towards zero."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from whet.core.errors import WhetError
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.load import load_model
+from whet.model.lora import add_adapter, language_model
+from whet.model.loss import LossModel
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, set_rates
 
+NAMES = ["adamw", "adamw16bit", "adamw8bit", "muon"]
+TINY = ModelConfig(path="builtin:tiny")
 
-def test_decay_pulls_matrices_and_spares_vectors() -> None:
+
+def names_in(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {group["name"]: [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups}
+
+
+def untied() -> nn.Module:
+    """A language model whose head is its own, with stacked experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=3, num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_pulls_matrices_and_spares_vectors(name: Any) -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5), nn.LayerNorm(5))
-    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6))
+    config = OptimizerConfig(name=name, lr=0.5, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = make_optimizer(model, config, 0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -25,11 +56,56 @@ def test_decay_pulls_matrices_and_spares_vectors() -> None:
 def test_frozen_weights_are_left_out_and_an_empty_group_too() -> None:
     model = nn.Linear(2, 3)
     model.bias.requires_grad_(False)
-    optimizer = make_optimizer(model, OptimizerConfig())
+    optimizer = make_optimizer(model, OptimizerConfig(), 0)
     assert [[*group["params"]] for group in optimizer.param_groups] == [[model.weight]]
 
 
+def test_a_model_is_sorted_into_embedding_head_matrices_and_scalars() -> None:
+    root = LossModel(untied())
+    groups = names_in(root, make_optimizer(root, OptimizerConfig(), 0))
+    assert groups["embedding"] == ["language_model.model.embed_tokens.weight"]
+    assert groups["head"] == ["language_model.lm_head.weight"]
+    assert all("norm" in name for name in groups["scalars"])
+    assert sum("experts" in name for name in groups["matrices"]) == 2, "stacked experts"
+    assert sum(map(len, groups.values())) == len([*root.parameters()])
+
+
+def test_a_tied_head_counts_as_embedding() -> None:
+    root = LossModel(load_model(TINY, torch.float32))
+    groups = names_in(root, make_optimizer(root, OptimizerConfig(), 0))
+    assert groups["embedding"] == ["language_model.model.embed_tokens.weight"]
+    assert "head" not in groups
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["embed_tokens", "q_proj"]])
+def test_the_matrices_of_adapters_are_matrices(targets: Any) -> None:
+    adapted = add_adapter(load_model(TINY, torch.float32), AdapterConfig(rank=2, targets=targets), 0)
+    root = LossModel(language_model(adapted))
+    groups = names_in(root, make_optimizer(root, OptimizerConfig(), 0))
+    assert list(groups) == ["matrices"]
+    assert all("lora_" in name for name in groups["matrices"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_group_has_its_rate_and_only_other_rates_are_told(name: Any) -> None:
+    root = LossModel(untied())
+    config = OptimizerConfig(name=name, lr=1.0, embedding_lr=2.0, head_lr=3.0, matrix_lr=4.0, scalar_lr=1.0)
+    optimizer = make_optimizer(root, config, 0)
+    told = set_rates(optimizer, 0.25)
+    told.pop("momentum", None)
+    assert told == {"lr": 0.25, "lr/embedding": 0.5, "lr/head": 0.75, "lr/matrices": 1.0}
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {
+        "embedding": 0.5, "head": 0.75, "matrices": 1.0, "scalars": 0.25,
+    }  # fmt: skip
+
+
 def test_the_rate_is_set_for_every_group() -> None:
-    optimizer = make_optimizer(nn.Linear(2, 3), OptimizerConfig(lr=1.0))
+    optimizer = make_optimizer(nn.Linear(2, 3), OptimizerConfig(lr=1.0), 0)
     assert set_rates(optimizer, 0.25) == {"lr": 0.25}
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_a_rate_for_what_is_not_trained_is_refused() -> None:
+    root = LossModel(load_model(TINY, torch.float32))
+    with pytest.raises(WhetError, match=r"train\.optimizer\.head_lr: 0\.1, .*tied.*Leave the knob out"):
+        make_optimizer(root, OptimizerConfig(head_lr=0.1), 0)

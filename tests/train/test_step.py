@@ -35,7 +35,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(store: Store) -> Non
     model.model.norm.weight.data.fill_(float("nan"))
     root = LossModel(model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    result = take(root, make_optimizer(root, OPTIMIZER), Loader(store, plan, 1, 0, 1), 0)
+    result = take(root, make_optimizer(root, OPTIMIZER, 0), Loader(store, plan, 1, 0, 1), 0)
     assert result.loss != result.loss
     assert not result.finite
     for name, weight in model.state_dict().items():
@@ -54,7 +54,7 @@ def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:
 
     def loss(seed: int, drawn_before: int, plan: Plan = plan, step: int = 0) -> float:
         torch.manual_seed(drawn_before)
-        still = make_optimizer(root, OptimizerConfig(lr=1e-300))
+        still = make_optimizer(root, OptimizerConfig(lr=1e-300), 0)
         return take(root, still, Loader(store, plan, 2, 0, 1), step, seed=seed).loss
 
     assert loss(seed=1, drawn_before=5) == loss(seed=1, drawn_before=6)
@@ -67,7 +67,7 @@ def test_a_request_to_stop_is_told_to_every_rank(store: Store) -> None:
     model = load_model(TINY, torch.float64)
     attention.install(model, "sdpa")
     root = LossModel(model)
-    optimizer, loader = make_optimizer(root, OPTIMIZER), Loader(store, plan, 1, 0, 1)
+    optimizer, loader = make_optimizer(root, OPTIMIZER, 0), Loader(store, plan, 1, 0, 1)
     for stop in (False, True):
         assert take(root, optimizer, loader, 5, stop=stop).stop is stop
 

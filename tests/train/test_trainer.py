@@ -22,6 +22,7 @@ from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
+from whet.train.schedule import Place
 from whet.train.step import StepResult
 from whet.train.trainer import Cadence, Hooks, Trainer
 
@@ -51,9 +52,10 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
         config = TrainConfig(optimizer=OptimizerConfig(lr=4.0), schedule=ScheduleConfig(name="linear", warmup=0))
         loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, 500))
         made = Trainer(
-            model=model, optimizer=make_optimizer(model, config.optimizer), loader=loader, config=config,
+            model=model, optimizer=make_optimizer(model, config.optimizer, 0), loader=loader, config=config,
             cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8,
-            seed=0, arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
+            whole=Place(cadence.steps, 2 * cadence.steps / 8, 2 * cadence.steps, 30 * cadence.steps), seed=0,
+            arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
         )  # fmt: skip
         return made, did
 

@@ -72,13 +72,13 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     return dict(read_json(path / _STATE))
 
 
-def need_room(folder: Path, model: nn.Module, kept: int, export: int) -> None:
+def need_room(folder: Path, model: nn.Module, optimizer: int, kept: int, export: int) -> None:
     """Refuse before the first step when the disk cannot hold a run's checkpoints and its export.
 
-    AdamW keeps two numbers for each weight; while a new checkpoint is written, the oldest is still there.
+    `optimizer`: the bytes of its state; while a new checkpoint is written, the oldest is still there.
     """
     weights = sum(parameter.nbytes for _, parameter in _trainable(model))
-    need_space(folder, 3 * weights * (kept + 1) + export + 2**20, "this run's checkpoints and export")
+    need_space(folder, (weights + optimizer) * (kept + 1) + export + 2**20, "this run's checkpoints and export")
 
 
 def steps_in(folder: Path) -> list[int]:

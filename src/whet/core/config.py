@@ -49,9 +49,10 @@ AnySection = TypeVar("AnySection", bound=Section)
 def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
     """Read a recipe and what it extends, apply KEY=VALUE overrides, validate."""
     tree = _read_recipe(path, root, ()) if path else Node({}, "defaults")
-    for text in overrides:
-        tree = _merge(tree, _parse_override(text), root)
-    return validate(root, tree)
+    given = Node({}, "command line")
+    for text in overrides:  # joined first: two alternatives on one command line are an error, not the last one's win
+        given = _merge(given, _parse_override(text), None)
+    return validate(root, _merge(tree, given, root))
 
 
 def validate(root: type[AnySection], tree: Node) -> AnySection:
@@ -102,7 +103,7 @@ def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
         for key, node in over.value.items():
             if int(key) >= len(items):
                 raise WhetError(f"{node.place}: there is no item {key}: the list has {len(items)} (counted from 0)")
-            items[int(key)] = _merge(items[int(key)], node, None)
+            items[int(key)] = _merge(items[int(key)], node, section)
         return Node(items, base.place)
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over

@@ -34,7 +34,8 @@ from whet.recipe.measure import export_model, measure
 from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader, make_root
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
-from whet.train.optim import make_optimizer
+from whet.train.optim import make_optimizer, state_bytes
+from whet.train.schedule import Place
 from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
 
 
@@ -93,12 +94,13 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, u
     if root.alone:
         say("conversations would see each other in this model if they were packed: it gets them one by one")
     start_equal(root, ranks)
+    optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
     plan = Plan.load(config.folder / "plan")
     last = min(until or len(plan), len(plan))
     if folder is not None and keeps:
         whole = sum(parameter.nbytes for parameter in model.parameters())
         export = whole if config.export.at_end == "merged" else 0
-        checkpoints.need_room(folder.path, root, config.checkpoint.keep_last, export)
+        checkpoints.need_room(folder.path, root, state_bytes(optimizer), config.checkpoint.keep_last, export)
     if folder is not None:
         write_json(folder.path / "plan.json", _describe_plan(config, data, plan, model, ranks, arithmetic))
     if config.adapter is not None and config.adapter.dropout > 0:
@@ -112,7 +114,7 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, u
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.sizes.per_epoch} conversations an epoch"
     )
-    _learn(config, data, root, plan, folder, ranks, arithmetic, _work(model, config), last, keeps)
+    _learn(config, data, root, optimizer, plan, folder, ranks, arithmetic, _work(model, config), last, keeps)
     if last < len(plan):
         _pause(folder, last, len(plan))
         return
@@ -127,6 +129,7 @@ def _learn(
     config: Config,
     data: Data,
     root: LossModel,
+    optimizer: torch.optim.Optimizer,
     plan: Plan,
     folder: RunFolder | None,
     ranks: Ranks,
@@ -136,7 +139,6 @@ def _learn(
     keeps: bool,
 ) -> None:
     """The steps, from where the newest checkpoint left off."""
-    optimizer = make_optimizer(root, config.train.optimizer)
     loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
     start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
     if start > last:
@@ -168,6 +170,7 @@ def _learn(
             ranks=ranks,
             work=work,
             per_epoch=plan.sizes.per_epoch,
+            whole=_end(plan),
             seed=config.run.seed,
             arithmetic=arithmetic.context(ranks.device),
             loss_scale=loss_scale,
@@ -182,6 +185,11 @@ def _pause(folder: RunFolder | None, step: int, steps: int) -> None:
     say(f"paused after step {step} of {steps}, as asked; --resume goes on")
     if folder is not None:
         folder.set_status("stopped", step, steps, exit_code=0)
+
+
+def _end(plan: Plan) -> Place:
+    conversations = len(plan.documents)
+    return Place(len(plan), conversations / plan.sizes.per_epoch, conversations, plan.sizes.tokens)
 
 
 @dataclass(frozen=True, slots=True)

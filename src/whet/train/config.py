@@ -33,13 +33,26 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """How gradients become updates."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="The rule.")
+    name: Literal["adamw", "adamw16bit", "adamw8bit", "muon"] = Field(
+        default="adamw",
+        description="The rule: AdamW, with states in 16 or 8 bits where memory is short, or Muon for matrices and "
+        "AdamW for all else.",
+    )
     lr: float = Field(default=1e-4, gt=0, description="The highest learning rate; the schedule scales it.")
+    embedding_lr: float | None = Field(
+        default=None, gt=0, description="The input embedding's, and a tied head's; lr if absent."
+    )
+    head_lr: float | None = Field(default=None, gt=0, description="Of an output head of its own; lr if absent.")
+    matrix_lr: float | None = Field(default=None, gt=0, description="Of all other matrices; lr if absent.")
+    scalar_lr: float | None = Field(default=None, gt=0, description="Of vectors and single numbers; lr if absent.")
     betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="How long AdamW remembers gradients and their squares."
     )
     eps: float = Field(default=1e-8, gt=0, description="Keeps AdamW from dividing by zero.")
     weight_decay: float = Field(default=0.0, ge=0, description="Pull of matrices towards zero; vectors are spared.")
+    momentum: _Beta = Field(default=0.95, description="How long Muon remembers gradients.")
+    momentum_start: _Beta = Field(default=0.85, description="Muon's momentum in the first step.")
+    momentum_warmup: int = Field(default=300, ge=0, description="Steps over which it moves to `momentum`.")
 
 
 class ScheduleConfig(Section):
@@ -48,14 +61,28 @@ class ScheduleConfig(Section):
     name: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="linear", description="Its shape after the warm-up; wsd is flat, then falls over `decay`."
     )
-    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.03, description="Steps, or as a fraction below 1 a part of the run, over which it rises."
+    by: Literal["step", "epoch", "conversation", "token"] = Field(
+        default="step", description="What `warmup` and `decay` count, and what the way through the run is measured in."
     )
-    decay: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.2, description="Of wsd: steps, or a part of the run, over which it falls at the end."
+    warmup: int | float = Field(
+        default=0.03,
+        ge=0,
+        description="Over how many of them it rises; a fraction is a part of the run, but by epoch it is epochs.",
+    )
+    decay: int | float = Field(
+        default=0.2, ge=0, description="Of wsd: over how many of them, or which part of the run, it falls at the end."
     )
     init_frac: float = Field(default=0.0, ge=0, le=1, description="Where the warm-up starts, as a part of lr.")
     min_frac: float = Field(default=0.0, ge=0, le=1, description="Where it ends, as a part of lr.")
+
+    @model_validator(mode="after")
+    def _a_part_of_the_run(self) -> ScheduleConfig:
+        for key, given in (("warmup", self.warmup), ("decay", self.decay)):
+            if isinstance(given, float) and given > 1 and self.by != "epoch":
+                raise impossible(
+                    key, f"{given} is neither a whole number of {self.by}s nor, up to 1, a part of the run"
+                )
+        return self
 
 
 class TrainConfig(Section):

@@ -1,29 +1,49 @@
-"""The optimizer and its groups."""
+"""The optimizer of a run."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
+from whet.train.adamw import AdamW
 from whet.train.config import OptimizerConfig
+from whet.train.groups import make_groups
+from whet.train.muon import Muon
+
+_BITS = {"adamw": 32, "adamw16bit": 16, "adamw8bit": 8}
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable weights; weight decay pulls matrices only, not norms and biases."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
-    vectors = [parameter for _, parameter in named if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "highest": config.lr},
-        {"params": vectors, "weight_decay": 0.0, "highest": config.lr},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+def make_optimizer(model: nn.Module, config: OptimizerConfig, seed: int) -> torch.optim.Optimizer:
+    """The rule over the trainable weights, in groups. AdamW is torch's fused one unless something has few bits."""
+    groups = make_groups(model, config)
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.name == "muon":
+        return Muon(
+            groups, momentum=config.momentum, momentum_start=config.momentum_start,
+            momentum_warmup=config.momentum_warmup, seed=seed, **adamw,
+        )  # fmt: skip
+    if config.name == "adamw" and all(w.dtype.itemsize >= 4 for group in groups for w in group["params"]):
+        return torch.optim.AdamW(groups, fused=True, **adamw)
+    return AdamW(groups, bits=_BITS[config.name], seed=seed, **adamw)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
     """Give each group its highest rate × `factor`; returns what metrics.jsonl says of it."""
+    usual = optimizer.defaults["lr"]
+    rates = {"lr": usual * factor}
     for group in optimizer.param_groups:
         group["lr"] = group["highest"] * factor
-    return {"lr": optimizer.defaults["lr"] * factor}
+        if group["highest"] != usual:
+            rates[f"lr/{group['name']}"] = group["lr"]
+    if isinstance(optimizer, Muon):
+        rates["momentum"] = optimizer.momentum()
+    return rates
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer keeps, or will keep after its first step, beside the weights."""
+    if isinstance(optimizer, AdamW):
+        return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    return sum(2 * weight.nbytes + 4 for group in optimizer.param_groups for weight in group["params"])

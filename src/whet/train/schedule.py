@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from whet.train.config import ScheduleConfig
 
 
-def rate_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
-    """What the highest rate is multiplied by in step `step` (from 0) of `steps`.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a run is, in each unit that a schedule may count in."""
+
+    step: int
+    epoch: float
+    conversation: int
+    token: int
+
+    def counted(self, schedule: ScheduleConfig) -> float:
+        """In the unit of this schedule."""
+        return float(getattr(self, schedule.by))
+
+
+def rate_factor(before: float, after: float, whole: float, schedule: ScheduleConfig) -> float:
+    """What the highest rate is multiplied by in the step that leads from `before` to `after` in a run that ends at
+    `whole`, all counted in the schedule's unit; in steps: `step`, `step + 1` and their number.
 
     Warm-up rises linearly from init_frac and reaches 1 with its last step; the fall reaches min_frac one step after
     the run's last, so that no step is wasted at rate zero.
     """
-    warmup = _steps(schedule.warmup, steps)
-    if step < warmup:
-        return schedule.init_frac + (1 - schedule.init_frac) * (step + 1) / warmup
+    warmup = _units(schedule.warmup, whole, schedule)
+    if before < warmup:
+        return schedule.init_frac + (1 - schedule.init_frac) * min(after, warmup) / warmup
     if schedule.name == "constant":
         return 1.0
     falling_from = warmup
     if schedule.name == "wsd":
-        falling_from = max(warmup, steps - _steps(schedule.decay, steps))
-        if step < falling_from:
+        falling_from = max(warmup, whole - _units(schedule.decay, whole, schedule))
+        if before < falling_from:
             return 1.0
-    progress = (step - falling_from) / max(1, steps - falling_from)
+    progress = (before - falling_from) / (whole - falling_from)
     height = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
     return schedule.min_frac + (1 - schedule.min_frac) * height
 
 
-def _steps(given: int | float, steps: int) -> int:
-    """Whole numbers are steps; fractions are parts of the run."""
-    return given if isinstance(given, int) else round(given * steps)
+def _units(given: int | float, whole: float, schedule: ScheduleConfig) -> float:
+    """Whole numbers are units, and so is any number of epochs; other fractions are parts of the run."""
+    return given if isinstance(given, int) or schedule.by == "epoch" else round(given * whole)

@@ -95,7 +95,7 @@ class Timed(Iterator[T]):
             self.seconds += time.perf_counter() - began
 
 
-def seed_of(seed: int, step: int, row: int) -> int:
+def seed_of(*parts: int | str) -> int:
     """Randomness is a function of (seed, step, row): nothing to save, and the same after a restart."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -23,7 +23,7 @@ from whet.train.config import TrainConfig
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen, step_line
 from whet.train.optim import set_rates
-from whet.train.schedule import rate_factor
+from whet.train.schedule import Place, rate_factor
 from whet.train.step import find_gradients
 
 RETRY = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
@@ -71,6 +71,8 @@ class Trainer:
     ranks: Ranks
     work: Work
     per_epoch: int
+    whole: Place
+    """Where the run ends."""
     seed: int
     arithmetic: AbstractContextManager[object]
     loss_scale: LossScale
@@ -97,7 +99,9 @@ class Trainer:
 
     def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
         began = time.perf_counter()
-        rates = set_rates(self.optimizer, rate_factor(step, self.cadence.steps, self.config.schedule))
+        totals = self.loader.totals(step)
+        after = seen.plus(totals, self.work)
+        rates = set_rates(self.optimizer, self._factor(self._place(step, seen), self._place(step + 1, after)))
         if self.loss_scale.moves:
             rates["loss_scale"] = self.loss_scale.value
         self.model.train()
@@ -113,13 +117,18 @@ class Trainer:
                 f"not change the weights. {RETRY}"
             )
         self.loss_scale.settle(result.finite)
-        totals = self.loader.totals(step)
-        seen = seen.plus(totals, self.work)
         line = step_line(
-            step + 1, result, rates, seen, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
+            step + 1, result, rates, after, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
         )
         self.hooks.log(line)
-        return seen, f"loss {result.loss:.4f} · {line['tokens_per_s']:,.0f} tokens/s", result.stop
+        return after, f"loss {result.loss:.4f} · {line['tokens_per_s']:,.0f} tokens/s", result.stop
+
+    def _factor(self, before: Place, after: Place) -> float:
+        by = self.config.schedule
+        return rate_factor(before.counted(by), after.counted(by), self.whole.counted(by), by)
+
+    def _place(self, step: int, seen: Seen) -> Place:
+        return Place(step, seen.conversations / self.per_epoch, seen.conversations, seen.tokens)
 
 
 @contextlib.contextmanager

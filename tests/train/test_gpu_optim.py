@@ -1,0 +1,101 @@
+"""Optimizers on the device: as on the CPU, as torch's, and without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.train.codes import decode, encode
+from whet.train.config import OptimizerConfig
+from whet.train.optim import make_optimizer
+from whet.train.rounding import Chance, round_at_random
+
+pytestmark = pytest.mark.gpu
+NAMES = ["adamw", "adamw16bit", "adamw8bit", "muon"]
+
+
+def network(dtype: torch.dtype, device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 300), nn.Linear(300, 64)).to(device, dtype)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    draw = torch.Generator().manual_seed(number)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=draw).to(weight)
+    optimizer.step()
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    yield
+    torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("adamw", 1e-5), ("adamw16bit", 0.05), ("adamw8bit", 0.01), ("muon", 0.02)]
+)
+def test_a_weight_goes_where_it_goes_on_the_cpu(name: Any, bound: float) -> None:
+    start, ends = network(torch.float32, "cpu"), []
+    for device in ("cpu", "cuda"):
+        model = network(torch.float32, device)
+        optimizer = make_optimizer(model, OptimizerConfig(name=name, lr=1e-2), 0)
+        for number in range(5):
+            step(model, optimizer, number)
+        ends.append([weight.detach().cpu() for weight in model.parameters()])
+    for begin, one, other in zip(start.parameters(), *ends, strict=True):
+        assert ((one - other).norm() / (one - begin).norm()).item() < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_never_waits_for_the_device(name: Any, dtype: torch.dtype, no_waiting: None) -> None:
+    model = network(dtype, "cuda")
+    optimizer = make_optimizer(model, OptimizerConfig(name=name), 0)
+    step(model, optimizer, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repetition_is_exact(name: Any) -> None:
+    ends = []
+    for _ in range(2):
+        model = network(torch.bfloat16, "cuda")
+        optimizer = make_optimizer(model, OptimizerConfig(name=name, lr=1e-3), 3)
+        for number in range(3):
+            step(model, optimizer, number)
+        ends.append([weight.detach().clone() for weight in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_muon_is_torchs_muon() -> None:
+    """Both iterate in bf16 here, and round it in other places."""
+    mine, theirs, start = (nn.Parameter(network(torch.float32, "cuda")[0].weight.detach().clone()) for _ in range(3))
+    model = nn.ParameterList([mine])
+    config = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1, momentum=0.9, momentum_warmup=0)
+    ours = make_optimizer(model, config, 0)
+    reference = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for number in range(5):
+        step(model, ours, number)
+        step(nn.ParameterList([theirs]), reference, number)
+    assert ((mine - theirs).norm() / (theirs - start).norm()).item() < 0.02
+
+
+def test_eight_bits_are_the_same_on_both_devices() -> None:
+    values = torch.randn(64, 700) * 10 ** torch.randn(64, 700)
+    here, there = encode(values, True), encode(values.cuda(), True)
+    assert (here[0] != there[0].cpu()).sum() <= 2, "a division may round otherwise, exactly between two codes"
+    torch.testing.assert_close(decode(*there, True).cpu(), decode(*here, True), rtol=0.2, atol=0)
+
+
+def test_rounding_at_random_has_the_right_mean() -> None:
+    many = torch.full((400_000,), 1.0 + 2**-9, device="cuda")
+    found = round_at_random(many, Chance(0).of(1, 0, many.device)).double()
+    assert found.mean().item() == pytest.approx(1.0 + 2**-9, abs=4 * 2**-7 / 2 / 400_000**0.5)
