@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.model.attention import eager, per_document_sdpa, varlen
+from whet.model.attention import Documents, eager, per_document_sdpa, varlen
 
 pytestmark = pytest.mark.gpu
 
 EDGES = (0, 5, 130, 131, 512, 900, 1024, 1024)  # the last document is empty, as padding makes it
 
 
-def _documents() -> dict[str, object]:
-    return {
-        "document_edges": EDGES,
-        "document_cu_seqlens": torch.tensor(EDGES, dtype=torch.int32, device="cuda"),
-        "document_longest": 1024,
-    }
+def _documents() -> Documents:
+    return Documents(torch.tensor(EDGES, dtype=torch.int32, device="cuda"), 1024, EDGES)
 
 
 def _states(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -22,28 +22,35 @@ from transformers.masking_utils import AttentionMaskInterface
 from whet.core.console import warn
 from whet.core.errors import WhetError
 
-Backend = Callable[[Tensor, Tensor, Tensor, float, dict[str, Any]], Tensor]
+
+class Documents:
+    """Where the documents of a row lie. A plain class: the compiler looks at no more of it than a back-end reads."""
+
+    def __init__(self, cu_seqlens: Tensor, longest: int, edges: Sequence[int]) -> None:
+        self.cu_seqlens, self.longest, self.edges = cu_seqlens, longest, edges
+
+
+Backend = Callable[[Tensor, Tensor, Tensor, float, Documents], Tensor]
 """(query [1 H T E], key [1 K T E], value [1 K T E], scale, documents) → [1 T H E]"""
 
 
-def per_document_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: dict[str, Any]) -> Tensor:
+@torch.compiler.disable  # each batch has other edges: its loop would be compiled for each
+def per_document_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Documents) -> Tensor:
     """torch's own attention, one document at a time: runs everywhere."""
-    edges = documents["document_edges"]
     parts = [
         F.scaled_dot_product_attention(
             query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scale, enable_gqa=True
         )
-        for a, b in itertools.pairwise(edges)
+        for a, b in itertools.pairwise(documents.edges)
         if b > a
     ]
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def eager(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: dict[str, Any]) -> Tensor:
+def eager(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Documents) -> Tensor:
     """The definition, written out: the reference for the others."""
-    edges = torch.tensor(documents["document_edges"], device=query.device)
     place = torch.arange(query.shape[2], device=query.device)
-    document = torch.searchsorted(edges, place, right=True)
+    document = torch.searchsorted(documents.cu_seqlens, place, right=True)
     visible = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -51,7 +58,7 @@ def eager(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: di
     return (scores.softmax(dim=-1) @ value).transpose(1, 2)
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: dict[str, Any]) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Documents) -> Tensor:
     """torch's variable-length flash attention on CUDA: one kernel for all documents."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -59,7 +66,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, documents: d
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    cu_seqlens, longest = documents["document_cu_seqlens"], documents["document_longest"]
+    cu_seqlens, longest = documents.cu_seqlens, documents.longest
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     assert isinstance(out, Tensor)
@@ -86,7 +93,7 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
 
 def described(cu_seqlens: Tensor, longest: int, edges: Sequence[int]) -> dict[str, Any]:
     """What a forward pass is told of its documents: keyword arguments that the model hands through to `attend`."""
-    return {"document_cu_seqlens": cu_seqlens, "document_longest": longest, "document_edges": edges}
+    return {"documents": Documents(cu_seqlens, longest, edges)}
 
 
 def install(model: nn.Module, backend: str) -> None:
@@ -99,14 +106,13 @@ def install(model: nn.Module, backend: str) -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        documents = kwargs["documents"]
         for name in _UNKNOWN:
-            if kwargs.get(name) is not None and not (
-                name == "sliding_window" and kwargs[name] >= kwargs["document_longest"]
-            ):
+            if kwargs.get(name) is not None and not (name == "sliding_window" and kwargs[name] >= documents.longest):
                 raise WhetError(f"model.path: this model's attention uses '{name}', which whet cannot do yet")
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 behind under autocast
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return compute(query, key, value, scale, kwargs), None
+        return compute(query, key, value, scale, documents), None
 
     AttentionInterface.register(name_of(backend), attend)
     AttentionMaskInterface.register(name_of(backend), _no_mask)

@@ -28,6 +28,11 @@ class ModelConfig(Section):
     attention: Literal["auto", "varlen", "sdpa", "eager"] = Field(
         default="auto", description="How documents attend: varlen on CUDA, otherwise sdpa; eager is the reference."
     )
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Compile the model's layers, which takes a minute at the start and less time for each step: auto "
+        "does on CUDA, except in fp64.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
 
 

@@ -28,6 +28,9 @@ from whet.model import attention
 from whet.model.flops import Work, work_of
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
+from whet.parallel.apply import apply
+from whet.parallel.compile import compiles
+from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
@@ -61,7 +64,8 @@ def train(config: Config, resume: bool) -> None:
         except torch.OutOfMemoryError as error:
             raise RunFailedError(
                 f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
-                "data.max_length, train an adapter instead of every weight, or use a larger device"
+                "data.max_length, set parallel.recompute=full or parallel.offload=optimizer, train an adapter instead "
+                "of every weight, or use a larger device"
             ) from None
         finally:
             ranks.leave()
@@ -90,6 +94,8 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -
     root = LossModel(language_model(model))
     with arithmetic.context(ranks.device):
         root.check(len(data.tokenizer))
+    compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
+    apply(root.language_model, config.parallel, compiling)  # after the check, whose short rows would be compiled too
     start_equal(root, ranks)
     plan = Plan.load(config.folder / "plan")
     if folder is not None:
@@ -128,6 +134,8 @@ def _learn(
 ) -> None:
     """The steps, from where the newest checkpoint left off."""
     optimizer = make_optimizer(root, config.train.optimizer)
+    if config.parallel.offload in ("optimizer", "both"):
+        keep_state_on_host(optimizer)
     loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
     start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
     cadence = Cadence(
@@ -236,4 +244,6 @@ def _describe_plan(
         "device": ranks.device.type,
         "precision": arithmetic.name,
         "attention": attention.choose(config.model.attention, ranks.device, arithmetic.compute),
+        "compiled": compiles(config.model.compile, ranks.device, arithmetic.compute),
+        **config.parallel.model_dump(),
     }
