@@ -19,7 +19,6 @@ from whet.model.load import load_model
 from whet.model.lora import add_adapter
 from whet.model.precision import HonestDouble
 
-
 _LENGTHS = 4
 
 
