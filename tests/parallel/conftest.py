@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def make_batch() -> Callable[..., SimpleNamespace]:
         labels = tokens.roll(-1)
         labels[[start - 1 for start in starts]] = -100
         labels[starts[-1] :] = -100
-        sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
         return SimpleNamespace(
             tokens=tokens,
             labels=labels,
