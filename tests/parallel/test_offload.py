@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from whet.checkpoint import save as checkpoints
+from whet.config import read_config
 from whet.core.ranks import Ranks
 from whet.parallel import offload
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
 from whet.parallel.offload import keep_state_on_host
+from whet.recipe.folder import changed_settings
 
 Make = Callable[..., Any]
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -160,6 +162,12 @@ def test_checkpoints_with_and_without_are_the_same(tmp_path: Path) -> None:
             model(torch.randn(4, 600)).pow(2).sum().backward()
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
+
+
+def test_a_resumed_run_may_use_its_devices_otherwise(tiny_run: Path) -> None:
+    changes = ["parallel.offload=both", "parallel.recompute=full", "model.compile=true", "model.attention=eager"]
+    assert changed_settings(tiny_run, read_config(tiny_run / "config.yaml", changes)) == []
+    assert len(changed_settings(tiny_run, read_config(tiny_run / "config.yaml", ["train.clip_norm=3"]))) == 1
 
 
 def test_sharded_state_moves_by_its_local_part() -> None:
