@@ -68,3 +68,9 @@ def make_batch() -> Callable[..., SimpleNamespace]:
         )
 
     return make
+
+
+@pytest.fixture
+def no_look_at_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads the positions to build a mask that whet does not use; the `meta` device has none to read."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)

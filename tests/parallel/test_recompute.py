@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
@@ -90,6 +92,40 @@ def test_selective_keeps_less_than_none_and_full_the_least(
         kept[kind] = kept_bytes(root, make_batch([200, 300, 500], total=1024))
     assert kept["selective"] < part * kept["none"]
     assert kept["full"] < 0.3 * kept["selective"]
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("no_look_at_positions")
+@pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("varlen", "meta")])
+def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device: str) -> None:
+    """The kernel for CUDA runs here on tensors without numbers."""
+    again: dict[str, Counter[str]] = {}
+    for kind in ("none", "selective", "full"):
+        root = make_root(dtype=torch.bfloat16, backend=backend).to(device)
+        apply(root.language_model, ParallelConfig(recompute=kind), compile=False)
+        batch = make_batch([9, 20, 8])
+        moved = [part.to(device) for part in (batch.tokens, batch.positions, batch.cu_seqlens)]
+        hidden = root._hidden(*moved, batch.longest, batch.edges)
+        with Counted() as counted:
+            hidden.sum().backward()
+        again[kind] = counted.runs
+    [attention] = [name for name in again["full"] if name.endswith(("_varlen_attn", "attention_for_cpu"))]
+    assert again["none"][attention] == again["selective"][attention] == 0
+    assert again["full"][attention] == 4 * (1 if backend == "varlen" else 4)  # layers × documents
+    assert again["selective"]["aten::mm"] == again["none"]["aten::mm"]
+    assert again["full"]["aten::mm"] == again["none"]["aten::mm"] + 4 * 6  # the seventh product is the layer's last
+    assert again["selective"]["aten::silu"] == again["full"]["aten::silu"] == 4 > again["none"]["aten::silu"] == 0
 
 
 def test_nothing_is_recomputed_where_nothing_is_learned(make_root: Make, make_batch: Make) -> None:
