@@ -16,6 +16,7 @@ from whet.core.yaml import dump_yaml
 from whet.data.config import DataConfig
 from whet.infer.config import EvalConfig
 from whet.model.config import AdapterConfig, ModelConfig
+from whet.parallel.config import ParallelConfig
 from whet.train.config import TrainConfig
 
 _DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
@@ -29,6 +30,7 @@ class Config(Section):
     adapter: AdapterConfig | None = Field(default=None, description="Absent: every weight is trained.")
     data: DataConfig
     train: TrainConfig = Field(default=TrainConfig())
+    parallel: ParallelConfig = Field(default=ParallelConfig())
     eval: EvalConfig = Field(default=EvalConfig())
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     export: ExportConfig = Field(default=ExportConfig())

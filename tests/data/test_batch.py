@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data import batch as batches
-from whet.data.batch import IGNORED, PackedBatch, Shape
+from whet.data.batch import IGNORED, PackedBatch, Shape, buckets
 from whet.data.store import Store
 
 from .conftest import MakeStore, write_store
@@ -37,10 +39,10 @@ def test_the_example_in_the_docstring(make_store: MakeStore) -> None:
     assert batch.tokens.tolist() == [H, I, BANG, Y, E, S, 0, 0]
     assert batch.labels.tolist() == [I, BANG, IGNORED, E, S, IGNORED, IGNORED, IGNORED]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert batch.cu_seqlens.tolist() == [0, 3, 6, 8]
-    assert batch.edges == (0, 3, 6, 8)
+    assert batch.cu_seqlens.tolist() == [0, 3, 6, 8, 8, 8]  # the last two are empty: padding alone would need them
+    assert batch.edges == (0, 3, 6, 8, 8, 8)
     assert batch.supervised_at.tolist() == [0, 1, 3, 4]
-    assert batch.longest == 8
+    assert batch.longest == 3
 
 
 def test_without_a_shape_there_is_no_padding(make_store: MakeStore) -> None:
@@ -60,18 +62,19 @@ def test_types_are_those_that_attention_and_loss_want(make_store: MakeStore) -> 
 def test_a_full_batch_has_no_padding_document_but_the_same_number_of_edges(make_store: MakeStore) -> None:
     store = make_store(EXAMPLE)
     full = pack_batch(store, [0, 1], 3, Shape(6, 2))
-    assert full.cu_seqlens.tolist() == [0, 3, 6, 6]
+    assert full.cu_seqlens.tolist() == [0, 3, 6, 6, 6]
+    assert pack_batch(store, [1], 3, Shape(6, 2)).cu_seqlens.shape == full.cu_seqlens.shape
     assert full.tokens.tolist() == [H, I, BANG, Y, E, S]
 
 
-@pytest.mark.parametrize(("shape", "tokens", "edges"), [(None, 1, (0, 1)), (Shape(5, 2), 5, (0, 5, 5, 5))])
+@pytest.mark.parametrize(("shape", "tokens", "edges"), [(None, 1, (0, 1)), (Shape(5, 2), 5, (0, 3, 5, 5, 5))])
 def test_no_documents_are_padding_alone(
     make_store: MakeStore, shape: Shape | None, tokens: int, edges: tuple[int, ...]
 ) -> None:
     batch = pack_batch(make_store(EXAMPLE), [], 3, shape)
     assert batch.tokens.tolist() == [0] * tokens
     assert batch.labels.tolist() == [IGNORED] * tokens
-    assert batch.positions.tolist() == list(range(tokens))
+    assert batch.positions.tolist() == [i % 3 for i in range(tokens)]  # no padding is longer than a document
     assert batch.edges == edges
     assert len(batch.supervised_at) == 0
 
@@ -110,17 +113,34 @@ def test_padded_batches_all_have_the_same_shape(
     store = of(documents, tmp_path_factory)
     shape = Shape(sum(map(len, documents)), len(documents))
     chosen = data.draw(st.lists(st.sampled_from(range(len(documents))), unique=True))
-    batch = pack_batch(store, chosen, 7, shape)
+    longest = max(map(len, documents))
+    batch = pack_batch(store, chosen, longest, shape)
     assert batch.tokens.shape == batch.labels.shape == batch.positions.shape == (shape.tokens,)
-    assert batch.cu_seqlens.shape == (shape.documents + 2,)
-    assert batch.longest == shape.tokens
+    assert batch.cu_seqlens.shape == (shape.documents + math.ceil(shape.tokens / longest) + 1,)
+    assert batch.longest == longest
     edges = np.array(batch.edges)
     assert batch.cu_seqlens.tolist() == edges.tolist()
     assert (np.diff(edges) >= 0).all()
     assert (edges[0], edges[-1]) == (0, shape.tokens)
     assert np.diff(edges).max() <= batch.longest
-    starts = {0, *np.cumsum([len(documents[number]) for number in chosen]).tolist()}
-    assert set(edges.tolist()) == starts | {shape.tokens}
+    starts = [0, *np.cumsum([len(documents[number]) for number in chosen]).tolist()]
+    padding = range(starts[-1], shape.tokens, longest)
+    assert sorted(set(edges.tolist())) == sorted({*starts, *padding, shape.tokens})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "sizes"),
+    [
+        (4096, 1, [4096]),
+        (4096, 4, [512, 1024, 2048, 4096]),
+        (3000, 4, [384, 768, 1536, 3000]),
+        (512, 4, [128, 256, 512]),
+        (100, 4, [100]),
+        (129, 2, [128, 129]),
+    ],
+)
+def test_the_lengths_that_batches_are_padded_to(tokens: int, count: int, sizes: list[int]) -> None:
+    assert buckets(Shape(tokens, 9), count) == [Shape(size, 9) for size in sizes]
 
 
 def test_a_batch_moves_to_a_device_whole(make_store: MakeStore) -> None:

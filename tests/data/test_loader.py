@@ -173,8 +173,25 @@ def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, pa
     [(tokens, edges, longest)] = shapes
     fullest = max(len(row) for step in range(len(plan)) for row in plan.rows_of(step))
     assert tokens == (ROW * micro_rows,)
-    assert edges == (fullest * micro_rows + 2,)
-    assert longest == ROW * micro_rows
+    assert longest == max(store.lengths[plan.documents])
+    assert edges == (fullest * micro_rows + -(-ROW * micro_rows // longest) + 1,)
+
+
+def test_single_conversations_are_padded_to_the_smallest_of_a_few_lengths(make_store: MakeStore) -> None:
+    lengths = [1, 100, 128, 129, 200, 256, 300, 513, 1000, 1024]
+    store = make_store([([1] * length, [1] * length) for length in lengths])
+    plan = planner.plan_whole(store.lengths, np.arange(len(store)), 1024, "none", 4)
+
+    def sizes(micro_rows: int, allowed: int) -> dict[tuple[int, ...], int]:
+        with contextlib.closing(Loader(store, plan, micro_rows, 0, 1, 1024, allowed)) as loader:
+            batches = [batch for _, batch in loader.micro_batches(0)]
+        return {tuple(store.lengths[batch.documents].tolist()): len(batch.tokens) for batch in batches}
+
+    expected = {1: 128, 100: 128, 128: 128, 129: 256, 200: 256, 256: 256, 300: 512, 513: 1024, 1000: 1024, 1024: 1024}
+    assert sizes(1, 4) == {(length,): size for length, size in expected.items()}
+    assert sizes(1, 2) == {(length,): 512 if length <= 512 else 1024 for length in lengths}
+    assert set(sizes(3, 1).values()) == {3072}
+    assert sizes(3, 4) == {(1024, 1000, 513): 3072, (300, 256, 200): 768, (129, 128, 100): 384, (1,): 384}
 
 
 def test_unpadded_batches_share_one_bound_on_the_longest_document(store: Store) -> None:

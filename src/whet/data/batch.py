@@ -23,6 +23,8 @@ from whet.data.store import Store
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_STEP = 128  # lengths are multiples of what kernels work on at a time
+
 IGNORED = -100
 """The label of a position that is not learned."""
 
@@ -51,19 +53,33 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The constant size of padded batches. None: no padding, for devices where nothing is compiled."""
+    """A constant size of padded batches. None: no padding, for devices where nothing is compiled."""
 
     tokens: int
     documents: int
 
 
+def buckets(largest: Shape, count: int) -> list[Shape]:
+    """At most `count` sizes, smallest first: the largest, its half, its quarter and so on.
+
+    Few, because layers are compiled for each of them.
+    """
+    parts = {min(largest.tokens, -(-largest.tokens // 2**power // _STEP) * _STEP) for power in range(1, count)}
+    return [Shape(tokens, largest.documents) for tokens in sorted({*parts, largest.tokens})]
+
+
 def pack_batch(store: Store, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
-    """Concatenate documents; fill up to `shape` with one padding document. No documents: padding alone."""
+    """Concatenate documents; fill up to `shape` with padding documents. No documents: padding alone.
+
+    Padding is cut into documents that are no longer than the `longest` real one: attention's work grows with the
+    square of a length, and one document of padding could cost more than all that is learned from.
+    """
     edges = edges_of(store.lengths[documents].astype(np.int64))
     filled = int(edges[-1])
     total = shape.tokens if shape else max(1, filled)
+    longest = max(1, longest)
     if total > filled:
-        edges = np.append(edges, total)
+        edges = np.concatenate([edges, np.arange(filled + longest, total, longest), [total]])
     tokens, loss = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.uint8)
     store.gather(documents, tokens[:filled], loss[:filled])
     loss[edges[:-1]] = 0  # nothing stands before a first token that could predict it
@@ -72,13 +88,14 @@ def pack_batch(store: Store, documents: NDArray[np.integer], longest: int, shape
     labels[targets - 1] = tokens[targets]
     positions = np.arange(total) - np.repeat(edges[:-1], np.diff(edges))
     if shape:  # empty documents at the end keep the number of edges constant
-        edges = np.concatenate([edges, np.full(shape.documents + 2 - len(edges), total)])
+        most = shape.documents + -(-total // longest)
+        edges = np.concatenate([edges, np.full(most + 1 - len(edges), total)])
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
-        longest=shape.tokens if shape else longest,  # the padding may be the longest document
+        longest=longest,
         supervised_at=torch.from_numpy(targets - 1),
         edges=tuple(edges.tolist()),
         documents=documents,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whet.data.batch import PackedBatch, Shape, pack_batch
+from whet.data.batch import PackedBatch, Shape, buckets, pack_batch
 from whet.data.plan import Plan
 from whet.data.prefetch import Prefetch
 from whet.data.store import Store
@@ -34,12 +34,16 @@ class Loader:
     """
 
     def __init__(
-        self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None
-    ) -> None:
-        """`padded_to`: the constant row length where padding pays (compiled devices); None: rows as they are."""
+        self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None,
+        lengths: int = 1,
+    ) -> None:  # fmt: skip
+        """`padded_to`: the constant row length where padding pays (compiled devices); None: rows as they are.
+        `lengths`: how many different lengths micro-batches may be padded to; full rows need one."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
-        self._shape = Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows) if padded_to else None
+        self._shapes: list[Shape] = []
+        if padded_to:
+            self._shapes = buckets(Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows), lengths)
         self._batches = Prefetch(self._make, self._following, _AHEAD)
 
     def totals(self, step: int) -> StepTotals:
@@ -78,4 +82,6 @@ class Loader:
         places = turns * self._world + np.where(turns % 2, self._world - 1 - self._rank, self._rank)
         rows = [self._plan.row(step, int(place)) for place in places[places < self._plan.row_count(step)]]
         documents = np.concatenate([self._plan.documents[:0], *rows])
-        return int(places[0]), pack_batch(self._store, documents, self._plan.sizes.longest, self._shape)
+        tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
+        shape = next((shape for shape in self._shapes if shape.tokens >= tokens), None)
+        return int(places[0]), pack_batch(self._store, documents, self._plan.sizes.longest, shape)

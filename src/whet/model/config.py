@@ -30,6 +30,11 @@ class ModelConfig(Section):
         description="How documents attend: on CUDA varlen, or flex for models with soft-caps or sinks; elsewhere and "
         "in fp32 sdpa; eager is the reference.",
     )
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Compile the model's layers, which takes a minute at the start and less time for each step: auto "
+        "does on CUDA, except in fp64.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
 
 

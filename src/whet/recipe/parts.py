@@ -22,15 +22,21 @@ from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.model.probe import PackingError, probe, probe_alone
 
+_LENGTHS = 4
+
 
 class VocabularyError(WhetError):
     """The tokenizer is not this model's."""
 
 
 def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loader:
-    """This rank's share of a plan; rows are padded to a constant length where kernels are compiled for it."""
-    padded = config.row_length if ranks.device.type == "cuda" else None
-    return Loader(store, plan, config.train.micro_rows, ranks.rank, ranks.world, padded)
+    """This rank's share of a plan; rows are padded to a constant length where kernels are compiled for it.
+
+    Packed rows are full, and one length is enough; single conversations get the smallest of a few.
+    """
+    padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
+    lengths = _LENGTHS if config.data.packing == "none" else 1
+    return Loader(store, plan, config.train.micro_rows, ranks.rank, ranks.world, padded, lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ from whet.infer.tasks import find_task
 from whet.model import attention
 from whet.model.flops import Work, work_of
 from whet.model.loss import LossModel
+from whet.parallel.apply import apply
+from whet.parallel.compile import compiles
+from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
@@ -64,7 +67,8 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
         except torch.OutOfMemoryError as error:
             raise RunFailedError(
                 f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
-                "data.max_length, train an adapter instead of every weight, or use a larger device"
+                "data.max_length, set parallel.recompute=full or parallel.offload=optimizer, train an adapter instead "
+                "of every weight, or use a larger device"
             ) from None
         finally:
             ranks.leave()
@@ -93,6 +97,8 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, u
     root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer))
     if root.alone:
         say("conversations would see each other in this model if they were packed: it gets them one by one")
+    compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
+    apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     start_equal(root, ranks)
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
     plan = Plan.load(config.folder / "plan")
@@ -139,6 +145,8 @@ def _learn(
     keeps: bool,
 ) -> None:
     """The steps, from where the newest checkpoint left off."""
+    if config.parallel.offload in ("optimizer", "both"):
+        keep_state_on_host(optimizer)
     loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
     start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
     if start > last:
@@ -271,4 +279,6 @@ def _describe_plan(
         "device": ranks.device.type,
         "precision": arithmetic.name,
         "attention": attention.serving(model),
+        "compiled": compiles(config.model.compile, ranks.device, arithmetic.compute),
+        **config.parallel.model_dump(),
     }

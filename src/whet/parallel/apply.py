@@ -1,0 +1,33 @@
+"""The order in which a model's layers are changed for memory and speed, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from whet.parallel.compile import compiled
+from whet.parallel.config import ParallelConfig
+from whet.parallel.layers import decoder_layers
+from whet.parallel.offload import offloaded
+from whet.parallel.recompute import recomputed
+
+
+def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, backend: Any = "inductor") -> None:
+    """Change the layers of a model in place, from the inside out. Weights keep their names and places."""
+    offload = config.offload in ("activations", "both")
+    if not (compile or offload or config.recompute != "none"):
+        return
+    for layer in decoder_layers(language_model):
+        forward = layer.forward
+        if compile:
+            # innermost: the compiler sees the layer alone, which is the same for all, and no hooks around it
+            forward = compiled(forward, backend)
+        if config.recompute == "full" or (config.recompute == "selective" and not compile):
+            # around what is compiled, so that the same compiled code runs again. The compiler is selective by itself:
+            # it keeps matrix products and attention and computes the rest again
+            forward = recomputed(forward, config.recompute)
+        if offload:
+            # outermost: sees only what is kept after recomputing, with `full` the input of the layer
+            forward = offloaded(forward, layer)
+        layer.forward = forward

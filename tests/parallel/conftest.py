@@ -1,0 +1,76 @@
+"""Small random models of several architectures, and padded batches whose documents differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from whet.model import attention
+from whet.model.config import AdapterConfig
+from whet.model.lora import add_adapter, language_model
+from whet.model.loss import LossModel
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_root() -> Callable[..., LossModel]:
+    """A random model in training: `make_root("Llama", dropout=0.1, num_hidden_layers=2)`; a dropout makes it LoRA."""
+    import transformers
+
+    def make(
+        architecture: str = "Llama", dtype: torch.dtype = torch.float64, dropout: float | None = None,
+        backend: str = "sdpa", **settings: Any,
+    ) -> LossModel:  # fmt: skip
+        config = getattr(transformers, f"{architecture}Config")(**{**_SHAPE, **settings})
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+        attention.install(model, backend)
+        if dropout is not None:
+            model = add_adapter(model, AdapterConfig(rank=4, dropout=dropout), seed=0).to(dtype)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.1)  # zero at first: the dropout would not be seen
+        return LossModel(language_model(model)).train()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., SimpleNamespace]:
+    """Documents of the given lengths and padding, `total` tokens and always ten edges; all but padding is learned."""
+
+    def make(lengths: Sequence[int], total: int = 48) -> SimpleNamespace:
+        starts = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+        edges = (starts + [total] * 10)[:10]
+        generator = torch.Generator().manual_seed(sum(length**2 for length in lengths))
+        tokens = torch.randint(3, 64, (total,), generator=generator)
+        labels = tokens.roll(-1)
+        labels[[start - 1 for start in starts]] = -100
+        labels[starts[-1] :] = -100
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
+        return SimpleNamespace(
+            tokens=tokens,
+            labels=labels,
+            positions=torch.cat([torch.arange(size) for size in sizes]),
+            cu_seqlens=torch.tensor(edges, dtype=torch.int32),
+            longest=total,
+            supervised_at=torch.nonzero(labels >= 0)[:, 0],
+            edges=tuple(edges),
+        )
+
+    return make
+
+
+@pytest.fixture
+def no_look_at_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads the positions to build a mask that whet does not use; the `meta` device has none to read."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)

@@ -1,0 +1,154 @@
+"""Recomputing changes memory, and neither loss nor gradient."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whet.model.loss import LossModel
+from whet.model.precision import HonestDouble
+from whet.parallel.apply import apply
+from whet.parallel.config import ParallelConfig
+
+Make = Callable[..., Any]
+Kind = Literal["none", "selective", "full"]
+
+
+def gradients(root: LossModel, batch: Any, context: AbstractContextManager[object]) -> list[Tensor]:
+    torch.manual_seed(7)
+    with context:
+        result = root(batch)
+    result.objective.backward()
+    found = [parameter.grad for parameter in root.parameters() if parameter.requires_grad]
+    assert all(gradient is not None for gradient in found)
+    return [result.loss, *found]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("dropout", [None, 0.3], ids=["whole", "lora-dropout"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_loss_and_gradients_are_those_without(
+    make_root: Make, make_batch: Make, kind: Kind, dropout: float | None, backend: str
+) -> None:
+    """In honest double precision: a recomputation outside of it would round to fp32."""
+    plain, changed = (make_root(dropout=dropout, backend=backend) for _ in range(2))
+    apply(changed.language_model, ParallelConfig(recompute=kind), compile=False)
+    batch = make_batch([9, 20, 8])
+    ours, theirs = (gradients(root, batch, HonestDouble()) for root in (changed, plain))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_mixed_precision_is_mixed_in_the_recomputation_too(make_root: Make, make_batch: Make, kind: Kind) -> None:
+    plain, changed = (make_root(dtype=torch.float32, num_hidden_layers=2) for _ in range(2))
+    apply(changed.language_model, ParallelConfig(recompute=kind), compile=False)
+    batch = make_batch([9, 20, 8])
+    ours, theirs = (gradients(root, batch, torch.autocast("cpu", torch.bfloat16)) for root in (changed, plain))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def kept_bytes(root: LossModel, batch: Any) -> int:
+    """What a forward pass leaves in memory for its backward pass."""
+
+    def alive() -> int:
+        gc.collect()
+        plain = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
+        tensors = [thing for thing in plain if thing.device.type == "cpu"]  # not what other tests left elsewhere
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)  # autograd holds tensors where Python does not see them
+        return tensor
+
+    before = alive()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = root(batch)
+    after = alive()
+    result.objective.backward()
+    return after - before
+
+
+@pytest.mark.parametrize(("dropout", "part"), [(None, 0.6), (0.0, 0.7)], ids=["whole", "lora"])
+def test_selective_keeps_less_than_none_and_full_the_least(
+    make_root: Make, make_batch: Make, dropout: float | None, part: float
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "dropout": dropout}
+    kept: dict[str, int] = {}
+    for kind in ("none", "selective", "full"):
+        root = make_root(dtype=torch.float32, **sizes)
+        apply(root.language_model, ParallelConfig(recompute=kind), compile=False)
+        kept[kind] = kept_bytes(root, make_batch([200, 300, 500], total=1024))
+    assert kept["selective"] < part * kept["none"]
+    assert kept["full"] < 0.3 * kept["selective"]
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("no_look_at_positions")
+@pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("varlen", "meta")])
+def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device: str) -> None:
+    """The kernel for CUDA runs here on tensors without numbers."""
+    again: dict[str, Counter[str]] = {}
+    for kind in ("none", "selective", "full"):
+        root = make_root(dtype=torch.bfloat16, backend=backend).to(device)
+        apply(root.language_model, ParallelConfig(recompute=kind), compile=False)
+        batch = make_batch([9, 20, 8])
+        moved = [part.to(device) for part in (batch.tokens, batch.positions, batch.cu_seqlens)]
+        hidden = root._hidden(*moved, batch.longest, batch.edges)
+        with Counted() as counted:
+            hidden.sum().backward()
+        again[kind] = counted.runs
+    [attention] = [name for name in again["full"] if name.endswith(("_varlen_attn", "attention_for_cpu"))]
+    assert again["none"][attention] == again["selective"][attention] == 0
+    assert again["full"][attention] == 4 * (1 if backend == "varlen" else 4)  # layers × documents
+    assert again["selective"]["aten::mm"] == again["none"]["aten::mm"]
+    assert again["full"]["aten::mm"] == again["none"]["aten::mm"] + 4 * 6  # the seventh product is the layer's last
+    assert again["selective"]["aten::silu"] == again["full"]["aten::silu"] == 4 > again["none"]["aten::silu"] == 0
+
+
+def test_nothing_is_recomputed_where_nothing_is_learned(make_root: Make, make_batch: Make) -> None:
+    root = make_root()
+    apply(root.language_model, ParallelConfig(recompute="full"), compile=False)
+    with torch.no_grad():
+        assert root(make_batch([9, 20])).objective.grad_fn is None
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_a_whole_run_has_the_losses_of_one_without(
+    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, kind: str
+) -> None:
+    def steps(folder: Path) -> list[float]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [line[key] for line in lines if "loss" in line for key in ("loss", "grad_norm")]
+
+    ended = whet(
+        "train", recipe, f"run.dir={tmp_path / 'run'}", "train.precision=fp64", f"parallel.recompute={kind}",
+        "parallel.offload=both", "eval.at_start=false",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    ours, theirs = steps(tmp_path / "run"), steps(tiny_run)
+    assert len(ours) == 60
+    assert ours == pytest.approx(theirs, rel=1e-9)

@@ -1,0 +1,58 @@
+"""Padding is not learned from: a padded step is the step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from whet.core.ranks import Ranks
+from whet.data.config import DataConfig, Source
+from whet.data.language import ChatLanguage
+from whet.data.loader import Loader
+from whet.data.planner import plan_whole
+from whet.data.prepare import prepare
+from whet.data.store import Store
+from whet.model import attention
+from whet.model.config import ModelConfig
+from whet.model.load import load_model
+from whet.model.loss import LossModel
+from whet.model.precision import HonestDouble
+from whet.model.tokenizer import load_tokenizer
+from whet.train.step import find_gradients
+
+TINY = ModelConfig(path="builtin:tiny")
+LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    config = DataConfig(sources=[Source(path="builtin:orders", max_samples=7)])
+    return prepare(config, config.sources, "train", LANGUAGE).store
+
+
+def gradients(store: Store, packing: str, padded_to: int | None, lengths: int) -> tuple[list[Tensor], set[int]]:
+    model = load_model(TINY, torch.float64)
+    attention.install(model, "sdpa")
+    root = LossModel(model)
+    plan = plan_whole(store.lengths, np.arange(len(store)), 600, packing, 4)
+    with contextlib.closing(Loader(store, plan, 2, 0, 1, padded_to, lengths)) as loader:
+        result = find_gradients(
+            root, loader, 0, ranks=Ranks(0, 1, torch.device("cpu")), seed=0, clip_norm=1.0, arithmetic=HonestDouble(),
+            loss_scale=1.0, stop=False,
+        )  # fmt: skip
+        sizes = {len(batch.tokens) for _, batch in loader.micro_batches(0)}
+    found = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
+    return [torch.tensor([result.loss, result.grad_norm], dtype=torch.float64), *found], sizes
+
+
+@pytest.mark.parametrize(("packing", "lengths"), [("best-fit", 1), ("none", 1), ("none", 4)])
+def test_a_padded_step_is_the_step(store: Store, packing: str, lengths: int) -> None:
+    plain, _ = gradients(store, packing, None, 1)
+    padded, sizes = gradients(store, packing, 600, lengths)
+    assert max(sizes) == 1200 if lengths == 1 else max(sizes) < 1200
+    for ours, theirs in zip(padded, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
