@@ -68,7 +68,7 @@ def spans_of(model: nn.Module) -> tuple[Span, ...]:
     first = first_trained(model)
     begun = first == ""
     for name, module in _attentions(model):
-        begun = begun or first is not None and not _is_before(model, name, first)
+        begun = begun or (first is not None and not _is_before(model, name, first))
         window, cost = _window(module), _pair_cost(module)
         forward[window] += cost
         backward[window] += 2 * cost if begun else 0  # four products against two
@@ -99,7 +99,7 @@ def _window(module: nn.Module) -> int | None:
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
         return None
     window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    return int(window) if window else None  # type: ignore[arg-type]
+    return int(window) if window else None
 
 
 def _pair_cost(module: nn.Module) -> int:

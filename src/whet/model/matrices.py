@@ -107,7 +107,9 @@ def _fed(model: nn.Module, matrices: list[Matrix]) -> list[Matrix]:
         return matrices
     block = "" if first is None else first.rpartition(".")[0]
     last = max((at for at, matrix in enumerate(matrices) if matrix.block == block), default=-1)
-    begins = next((at for at, matrix in enumerate(matrices) if f"{matrix.name}.".startswith(f"{first}.")), len(matrices))
+    begins = next(
+        (at for at, matrix in enumerate(matrices) if f"{matrix.name}.".startswith(f"{first}.")), len(matrices)
+    )
     found = []
     for at, matrix in enumerate(matrices):
         if at < begins:

@@ -67,7 +67,17 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
         )
 
 
-_MAY_CHANGE = ("run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "train.micro_rows")
+_MAY_CHANGE = (
+    "run.name",
+    "run.dir",
+    "run.tags",
+    "eval.",
+    "checkpoint.",
+    "export.",
+    "track.",
+    "profile.",
+    "train.micro_rows",
+)
 """What a resumed run may do otherwise without becoming another run."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
 from whet.train.config import TrainConfig
+from whet.train.ema import Ema
 from whet.train.loss_scale import LossScale
-from whet.train.metrics import Seen, step_line
+from whet.train.metrics import Pace, Seen, note_of, step_line
 from whet.train.optim import set_rates
+from whet.train.profiler import Profiler
 from whet.train.schedule import rate_factor
 from whet.train.step import find_gradients
 
@@ -71,16 +74,21 @@ class Trainer:
     seed: int
     arithmetic: AbstractContextManager[object]
     loss_scale: LossScale
+    profiler: Profiler
+    peak: float | None
+    """FLOP/s of all devices together, where known."""
 
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
+        smoothed = Ema()
         with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.steps):
                 stop = asked() or self.hooks.stop_requested()
-                seen, note, stopping = self._one(step, seen, stop)
-                bar.advance(1, note)
+                with self.profiler.around(step + 1):
+                    seen, line, stopping = self._one(step, seen, stop)
+                bar.advance(1, note_of(line, smoothed.add(line["loss"] if line["loss"] is not None else math.nan)))
                 done = step + 1
                 if stopping or self.cadence.saves_after(done):
                     self.hooks.save(done, seen)
@@ -92,7 +100,7 @@ class Trainer:
                 if self.cadence.evaluates_after(done):
                     self.hooks.evaluate(done)
 
-    def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
+    def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, dict[str, Any], bool]:
         began = time.perf_counter()
         rates = set_rates(self.optimizer, rate_factor(step, self.cadence.steps, self.config.schedule))
         if self.loss_scale.moves:
@@ -111,12 +119,11 @@ class Trainer:
             )
         self.loss_scale.settle(result.finite)
         totals = self.loader.totals(step)
-        seen = seen.plus(totals, self.work)
-        line = step_line(
-            step + 1, result, rates, seen, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
-        )
+        before, seen = seen, seen.plus(totals, self.work)
+        pace = Pace(time.perf_counter() - began, seen.flops - before.flops, self.peak)
+        line = step_line(step + 1, result, rates, seen, totals, self.per_epoch, pace, self.ranks.device)
         self.hooks.log(line)
-        return seen, f"loss {result.loss:.4f} · {line['tokens_per_s']:,.0f} tokens/s", result.stop
+        return seen, line, result.stop
 
 
 @contextlib.contextmanager
