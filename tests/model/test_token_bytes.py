@@ -81,6 +81,10 @@ def test_special_tokens_have_none_and_added_words_their_own() -> None:
     assert [int(bytes_[number]) for number in tokenizer.all_special_ids] == [0] * len(tokenizer.all_special_ids)
     assert bytes_[tokenizer.convert_tokens_to_ids("größer")] == len("größer".encode())
     assert bytes_[len(tokenizer) :].sum() == 0
+    tokenizer, bytes_ = builtin("builtin:smollm2")
+    named = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    assert set(named) > set(tokenizer.all_special_ids) or len(named) > 3
+    assert bytes_[named].sum() == 0
 
 
 def test_a_tokenizer_that_loses_text_is_not_understood() -> None:
