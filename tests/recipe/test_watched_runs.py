@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SHORT = ("train.steps=4", "export.at_end=none", "eval.at_start=false", "checkpoint.every=2")
 
@@ -19,7 +18,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder / "tensorboard"))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from whet.core.errors import WhetError
 from whet.train.track import Trackers, check_trackers, curves, open_trackers
@@ -15,7 +14,8 @@ from whet.train.track import Trackers, check_trackers, curves, open_trackers
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every curve as TensorBoard shows it."""
-    events = EventAccumulator(str(folder / "tensorboard"))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from whet.core.console import say
 from whet.core.errors import WhetError
 
+_FLUSH_S = 10  # flushing after each step would cost a millisecond
+
 
 class Service(Protocol):
     """One of them."""
@@ -28,12 +30,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Only what comes after the checkpoint is taken back, so a continued run has one curve, not two.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1, flush_secs=_FLUSH_S)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
