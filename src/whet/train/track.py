@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from whet.core.console import say
 from whet.core.errors import WhetError
 
-_FLUSH_S = 10  # flushing after each step would cost a millisecond
+_FLUSH_S = 10  # until a curve shows a step; a step of 18 numbers costs 1.2 ms, flushed each time or not
 
 
 class Service(Protocol):
