@@ -17,7 +17,7 @@ from whet.data.config import DataConfig
 from whet.infer.config import EvalConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
-from whet.train.config import TrainConfig
+from whet.train.config import ProfileConfig, Tracker, TrainConfig
 
 _DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
@@ -34,6 +34,10 @@ class Config(Section):
     eval: EvalConfig = Field(default=EvalConfig())
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     export: ExportConfig = Field(default=ExportConfig())
+    track: list[Tracker] | None = Field(
+        default=None, description="Where curves go beside metrics.jsonl; absent: TensorBoard, if it is installed."
+    )
+    profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

@@ -50,7 +50,8 @@ def test_prepare(whet: Any, recipe: str) -> None:
 def test_eval_measures_what_training_measured(whet: Any, run: Path) -> None:
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     result = only_object(whet("eval", run, "--json").out)
-    assert result == {"run": str(run), "step": 30, "val_loss": last["val_loss"], "val_accuracy": last["val_accuracy"]}
+    measured = {key: last[key] for key in ("val_loss", "val_accuracy", "val_bpb")}
+    assert result == {"run": str(run), "step": 30, **measured}
 
 
 def test_eval_of_an_earlier_checkpoint_with_a_task(whet: Any, run: Path) -> None:

@@ -93,3 +93,20 @@ def test_progress_leaves_one_line_in_a_log(capsys: pytest.CaptureFixture[str]) -
     assert line.startswith("work ")
     assert "4/5" in line
     assert line.rstrip().endswith("more")
+
+
+@pytest.mark.usefixtures("spoken")
+def test_a_log_says_how_long_it_took_and_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.progress("work", 5, done=1) as bar:
+        now[0] = 3700.0
+        bar.advance(1, "half")  # one of the four that are left took so long
+    assert capsys.readouterr().err.splitlines()[0] == "work 2/5 · 1:01:40, 3:05:00 left · half"
+    now[0] = 0.0
+    with console.progress("counting", None) as bar:
+        now[0] = 65.0
+        bar.advance(7)
+    assert capsys.readouterr().err.splitlines()[0] == "counting 7 · 1:05"

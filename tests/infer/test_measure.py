@@ -17,11 +17,13 @@ from whet.data.planner import plan_whole
 from whet.data.prepare import prepare
 from whet.data.render import Renderer
 from whet.infer.evaluate import validation_loss
+from whet.infer.tally import Kinds, source_names
 from whet.infer.tasks import Task, find_task, score
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
 from whet.model.loss import LossModel
+from whet.model.token_bytes import token_bytes
 from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
@@ -89,6 +91,71 @@ def test_validation_counts_every_supervised_token_once(packing: str, micro_rows:
     attention.install(model, "sdpa")
     plan = plan_whole(store.lengths, np.arange(len(store)), 400, packing, 16)
     loader = Loader(store, plan, micro_rows, 0, 1)
-    found = validation_loss(LossModel(model).train(), loader, ALONE, torch.autocast("cpu", enabled=False))
+    found = validation_loss(LossModel(model).train(), loader, ALONE, torch.autocast("cpu", enabled=False), Kinds())
     assert found["val_loss"] == pytest.approx(total / count, rel=1e-9)
     assert found["val_accuracy"] == pytest.approx(right / count)
+
+
+@pytest.mark.parametrize(("packing", "micro_rows", "world"), [("none", 1, 1), ("best-fit", 3, 1), ("best-fit", 1, 3)])
+def test_bits_per_byte_and_losses_by_source_do_not_depend_on_the_layout(
+    packing: str, micro_rows: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the definition: bits of supervised tokens that stand for text ÷ their bytes, as text counts them."""
+    config = DataConfig(sources=[Source(path="builtin:orders", split="held-out", max_samples=n) for n in (7, 4)])
+    store = prepare(config, config.sources, "validation", LANGUAGE).store
+    tokenizer = load_tokenizer(TINY)
+    model: Any = load_model(TINY, torch.float64)
+    nats, bytes_, by_source = 0.0, 0, {0: [0.0, 0], 1: [0.0, 0]}
+    for document in range(len(store)):
+        ids, mask = torch.from_numpy(store.ids(document)), torch.from_numpy(store.loss(document))[1:]
+        with torch.no_grad():
+            log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1)[mask]
+        targets = ids[1:][mask]
+        for number, loss in zip(targets.tolist(), -log_p.gather(1, targets[:, None])[:, 0], strict=True):
+            by_source[int(store.sources[document])][0] += loss.item()
+            by_source[int(store.sources[document])][1] += 1
+            if number not in tokenizer.all_special_ids:
+                nats += loss.item()
+                bytes_ += len(tokenizer.decode([number]).encode())  # the orders are plain ASCII
+    attention.install(model, "sdpa")
+    plan = plan_whole(store.lengths, np.arange(len(store)), 400, packing, 16)
+    kinds = Kinds(token_bytes(tokenizer, 0), store.sources, ("a", "b"))
+    measured: list[Any] = []
+    monkeypatch.setattr(Ranks, "sum_", lambda self, tensor: measured.append(tensor) or tensor)
+    for rank in range(world):
+        loader = Loader(store, plan, micro_rows, rank, world)
+        ranks = Ranks(rank, world, torch.device("cpu"))
+        found = validation_loss(LossModel(model), loader, ranks, torch.autocast("cpu", enabled=False), kinds)
+    if world > 1:  # what all_reduce would have done for the last rank
+        monkeypatch.setattr(Ranks, "sum_", lambda self, tensor: tensor.copy_(torch.stack(measured).sum(dim=0)))
+        loader = Loader(store, plan, micro_rows, 0, world)
+        found = validation_loss(LossModel(model), loader, ALONE, torch.autocast("cpu", enabled=False), kinds)
+    assert found["val_bpb"] == pytest.approx(nats / (np.log(2) * bytes_), rel=1e-9)
+    for number, name in enumerate("ab"):
+        total, count = by_source[number]
+        assert found[f"val_loss/{name}"] == pytest.approx(total / count, rel=1e-9)
+        assert found[f"val_tokens/{name}"] == count
+
+
+def test_a_part_of_the_validation_is_chosen_evenly() -> None:
+    lengths = np.arange(1, 101)
+    whole = plan_whole(lengths, np.arange(100), 100, "best-fit", 16)
+    part = plan_whole(lengths, np.arange(100), 100, "best-fit", 16, rows=10)
+    assert len(part.rows) - 1 == 10
+    assert set(map(tuple, part.rows_of(0))) <= set(map(tuple, whole.rows_of(0)))
+    assert lengths[part.documents].min() < 25  # the first rows would be the longest documents
+    assert plan_whole(lengths, np.arange(100), 100, "best-fit", 16, rows=1000).documents.tolist() == (
+        whole.documents.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["data/a.jsonl", "b.jsonl.gz"], ("a", "b")),
+        (["builtin:orders", "hub:OWNER/chat"], ("orders", "chat")),
+        (["x/a.jsonl", "y/a.jsonl", "folder/"], ("a-1", "a-2", "folder")),
+    ],
+)
+def test_names_of_sources_are_short_and_differ(paths: list[str], names: tuple[str, ...]) -> None:
+    assert source_names(paths) == names

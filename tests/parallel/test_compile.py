@@ -86,7 +86,7 @@ def test_layers_with_the_cuda_kernel_are_one_compile(make_root: Make, make_batch
     apply(root.language_model, ParallelConfig(), True, counter)
     for lengths in BATCHES:
         batch = make_batch(lengths)
-        root._hidden(*(part.to("meta") for part in (batch.tokens, batch.positions, batch.cu_seqlens)), 48, batch.edges)
+        root.hidden(*(part.to("meta") for part in (batch.tokens, batch.positions, batch.cu_seqlens)), 48, batch.edges)
     assert counter.frame_count == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 
 _EXACT = (
     "step", "epoch", "loss", "grad_norm", "lr", "conversations", "tokens", "supervised_tokens", "flops", "val_loss",
-    "val_accuracy",
+    "val_accuracy", "val_bpb",
 )  # fmt: skip
 
 

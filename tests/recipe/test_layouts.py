@@ -58,6 +58,12 @@ def test_two_processes_give_the_losses_and_norms_of_one(
     assert len(two) == 30
     assert_equal(two, one, 1e-9, "loss", "grad_norm")
     assert_equal(two, one, 0, "lr", "epoch", "conversations", "tokens", "supervised_tokens", "flops")
+    ours, theirs = (
+        [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if "val_loss" in line]
+        for folder in (tmp_path / "two", tiny_run)
+    )
+    assert len(ours) == 2
+    assert_equal(ours, theirs, 1e-9, "val_loss", "val_accuracy", "val_bpb")
 
 
 def test_two_processes_give_the_first_losses_of_one_in_fp32(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,12 +17,13 @@ from torch import nn
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.ranks import Ranks
 from whet.data.loader import StepTotals
-from whet.model.flops import Work
+from whet.model.flops import Span, Work
 from whet.train import trainer
 from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
+from whet.train.profiler import Profiler
 from whet.train.schedule import Place
 from whet.train.step import StepResult
 from whet.train.trainer import Cadence, Hooks, Trainer
@@ -50,12 +52,13 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
             stop_requested=lambda: False,
         )
         config = TrainConfig(optimizer=OptimizerConfig(lr=4.0), schedule=ScheduleConfig(name="linear", warmup=0))
-        loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, 500))
+        loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, np.array([20, 10])))
         made = Trainer(
             model=model, optimizer=make_optimizer(model, config.optimizer, 0), loader=loader, config=config,
-            cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8,
+            cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), per_epoch=8,
             whole=Place(cadence.steps, 2 * cadence.steps / 8, 2 * cadence.steps, 30 * cadence.steps), seed=0,
-            arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
+            work=Work(3, 3, (Span(None, 1, 2),)), arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
+            profiler=Profiler(), peak=None,
         )  # fmt: skip
         return made, did
 
@@ -84,11 +87,11 @@ def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) 
     assert [line["conversations"] for line in lines] == [6, 8]
     assert [line["tokens"] for line in lines] == [90, 120]
     assert [line["supervised_tokens"] for line in lines] == [30, 40]
-    assert [line["flops"] for line in lines] == [7 + 1620, 7 + 2 * 1620]
+    assert [line["flops"] for line in lines] == [7 + 915, 7 + 2 * 915]
     assert [line["epoch"] for line in lines] == [6 / 8, 1.0]
     assert [line["lr"] for line in lines] == [2.0, 1.0]
     ((_, step, seen),) = [entry for entry in did if entry[0] == "save"]
-    assert (step, seen) == (4, Seen(8, 120, 40, 7 + 2 * 1620))
+    assert (step, seen) == (4, Seen(8, 120, 40, 7 + 2 * 915))
 
 
 def test_it_pauses_where_it_was_told_to_with_the_rates_of_the_whole_run(make_trainer: Callable[..., Any]) -> None:

@@ -189,3 +189,17 @@ def test_no_run_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match="not a run"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_validation_is_shown_before_and_after_and_by_source(make_run: MakeRun) -> None:
+    lines = [
+        {"step": 0, "val_loss": 3.1, "val_bpb": 2.5, "val_accuracy": 0.25, "val_loss/a": 3.0, "val_tokens/a": 9},
+        {"step": 3, "val_loss": 1.1, "val_bpb": 0.5, "val_accuracy": 0.75, "val_loss/a": 1.0, "val_tokens/a": 9},
+    ]
+    text = words(report(make_run(metrics=lines)))
+    for expected in ("loss 3.1 1.1", "bits per byte 2.5 0.5", "tokens right 25% 75%", "loss on a 3 1"):
+        assert expected in text
+    assert "val_tokens" not in text
+    assert "eval.rows" not in text
+    assert "Measured on 10% of" in words(report(make_run(metrics=[{"step": 3, "val_loss": 1.0, "val_part": 0.1}])))
+    assert "bits per byte" not in words(report(make_run(metrics=[{"step": 3, "task/orders": 0.5}])))

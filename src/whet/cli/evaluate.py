@@ -16,7 +16,7 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Measure a run's model again: validation loss, token accuracy, tasks."""
+    """Measure a run's model again: validation loss, bits per byte, token accuracy, tasks."""
     from whet.recipe.use import evaluate_run
 
     result = evaluate_run(run, overrides or [])

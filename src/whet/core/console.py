@@ -67,14 +67,33 @@ class Bar:
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
-        self._said = time.monotonic()
+        self._began = self._said = time.monotonic()
+        self._at_start = progress.tasks[task].completed
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self._progress.update(self._task, advance=n, note=note)
         if not _console.is_terminal and not _silent and time.monotonic() - self._said > _LINE_EVERY_S:
             self._said = time.monotonic()
             task = self._progress.tasks[self._task]
-            _console.print(f"{task.description} {task.completed:g}/{task.total or 0:g} {note}", markup=False)
+            of = f"/{task.total:g}" if task.total else ""
+            times = self._times(task.completed, task.total)
+            _console.print(
+                f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}", markup=False
+            )
+
+    def _times(self, done: float, total: float | None) -> str:
+        """Since this process began, and what is left at the pace so far."""
+        gone = self._said - self._began
+        since = done - self._at_start
+        left = f", {_clock(gone / since * (total - done))} left" if total and since else ""
+        return f"{_clock(gone)}{left}"
+
+
+def _clock(seconds: float) -> str:
+    """As 0:05 or 2:03:04."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from whet.data.batch import PackedBatch, Shape, buckets, pack_batch
 from whet.data.plan import Plan
 from whet.data.prefetch import Prefetch
 from whet.data.store import Store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _AHEAD = 4  # micro-batches that are made before they are asked for, across steps
 
@@ -22,8 +26,8 @@ class StepTotals:
     conversations: int
     tokens: int
     supervised: int
-    squares: int
-    """Sum of squared document lengths: the work of attention."""
+    lengths: NDArray[np.integer]
+    """Tokens of each document: they decide the work of attention."""
 
 
 class Loader:
@@ -46,12 +50,16 @@ class Loader:
             self._shapes = buckets(Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows), lengths)
         self._batches = Prefetch(self._make, self._following, _AHEAD)
 
+    def documents(self, step: int) -> NDArray[np.integer]:
+        """The documents of a step, of all ranks."""
+        return self._plan.documents_of(step)
+
     def totals(self, step: int) -> StepTotals:
         """Known from the plan; no rank has to ask another."""
         documents = self._plan.documents_of(step)
-        lengths = self._store.lengths[documents].astype(np.int64)
+        lengths = self._store.lengths[documents]
         supervised = int(self._store.targets[documents].sum())
-        return StepTotals(len(documents), int(lengths.sum()), supervised, int((lengths**2).sum()))
+        return StepTotals(len(documents), int(lengths.sum(dtype=np.int64)), supervised, lengths)
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
         """This rank's share of a step, each with the number of its first row in the step, which seeds randomness.

@@ -72,12 +72,15 @@ def plan_by_rows(
 
 
 def plan_whole(
-    lengths: NDArray[np.integer], documents: NDArray[np.integer], row_length: int, packing: str, bins: int
-) -> Plan:
-    """These documents once, in one step: for measuring."""
+    lengths: NDArray[np.integer], documents: NDArray[np.integer], row_length: int, packing: str, bins: int,
+    rows: int | None = None,
+) -> Plan:  # fmt: skip
+    """These documents once, in one step: for measuring. `rows`: at most so many rows of them, evenly chosen, because
+    rows are packed by length and the first would be the longest documents."""
     packed = pack(lengths[documents], row_length, packing, bins)
-    whole = np.array([0, len(packed)])
-    return _assemble(lengths, documents[packed.order], packed.edges, None, whole, len(documents))
+    count = min(len(packed), rows or len(packed))
+    chosen = np.arange(count) * len(packed) // count
+    return _assemble(lengths, documents[packed.order], packed.edges, chosen, np.array([0, count]), len(documents))
 
 
 class _Quota:

@@ -11,6 +11,11 @@ class EvalConfig(Section):
     """Measuring while training."""
 
     every: int | None = Field(default=None, ge=1, description="Steps between evaluations; absent: start and end only.")
+    rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="At most so many packed rows of the validation data, evenly chosen; absent: all.",
+    )
     at_start: bool = Field(default=True, description="Measure the untrained model too, as the line to beat.")
     tasks: list[str] = Field(default=[], description="Tasks to score by generated answers, such as orders.")
     examples: int = Field(default=64, ge=1, description="Held-out examples of each task.")

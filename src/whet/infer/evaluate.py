@@ -9,22 +9,25 @@ import torch
 from whet.core.console import progress
 from whet.core.ranks import Ranks
 from whet.data.loader import Loader
+from whet.infer.tally import Kinds, Tally
 from whet.model.loss import LossModel
 
 
 @torch.no_grad()
 def validation_loss(
-    model: LossModel, loader: Loader, ranks: Ranks, arithmetic: AbstractContextManager[object]
+    model: LossModel, loader: Loader, ranks: Ranks, arithmetic: AbstractContextManager[object], kinds: Kinds
 ) -> dict[str, float]:
-    """val_loss: mean −log p over all supervised tokens; val_accuracy: the part of them with the highest logit."""
+    """val_loss: mean −log p over all supervised tokens; val_accuracy: the part of them with the highest logit.
+
+    val_bpb, bits per byte, is the loss in a unit that does not depend on the tokenizer: Σ −log₂ p ÷ Σ bytes over the
+    supervised tokens that stand for text. Special tokens have no bytes and are left out of both sums.
+    """
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    tally = Tally(loader.documents(0), kinds)
     with progress("validating", None) as bar:
         for _, batch in loader.micro_batches(0):
             with arithmetic:
                 result = model(batch.to(ranks.device))
-            sums[0] += result.loss
-            sums[1] += result.hits.sum()
+            tally.add(batch, result)
             bar.advance()
-    loss, correct = (ranks.sum_(sums) / loader.totals(0).supervised).tolist()
-    return {"val_loss": loss, "val_accuracy": correct}
+    return tally.results(ranks)

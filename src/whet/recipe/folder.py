@@ -68,8 +68,8 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
 
 
 _MAY_CHANGE = (
-    "run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "train.micro_rows", "parallel.",
-    "model.attention", "model.compile",
+    "run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "track.", "profile.", "parallel.",
+    "train.micro_rows", "model.attention", "model.compile",
 )  # fmt: skip
 """What a resumed run may do otherwise without becoming another run."""
 

@@ -14,9 +14,11 @@ from whet.core.ranks import Ranks
 from whet.data.planner import plan_whole
 from whet.data.render import Renderer
 from whet.infer.evaluate import validation_loss
+from whet.infer.tally import Kinds, source_names
 from whet.infer.tasks import Sample, find_task, score
 from whet.model.config import ModelConfig
 from whet.model.loss import LossModel
+from whet.model.token_bytes import token_bytes
 from whet.model.tokenizer import stop_ids
 from whet.recipe.data import Data
 from whet.recipe.parts import Arithmetic, make_loader
@@ -33,10 +35,13 @@ def measure(
     context = arithmetic.context(ranks.device)
     if data.validation is not None:
         plan = plan_whole(
-            data.validation.lengths, data.validation_documents, config.row_length, config.data.packing, config.data.bins
-        )
+            data.validation.lengths, data.validation_documents, config.row_length, config.data.packing,
+            config.data.bins, config.eval.rows,
+        )  # fmt: skip
         with contextlib.closing(make_loader(config, data.validation, plan, ranks)) as loader:
-            results |= validation_loss(root, loader, ranks, context)
+            results |= validation_loss(root, loader, ranks, context, kinds_of(data, root))
+        if len(plan.documents) < len(data.validation_documents):
+            results["val_part"] = len(plan.documents) / len(data.validation_documents)
     renderer = Renderer(data.tokenizer, config.data.train_on)
     for name in config.eval.tasks:
         with context:
@@ -47,6 +52,15 @@ def measure(
         results[f"task/{name}"] = found
         samples += answers
     return results, samples
+
+
+def kinds_of(data: Data, root: LossModel) -> Kinds:
+    """What tells the validation's tokens and documents apart."""
+    assert data.validation is not None
+    paths = [account["source"] for account in data.validation.manifest["accounts"]]
+    sources = data.validation.sources if len(paths) > 1 else None
+    vocabulary = root.language_model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    return Kinds(token_bytes(data.tokenizer, vocabulary), sources, source_names(paths))
 
 
 def answer_stops(renderer: Renderer, model: ModelConfig) -> list[int]:

@@ -25,8 +25,10 @@ from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan, efficiency
 from whet.infer.tasks import find_task
 from whet.model import attention
-from whet.model.flops import Work, work_of
+from whet.model.flops import work_of
+from whet.model.flops_table import table
 from whet.model.loss import LossModel
+from whet.model.peaks import device_name, device_peak
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
 from whet.parallel.offload import keep_state_on_host
@@ -38,7 +40,9 @@ from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_l
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer, state_bytes
+from whet.train.profiler import make_profiler
 from whet.train.schedule import Place
+from whet.train.track import Trackers, check_trackers, open_trackers
 from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
 
 
@@ -53,6 +57,7 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
     hush_libraries()
     for task in config.eval.tasks:
         find_task(task)
+    trackers = check_trackers(config.track)
     finished = resume and read_status(config.folder).get("state") == "finished"
     with _terminate_like_ctrl_c(), run_folder(config, resume, first=rank == 0) as folder:
         if finished:
@@ -63,7 +68,7 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
             begin(folder, config, data)
         ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
         try:
-            _train(config, data, folder, ranks, until, keeps)
+            _train(config, data, folder, ranks, trackers, until, keeps)
         except torch.OutOfMemoryError as error:
             raise RunFailedError(
                 f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
@@ -88,7 +93,10 @@ def _terminate_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, until: int | None, keeps: bool) -> None:
+def _train(
+    config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, trackers: list[str], until: int | None,
+    keeps: bool,
+) -> None:  # fmt: skip
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
         torch.use_deterministic_algorithms(True)
@@ -120,7 +128,7 @@ def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, u
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.sizes.per_epoch} conversations an epoch"
     )
-    _learn(config, data, root, optimizer, plan, folder, ranks, arithmetic, _work(model, config), last, keeps)
+    _learn(config, data, root, optimizer, plan, folder, ranks, arithmetic, trackers, last, keeps)
     if last < len(plan):
         _pause(folder, last, len(plan))
         return
@@ -140,7 +148,7 @@ def _learn(
     folder: RunFolder | None,
     ranks: Ranks,
     arithmetic: Arithmetic,
-    work: Work,
+    trackers: list[str],
     last: int,
     keeps: bool,
 ) -> None:
@@ -158,11 +166,25 @@ def _learn(
         evaluate_at_start=config.eval.at_start and not kept.measured,
         save_every=config.checkpoint.every or max(1, len(plan) // 10),
     )
+    peak = device_peak(ranks.device, arithmetic.name)
+    if peak is None and ranks.device.type != "cpu":
+        name = device_name(ranks.device)
+        say(f"mfu is not given: what {name} can do at best in {arithmetic.name} is not known to whet")
+
+    def flops_table() -> str:
+        length = plan.sizes.tokens / len(plan.documents)
+        supervised = int(data.train.store.targets[plan.documents].sum()) / plan.sizes.tokens
+        return table(root.language_model, round(length), supervised)
+
+    profiler = make_profiler(config.profile, config.folder, ranks, len(plan), flops_table)
     if folder is not None:
         folder.set_status("running", start, len(plan))
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
-        run = _Run(config, data, root, optimizer, loss_scale, ranks, arithmetic, len(plan), folder, files)
+        shown = open_trackers(trackers, folder.path, start) if folder is not None else Trackers()
+        stack.enter_context(contextlib.closing(shown))
+        stack.enter_context(contextlib.closing(profiler))
+        run = _Run(config, data, root, optimizer, loss_scale, ranks, arithmetic, len(plan), folder, files, shown)
         Trainer(
             model=root,
             optimizer=optimizer,
@@ -176,12 +198,14 @@ def _learn(
                 stop_requested=run.stop_requested,
             ),
             ranks=ranks,
-            work=work,
+            work=work_of(root.language_model),
             per_epoch=plan.sizes.per_epoch,
             whole=_end(plan),
             seed=config.run.seed,
             arithmetic=arithmetic.context(ranks.device),
             loss_scale=loss_scale,
+            profiler=profiler,
+            peak=None if peak is None else peak * ranks.world,
         ).run(start, seen)
 
 
@@ -214,10 +238,12 @@ class _Run:
     steps: int
     folder: RunFolder | None
     files: Files | None
+    trackers: Trackers
 
     def log(self, line: dict[str, Any]) -> None:
         if self.files is not None and self.folder is not None:
             self.files.metrics.write(line)
+            self.trackers.write(line)
             self.folder.beat(line["step"], self.steps)
 
     def evaluate(self, step: int) -> None:
@@ -230,8 +256,10 @@ class _Run:
         if self.files is not None and results:
             for sample in samples:
                 self.files.samples.write({"step": step, **sample.as_dict()})
-            self.files.metrics.write({"time": time.time(), "step": step, **results})
-            say(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in results.items()))
+            line = {"time": time.time(), "step": step, **results}
+            self.files.metrics.write(line)
+            self.trackers.write(line)
+            say(f"step {step}: " + ", ".join(f"{name} {_shown(value)}" for name, value in results.items()))
 
     def save(self, step: int, seen: Seen) -> None:
         state: dict[str, Any] = {"seen": asdict(seen), "loss_scale": asdict(self.loss_scale)}
@@ -246,13 +274,8 @@ class _Run:
         return self.folder is not None and self.folder.stop_requested()
 
 
-def _work(model: nn.Module, config: Config) -> Work:
-    matrices = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-    )
-    return work_of(model.config, matrices, adapters=config.adapter is not None)
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _describe_plan(
@@ -277,6 +300,8 @@ def _describe_plan(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trainable_parameters": trainable,
         "device": ranks.device.type,
+        "device_name": device_name(ranks.device),
+        "peak_flops": device_peak(ranks.device, arithmetic.name),
         "precision": arithmetic.name,
         "attention": attention.serving(model),
         "compiled": compiles(config.model.compile, ranks.device, arithmetic.compute),

@@ -85,6 +85,32 @@ class ScheduleConfig(Section):
         return self
 
 
+Tracker = Literal["tensorboard"]
+"""Services that show a run's curves."""
+
+_Step = Annotated[int, Field(ge=1)]
+
+
+class ProfileConfig(Section):
+    """Watch some steps closely, into the run's folder `profile`; they are slower for it."""
+
+    steps: Annotated[tuple[_Step, _Step], Field(strict=False)] = Field(
+        description="From this step to that one, both included; the first step of a run is 1."
+    )
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], description="On these processes.")
+    memory: bool = Field(
+        default=False, description="Who holds which memory: on CUDA a snapshot for pytorch.org/memory_viz."
+    )
+    stack: bool = Field(default=False, description="The lines of Python that every operation comes from.")
+    shapes: bool = Field(default=False, description="The shapes of every operation's inputs.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileConfig:
+        if self.steps[0] > self.steps[1]:
+            raise impossible("steps", f"{list(self.steps)} ends before it begins: give [first, last]")
+        return self
+
+
 class TrainConfig(Section):
     """How long, in which batches and how."""
 

@@ -29,13 +29,35 @@ class Seen:
             self.conversations + totals.conversations,
             self.tokens + totals.tokens,
             self.supervised_tokens + totals.supervised,
-            self.flops + work.of(totals.tokens, totals.supervised, totals.squares),
+            self.flops + work.of(totals.lengths, totals.supervised),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a step took, and on what."""
+
+    seconds: float
+    flops: int
+    """Of this step, over all ranks."""
+    peak: float | None
+    """FLOP/s that all devices could do together; None if not known."""
+    warm: bool = True
+    """False while kernels are being compiled: such a step's speed says nothing of the others'."""
+
+    def rate(self, count: float) -> float | None:
+        """So many a second."""
+        return count / self.seconds if self.warm else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's own arithmetic as a part of what the devices could do; what is recomputed does not count."""
+        return self.flops / (self.seconds * self.peak) if self.warm and self.peak else None
 
 
 def step_line(
     step: int, result: StepResult, rates: dict[str, float], seen: Seen, totals: StepTotals, per_epoch: int,
-    seconds: float, device: torch.device,
+    pace: Pace, device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """`step` counts finished steps from 1; counts are cumulative, rates are of this step."""
     return {
@@ -47,14 +69,24 @@ def step_line(
         "grad_norm": known(result.grad_norm),
         **rates,
         **asdict(seen),
-        "tokens_per_s": totals.tokens / seconds,
-        "supervised_per_s": totals.supervised / seconds,
-        "conversations_per_s": totals.conversations / seconds,
-        "mfu": None,  # not measured: the device's peak is not known
+        "tokens_per_s": pace.rate(totals.tokens),
+        "supervised_per_s": pace.rate(totals.supervised),
+        "conversations_per_s": pace.rate(totals.conversations),
+        "mfu": pace.mfu,
         "peak_gib": peak_gib(device),
-        "step_s": seconds,
+        "step_s": pace.seconds,
         "data_s": result.data_s,
     }
+
+
+def note_of(line: dict[str, Any], smoothed: float) -> str:
+    """What the progress line says of a step."""
+    parts = [f"loss {smoothed:.4f}"]
+    if line["tokens_per_s"] is not None:
+        parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
+    if line["mfu"] is not None:
+        parts.append(f"mfu {line['mfu']:.1%}")
+    return " · ".join(parts)
 
 
 def known(value: float) -> float | None:
@@ -64,6 +96,6 @@ def known(value: float) -> float | None:
 
 def peak_gib(device: torch.device) -> float:
     """The most memory held so far: of the accelerator, or of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type not in ("cpu", "mps"):  # on a Mac they share their memory
+        return torch.accelerator.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

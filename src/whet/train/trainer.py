@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
 from whet.train.config import TrainConfig
+from whet.train.ema import Ema
 from whet.train.loss_scale import LossScale
-from whet.train.metrics import Seen, step_line
+from whet.train.metrics import Pace, Seen, note_of, step_line
 from whet.train.optim import set_rates
+from whet.train.profiler import Profiler
 from whet.train.schedule import Place, rate_factor
 from whet.train.step import find_gradients
 
@@ -76,16 +79,21 @@ class Trainer:
     seed: int
     arithmetic: AbstractContextManager[object]
     loss_scale: LossScale
+    profiler: Profiler
+    peak: float | None
+    """FLOP/s of all devices together, where known."""
 
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
+        smoothed = Ema()
         with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 stop = asked() or self.hooks.stop_requested()
-                seen, note, stopping = self._one(step, seen, stop)
-                bar.advance(1, note)
+                with self.profiler.around(step + 1):
+                    seen, line, stopping = self._one(step, seen, stop)
+                bar.advance(1, note_of(line, smoothed.add(line["loss"] if line["loss"] is not None else math.nan)))
                 done = step + 1
                 if stopping or self.cadence.saves_after(done):
                     self.hooks.save(done, seen)
@@ -97,7 +105,7 @@ class Trainer:
                 if self.cadence.evaluates_after(done):
                     self.hooks.evaluate(done)
 
-    def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, str, bool]:
+    def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, dict[str, Any], bool]:
         began = time.perf_counter()
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
@@ -117,11 +125,10 @@ class Trainer:
                 f"not change the weights. {RETRY}"
             )
         self.loss_scale.settle(result.finite)
-        line = step_line(
-            step + 1, result, rates, after, totals, self.per_epoch, time.perf_counter() - began, self.ranks.device
-        )
+        pace = Pace(time.perf_counter() - began, after.flops - seen.flops, self.peak)
+        line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         self.hooks.log(line)
-        return after, f"loss {result.loss:.4f} · {line['tokens_per_s']:,.0f} tokens/s", result.stop
+        return after, line, result.stop
 
     def _factor(self, before: Place, after: Place) -> float:
         by = self.config.schedule

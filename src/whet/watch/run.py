@@ -127,6 +127,17 @@ class RunView:
         return self.points("val_loss")
 
     @cached_property
+    def validation(self) -> dict[str, tuple[float | None, float | None]]:
+        """What was measured on held-out conversations, by the name of the metric: untrained, and at the end."""
+        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith("val_"))
+        return {key: self._first_and_last(key) for key in keys}
+
+    def _first_and_last(self, key: str) -> tuple[float | None, float | None]:
+        points = self.points(key)
+        before = next((value for step, value in points if step == 0), None)
+        return before, next((value for step, value in reversed(points) if step > 0), None)
+
+    @cached_property
     def scores(self) -> dict[str, list[tuple[int, float]]]:
         """The scores of each task, by step."""
         keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith("task/"))

@@ -53,6 +53,21 @@ def curves(run: RunView) -> Markup:
     )
 
 
+def validation(run: RunView) -> Markup:
+    """Held-out conversations before and after; a source of its own line where there are several."""
+    names = {"val_loss": "loss", "val_bpb": "bits per byte", "val_accuracy": "tokens right"}
+    rows = []
+    for key, values in run.validation.items():
+        source = key.removeprefix("val_loss/")
+        name = names.get(key) or (f"loss on {source}" if source != key else None)
+        if name is not None:
+            show = share_text if key == "val_accuracy" else number_text
+            rows.append((name, *map(show, values)))
+    part = next((share for _, share in reversed(run.points("val_part"))), None)
+    note = None if part is None else f"Measured on {share_text(part)} of the conversations held out (eval.rows)."
+    return section("Validation", table(("measure", "before", "after"), rows), note=note) if rows else _NOTHING
+
+
 def _line(series: Series) -> Line:
     shown = thinned([value for _, value in series], _MOST_POINTS)
     return Line("measured", [series[i] for i in shown], "main")
@@ -189,7 +204,7 @@ def plan(run: RunView) -> Markup:
     values: dict[str, object] = {
         "model": run.setting("model", "path"),
         "trainable parameters": count_text(trained) + part if trained is not None else None,
-        "device": plan.get("device"),
+        "device": plan.get("device_name") or plan.get("device"),
         "processes": count_text(number("world")),
         "precision": plan.get("precision"),
         "attention": plan.get("attention"),

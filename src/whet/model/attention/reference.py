@@ -30,11 +30,10 @@ def causal(length: int, window: int | None, device: torch.device) -> Tensor:
     return (back >= 0) if window is None else (back >= 0) & (back < window)
 
 
-@torch.compiler.disable
 def eager(query: Tensor, key: Tensor, value: Tensor, ask: Ask, documents: Documents) -> Tensor:
     """All documents at once under one mask: the reference for the other back-ends."""
     length, device = query.shape[2], query.device
-    edges = torch.tensor(documents.edges, device=device)
-    document = torch.searchsorted(edges, torch.arange(length, device=device), right=True)
+    place = torch.arange(length, device=device, dtype=documents.cu_seqlens.dtype)
+    document = torch.searchsorted(documents.cu_seqlens, place, right=True)
     visible = causal(length, ask.window, device) & (document[:, None] == document[None, :])
     return attended(query, key, value, ask, visible).transpose(1, 2)

@@ -1,0 +1,31 @@
+"""On CUDA: a run knows what part of the card it uses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.model.peaks import device_peak
+
+pytestmark = pytest.mark.gpu
+
+
+def test_mfu_is_flops_over_what_the_card_could_do(whet: Any, recipe: str, tmp_path: Path) -> None:
+    ended = whet(
+        "train", recipe, f"run.dir={tmp_path}", "train.steps=4", "export.at_end=none", "profile.steps=[3,3]",
+        "profile.memory=true",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    peak = device_peak(torch.device("cuda", 0), "bf16")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    if peak is None:
+        assert {line["mfu"] for line in steps} == {None}
+        return
+    assert steps[0]["mfu"] == pytest.approx(steps[0]["flops"] / (steps[0]["step_s"] * peak), rel=1e-9)
+    assert all(0 < line["mfu"] < 1 for line in steps)
+    assert (tmp_path / "profile/rank-0.memory.pickle").stat().st_size > 0
