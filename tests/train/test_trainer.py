@@ -52,8 +52,8 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
         loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, 500))
         made = Trainer(
             model=model, optimizer=make_optimizer(model, config.optimizer), loader=loader, config=config,
-            cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8, seed=0,
-            arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
+            cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), work=Work(1, 1, 1, 2), per_epoch=8,
+            seed=0, arithmetic=contextlib.nullcontext(), loss_scale=LossScale(), guard=guard or Guard(),
         )  # fmt: skip
         return made, did
 

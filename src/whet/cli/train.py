@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
+from whet.cli.common import Json, Overrides, Quiet, verb
+from whet.core.errors import UsageError
 
 
 @verb
 def train(
-    recipe: Recipe,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="FILE", help="Run a faulty step of a run again: RUN/faults/step-NNNNNN.json."),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
@@ -21,6 +30,10 @@ def train(
 
     Several processes: `torchrun --nproc-per-node 2 -m whet train CONFIG`; the losses are the same.
     """
+    if replay is not None:
+        return _replay(replay, alone=recipe is None and not resume)
+    if recipe is None:
+        raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
     from whet.config import read_config
     from whet.core.console import say
     from whet.core.ranks import who_am_i
@@ -42,3 +55,11 @@ def train(
     say(score_line(view))
     say(f"done: {view.folder} · report {page}")
     return result(view)
+
+
+def _replay(file: Path, alone: bool) -> dict[str, Any]:
+    if not alone:
+        raise UsageError("--replay: the file names its run and thereby all settings; leave out CONFIG and --resume")
+    from whet.recipe.replay import replay
+
+    return replay(file)

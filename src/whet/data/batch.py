@@ -11,20 +11,28 @@ Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from whet.data.pack import edges_of
-from whet.data.store import Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 IGNORED = -100
 """The label of a position that is not learned."""
+
+
+class Documents(Protocol):
+    """Where a batch takes its documents from: a store, or a batch that was saved."""
+
+    @property
+    def lengths(self) -> NDArray[np.integer]: ...
+
+    def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ class Shape:
     documents: int
 
 
-def pack_batch(store: Store, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
+def pack_batch(store: Documents, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
     """Concatenate documents; fill up to `shape` with one padding document. No documents: padding alone."""
     edges = edges_of(store.lengths[documents].astype(np.int64))
     filled = int(edges[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from whet.data.batch import PackedBatch, Shape, pack_batch
 from whet.data.plan import Plan
 from whet.data.prefetch import Prefetch
 from whet.data.store import Store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _AHEAD = 4  # micro-batches that are made before they are asked for, across steps
 
@@ -58,6 +62,34 @@ class Loader:
         for number in range(self._count(step)):
             yield self._batches.get((step, number))
 
+    def layout(self, step: int) -> list[tuple[int, list[int]]]:
+        """This rank's micro-batches without their content: the number of the first row, and the documents."""
+        return [
+            (int(places[0]), [int(document) for row in places for document in self._row(step, int(row))])
+            for places in (self._places(number, self._rank) for number in range(self._count(step)))
+        ]
+
+    def alone(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
+        """This rank's documents of a step, each in a batch of its own, with the row that seeds its micro-batch.
+
+        At most `most`, if given, and as many on every rank: a rank that has fewer runs padding at the end.
+        """
+        mine = [(row, document) for row, documents in self.layout(step) for document in documents]
+        count = max(self._document_count(step, rank) for rank in range(self._world))
+        for number in range(count if most is None else min(most, count)):
+            row, documents = (mine[number][0], [mine[number][1]]) if number < len(mine) else (0, [])
+            chosen = np.array(documents, dtype=self._plan.documents.dtype)
+            yield row, pack_batch(self._store, chosen, self._plan.sizes.longest, self._shape)
+
+    @property
+    def shape(self) -> Shape | None:
+        """The constant size of its batches, if they have one."""
+        return self._shape
+
+    @property
+    def longest(self) -> int:
+        return self._plan.sizes.longest
+
     def close(self) -> None:
         """Stop making batches ahead of time."""
         self._batches.close()
@@ -74,8 +106,19 @@ class Loader:
 
     def _make(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
         step, number = key
-        turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
-        places = turns * self._world + np.where(turns % 2, self._world - 1 - self._rank, self._rank)
-        rows = [self._plan.row(step, int(place)) for place in places[places < self._plan.row_count(step)]]
-        documents = np.concatenate([self._plan.documents[:0], *rows])
+        places = self._places(number, self._rank)
+        documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(place)) for place in places)])
         return int(places[0]), pack_batch(self._store, documents, self._plan.sizes.longest, self._shape)
+
+    def _places(self, number: int, rank: int) -> NDArray[np.int64]:
+        """The rows of a step that a rank's micro-batch takes; a step need not have so many."""
+        turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
+        return turns * self._world + np.where(turns % 2, self._world - 1 - rank, rank)
+
+    def _row(self, step: int, place: int) -> NDArray[np.integer]:
+        return self._plan.row(step, place) if place < self._plan.row_count(step) else self._plan.documents[:0]
+
+    def _document_count(self, step: int, rank: int) -> int:
+        """Documents of a rank's share of a step."""
+        places = (place for number in range(self._count(step)) for place in self._places(number, rank))
+        return sum(len(self._row(step, int(place))) for place in places)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from whet.core.errors import RunFailedError
 from whet.core.files import write_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
+from whet.data.loader import Loader
 from whet.data.plan import Plan, efficiency
 from whet.infer.tasks import find_task
 from whet.model import attention
@@ -30,13 +30,15 @@ from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.parallel.replicate import start_equal
 from whet.recipe.data import Data, hush_libraries, prepare_data
-from whet.recipe.folder import Files, begin, frozen_date, go_on, run_folder
+from whet.recipe.fault import batch_of, event_of, message_of, read_passed_over, write_batch, write_passed_over
+from whet.recipe.folder import Files, begin, frozen_date, go_on, kept_metrics, run_folder
 from whet.recipe.measure import export_model, measure
-from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_loader
+from whet.recipe.parts import Arithmetic, be_deterministic, build_model, choose_arithmetic, make_loader
+from whet.train.guard import Guard
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
-from whet.train.trainer import RETRY, Cadence, Hooks, Trainer
+from whet.train.trainer import RETRY, Cadence, Fault, Hooks, Place, Trainer
 
 
 def train(config: Config, resume: bool) -> None:
@@ -82,9 +84,7 @@ def _terminate_like_ctrl_c() -> Iterator[None]:
 
 
 def _train(config: Config, data: Data, folder: RunFolder | None, ranks: Ranks) -> None:
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
-        torch.use_deterministic_algorithms(True)
+    be_deterministic(config)
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
     root = LossModel(language_model(model))
@@ -130,6 +130,7 @@ def _learn(
     optimizer = make_optimizer(root, config.train.optimizer)
     loss_scale = LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale()
     start, seen, kept = go_on(config.folder, root, optimizer, loss_scale, ranks)
+    lines = kept_metrics(config.folder, kept, ranks)
     cadence = Cadence(
         steps=len(plan),
         evaluate_every=config.eval.every,
@@ -140,20 +141,34 @@ def _learn(
         folder.set_status("running", start, len(plan))
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
-        run = _Run(config, data, root, optimizer, loss_scale, ranks, arithmetic, len(plan), folder, files)
+        loader = stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks)))
+        guard = Guard(config.train.on_nonfinite, config.train.on_spike, read_passed_over(config.folder))
+        guard.recall(lines)
+        run = _Run(
+            config, data, root, optimizer, loss_scale, ranks, arithmetic, len(plan), folder, files, loader, guard
+        )
         Trainer(
             model=root,
             optimizer=optimizer,
-            loader=stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks))),
+            loader=loader,
             config=config.train,
             cadence=cadence,
-            hooks=Hooks(log=run.log, evaluate=run.evaluate, save=run.save, stop_requested=run.stop_requested),
+            hooks=Hooks(
+                log=run.log,
+                evaluate=run.evaluate,
+                save=run.save,
+                stop_requested=run.stop_requested,
+                fault=run.fault,
+                can_roll_back=run.can_roll_back,
+                roll_back=run.roll_back,
+            ),
             ranks=ranks,
             work=work,
             per_epoch=plan.sizes.per_epoch,
             seed=config.run.seed,
             arithmetic=arithmetic.context(ranks.device),
             loss_scale=loss_scale,
+            guard=guard,
         ).run(start, seen)
 
 
@@ -171,10 +186,13 @@ class _Run:
     steps: int
     folder: RunFolder | None
     files: Files | None
+    loader: Loader
+    guard: Guard
 
     def log(self, line: dict[str, Any]) -> None:
         if self.files is not None and self.folder is not None:
             self.files.metrics.write(line)
+            self.files.step_ended()
             self.folder.beat(line["step"], self.steps)
 
     def evaluate(self, step: int) -> None:
@@ -193,11 +211,40 @@ class _Run:
     def save(self, step: int, seen: Seen) -> None:
         state: dict[str, Any] = {"seen": asdict(seen), "loss_scale": asdict(self.loss_scale)}
         if self.files is not None:
-            state |= {"metrics_bytes": self.files.metrics.size(), "samples_bytes": self.files.samples.size()}
+            state |= self.files.sizes
         folder = self.config.folder / "checkpoints"
         checkpoints.save(folder, step, self.root, self.optimizer, state, self.ranks)
         if self.folder is not None:
             checkpoints.prune(folder, self.config.checkpoint.keep_last)
+
+    def fault(self, fault: Fault) -> str:
+        """The event and the batch on disk; where the run ends, also the state before this step, if it is sound."""
+        file = self.config.folder / "faults" / f"step-{fault.step:06d}.json"
+        event = event_of(fault, self.data, file)
+        if self.files is not None:
+            scale = self.loss_scale.value
+            write_batch(file, batch_of(fault, self.config, self.data, self.loader, self.arithmetic.name, scale))
+            self.files.events.write(event)
+        done = fault.step - 1
+        saved = checkpoints.steps_in(self.config.folder / "checkpoints")
+        if fault.verdict.action == "stop" and done > 0 and done not in saved and not fault.findings.weights:
+            self.save(done, fault.before)
+        return message_of(event)
+
+    def can_roll_back(self) -> bool:
+        return checkpoints.newest(self.config.folder / "checkpoints") is not None
+
+    def roll_back(self, step: int) -> Place:
+        path = self.config.folder
+        done = checkpoints.steps_in(path / "checkpoints")[-1]
+        self.guard.passed_over.append((done + 1, step))
+        if self.folder is not None:  # before anything is undone: a run that dies here passes over them too
+            write_passed_over(path, self.guard)
+        start, seen, kept = go_on(path, self.root, self.optimizer, self.loss_scale, self.ranks)
+        if self.files is not None:
+            self.files.cut(kept)
+        self.guard.recall(kept_metrics(path, kept, self.ranks))
+        return Place(start, seen)
 
     def stop_requested(self) -> bool:
         return self.folder is not None and self.folder.stop_requested()

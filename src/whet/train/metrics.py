@@ -57,6 +57,25 @@ def step_line(
     }
 
 
+def passed_over_line(
+    step: int, rates: dict[str, float], seen: Seen, per_epoch: int, device: torch.device
+) -> dict[str, Any]:  # fmt: skip
+    """Of a step that a rollback left out: its counts move on, nothing was measured and it took no time."""
+    return {
+        "time": time.time(),
+        "step": step,
+        "epoch": seen.conversations / per_epoch,
+        **dict.fromkeys(("loss", "accuracy", "grad_norm")),
+        **rates,
+        **asdict(seen),
+        **dict.fromkeys(("tokens_per_s", "supervised_per_s", "conversations_per_s", "mfu")),
+        "peak_gib": peak_gib(device),
+        "step_s": 0.0,
+        "data_s": 0.0,
+        "skipped": True,
+    }
+
+
 def known(value: float) -> float | None:
     """The number, or nothing: what is not finite was not measured and is not printed as if it were."""
     return value if math.isfinite(value) else None
