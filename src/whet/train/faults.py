@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class Findings:
 
     alone: list[Examined]
     blamed: list[Examined]
-    """The conversations at fault, or micro-batches, if none is alone; of a spike the highest."""
+    """The conversations at fault, or micro-batches, if none is alone; of a spike the highest; of an empty step all."""
     weights: list[str]
     """Weights that are not finite themselves."""
     layout: list[MicroBatch]
@@ -81,7 +81,10 @@ class Examiner:
         layout = self.ranks.gather(layout)
         supervised = loader.totals(step).supervised
         if not supervised:
-            return Findings([], [], broken_weights(self.model), layout)
+            every = self.ranks.gather(
+                [_not_run(batch) for _, batch in loader.alone(step, self.most) if len(batch.documents)]
+            )
+            return Findings(every, every, broken_weights(self.model), layout)
         weight, backward = self.loss_scale / supervised, kind != "spike"
         alone = []
         with progress(f"step {step + 1}: each conversation alone", None) as bar:
@@ -125,11 +128,14 @@ class Examiner:
                 elif not math.isfinite(norm):
                     layer = "the norm of the gradient"
                 _forget(parameters)
-        supervised = len(batch.supervised_at)
-        return Examined(
-            tuple(int(document) for document in batch.documents), int(batch.edges[len(batch.documents)]), supervised,
-            loss / supervised if supervised else math.nan, norm, layer,
-        )  # fmt: skip
+        mean = loss / len(batch.supervised_at) if len(batch.supervised_at) else math.nan
+        return replace(_not_run(batch), loss=mean, grad_norm=norm, layer=layer)
+
+
+def _not_run(batch: PackedBatch) -> Examined:
+    """What is known of documents before they are run."""
+    documents = tuple(int(document) for document in batch.documents)
+    return Examined(documents, batch.edges[len(documents)], len(batch.supervised_at), math.nan, math.nan, None)
 
 
 def _forget(parameters: list[nn.Parameter]) -> None:

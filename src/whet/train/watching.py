@@ -14,29 +14,37 @@ _OWN = "language_model."
 
 
 class Watch:
-    """The first module that failed, in the order of execution."""
+    """The first modules that failed, in the order of execution."""
 
     def __init__(self) -> None:
         self.forward: str | None = None
-        self.backward: str | None = None
+        self._backward: list[str] = []
         self._tensor = 0
 
-    def enters(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for tensor in _tensors((args, kwargs.get("hidden_states"))):
-            if self.forward is None and not _finite(tensor):
-                self.forward = name.rpartition(".")[0] or name  # made between its parent's modules
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._gradient, name, id(tensor)))
+    @property
+    def backward(self) -> str | None:
+        """Several, where modules share their input: which of them it was cannot be told from its gradient."""
+        return " or ".join(self._backward) or None
 
-    def leaves(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def enters(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.forward is None and not all(map(_finite, _inputs(args, kwargs))):
+            self.forward = name.rpartition(".")[0] or name  # made between its parent's modules
+
+    def leaves(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self.forward is None and not all(map(_finite, _tensors(output))):
             self.forward = name
+        if any(tensor.requires_grad for tensor in _tensors(output)):
+            for tensor in _inputs(args, kwargs):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._gradient, name, id(tensor)))
 
     def _gradient(self, name: str, tensor: int, gradient: Tensor) -> None:
-        """Of what a module takes in. A layer and its first module take in the same tensor: the inner one is named."""
-        is_inner = tensor == self._tensor and name.startswith(f"{self.backward}.")
-        if (self.backward is None or is_inner) and not _finite(gradient):
-            self.backward, self._tensor = name, tensor
+        """Of what a module took in. Inner modules end first, so they are named and not the layer around them."""
+        if self._backward and tensor != self._tensor:
+            return
+        if not any(inner.startswith(f"{name}.") for inner in self._backward) and not _finite(gradient):
+            self._tensor = tensor
+            self._backward.append(name)
 
 
 @contextlib.contextmanager
@@ -49,7 +57,7 @@ def watching(model: nn.Module) -> Iterator[Watch]:
         if full in ("", _OWN.rstrip(".")):
             continue
         hooks.append(module.register_forward_pre_hook(partial(watch.enters, name), with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(watch.leaves, name)))
+        hooks.append(module.register_forward_hook(partial(watch.leaves, name), with_kwargs=True))
     try:
         yield watch
     finally:
@@ -70,6 +78,11 @@ def broken_gradients(model: nn.Module) -> list[str]:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _inputs(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """What a module computes on; masks, which may hold -inf, and caches are something else."""
+    return _tensors((args, kwargs.get("hidden_states")))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
