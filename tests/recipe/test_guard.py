@@ -36,6 +36,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     talks[BAD - 1][0] = ("user", "Where is the § mark?")
     lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) + "\n" for talk in talks]
     (folder / "d.jsonl").write_text("".join(lines))
+    (folder / "held.jsonl").write_text("".join(lines[:8]).replace("please", "again"))
 
     def make(kind: str) -> Path:
         recipe = folder / f"{kind}.yaml"
@@ -119,7 +120,7 @@ def test_a_stopped_run_goes_on_with_skip_and_is_the_run_that_skipped_at_once(
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     recipe = planted("backward")
-    measured = ["eval.every=2", f"data.validation={{sources: [{{path: {recipe.parent / 'd.jsonl'}, max_samples: 8}}]}}"]
+    measured = ["eval.every=2", f"data.validation={{sources: [{{path: {recipe.parent / 'held.jsonl'}}}]}}"]
     assert whet("train", recipe, f"run.dir={one}", *measured).code == 3
     ended = whet("train", recipe, f"run.dir={one}", *measured, "train.on_nonfinite=skip", "--resume")
     assert ended.code == 0, ended.err

@@ -16,6 +16,7 @@ from whet.data.batch import Shape
 from whet.data.saved_step import SavedDocument, SavedStep
 from whet.model.loss import LossSum
 from whet.train.faults import Examiner
+from whet.train.step import seed_of
 from whet.train.watching import broken_gradients, broken_weights, watching
 
 BAD = 7
@@ -46,6 +47,11 @@ class Block(nn.Module):
         if bad and self.plant:
             inner = Plant.apply(inner, self.plant == "backward")
         return hidden_states + self.down(inner.relu())
+
+
+class Dropping(nn.Dropout):
+    def forward(self, hidden_states: Tensor, bad: bool) -> Tensor:
+        return super().forward(hidden_states)
 
 
 class Model(nn.Module):
@@ -118,6 +124,16 @@ def test_the_numbers_of_each_are_those_of_a_plain_computation(step: SavedStep) -
         assert part.loss == pytest.approx(loss.item() / (len(ids) - 1), rel=1e-5)
         gradients = torch.autograd.grad(loss / 6, list(model.parameters()))  # 6: supervised tokens of the step
         assert part.grad_norm == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-5)
+
+
+def test_randomness_is_that_of_the_step(step: SavedStep) -> None:
+    model: Any = Model("")
+    model.language_model.blocks.append(Dropping())
+    ((_, _), (row, batch)) = list(step.alone(0, 2))
+    assert row == 1
+    found = examine(model, step).alone[1]
+    torch.manual_seed(seed_of(0, 0, row))
+    assert found.loss == pytest.approx(model(batch).nll.mean().item(), rel=1e-6)
 
 
 def test_what_is_bad_together_only_blames_the_micro_batch(step: SavedStep) -> None:
