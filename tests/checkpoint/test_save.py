@@ -56,6 +56,22 @@ def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> No
                 assert torch.equal(value, others_optimizer.state[theirs][key]), key
 
 
+def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> None:
+    """Every step so far was left out. AdamW counts its steps: one too many would make the first too small."""
+    model, optimizer = trained(seed=1, steps=0)
+    fresh, fresh_optimizer = trained(seed=1, steps=0)
+    path = checkpoints.save(tmp_path, 1, model, optimizer, {}, ALONE)
+    other, others_optimizer = trained(seed=2, steps=0)
+    checkpoints.load(path, other, others_optimizer, ALONE)
+    other[0].bias.data.copy_(fresh[0].bias)
+    for each, its in ((model, optimizer), (fresh, fresh_optimizer), (other, others_optimizer)):
+        each(torch.ones(5, 3)).square().sum().backward()
+        its.step()
+    for expected, saving, loaded in zip(fresh.parameters(), model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(saving, expected)
+        assert torch.equal(loaded, expected)
+
+
 def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1)
     path = checkpoints.save(tmp_path, 1, model, optimizer, {}, ALONE)

@@ -48,6 +48,30 @@ def plan_by_rows(store: Store, batch: int, length: Length, packing: str, seed: i
     return planner.plan_by_rows(store.lengths, mixture, batch, length, ROW, packing, 4, seed)
 
 
+@pytest.mark.parametrize("padded_to", [None, ROW])
+@pytest.mark.parametrize("micro_rows", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+def test_the_documents_of_a_step_come_alone_each_once_and_as_many_on_every_rank(
+    store: Store, packing: str, world: int, micro_rows: int, padded_to: int | None
+) -> None:
+    plan = plan_by_conversations(store, 7, Length(steps=3), packing)
+    for step in range(len(plan)):
+        alone: list[list[tuple[int, PackedBatch]]] = []
+        for rank in range(world):
+            with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to)) as loader:
+                alone.append(list(loader.alone(step, None)))
+                batches = list(loader.micro_batches(step))
+                assert loader.layout(step) == [(row, batch.documents.tolist()) for row, batch in batches]
+                rows = {document: row for row, documents in loader.layout(step) for document in documents}
+                assert all(rows[int(batch.documents[0])] == row for row, batch in alone[-1] if len(batch.documents))
+                assert len(list(loader.alone(step, 2))) == min(2, len(alone[-1]))
+        assert len({len(share) for share in alone}) == 1
+        found = [documents_in(batch) for share in alone for _, batch in share]
+        assert max(map(len, found)) == 1
+        assert sorted(number for numbers in found for number in numbers) == sorted(plan.documents_of(step).tolist())
+
+
 def plan_whole(store: Store, row_length: int, packing: str) -> Plan:
     return planner.plan_whole(store.lengths, np.arange(len(store)), row_length, packing, 4)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from whet.config import read_config
-from whet.recipe import train as runs
+from whet.recipe.hooks import RunHooks
 from whet.recipe.train import train
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def test_a_stopped_deterministic_run_continues_bit_for_bit(tmp_path, adapter, mo
     whole = _run(tmp_path / "whole", *options)
     config = read_config(TINY, [f"run.dir={tmp_path / 'cut'}", *options])
 
-    original = runs._Run.log
+    original = RunHooks.log
 
     def log_then_die(self, line):
         original(self, line)
@@ -60,7 +60,7 @@ def test_a_stopped_deterministic_run_continues_bit_for_bit(tmp_path, adapter, mo
             raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs._Run, "log", log_then_die)
+        patch.setattr(RunHooks, "log", log_then_die)
         with pytest.raises(ZeroDivisionError):
             train(config, resume=False)
     train(config, resume=True)

@@ -20,13 +20,14 @@ from whet.data.loader import StepTotals
 from whet.model.flops import Span, Work
 from whet.train import trainer
 from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from whet.train.guard import Guard
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Seen
 from whet.train.optim import make_optimizer
 from whet.train.profiler import Profiler
-from whet.train.schedule import Place
+from whet.train.schedule import Position
 from whet.train.step import StepResult
-from whet.train.trainer import Cadence, Hooks, Trainer
+from whet.train.trainer import Cadence, Hooks, Place, Trainer
 
 
 @pytest.fixture
@@ -34,14 +35,20 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
     """A trainer whose steps cost nothing, and the list of what it did."""
 
     def make(
-        cadence: Cadence, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None
-    ) -> tuple[Trainer, list[Any]]:
+        cadence: Cadence, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None,
+        guard: Guard | None = None, checkpoint: int | None = None,
+    ) -> tuple[Trainer, list[Any]]:  # fmt: skip
         did: list[Any] = []
 
         def step(model: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
             at_step(number)
             did.append(("rate", made.optimizer.param_groups[0]["lr"]))
             return StepResult((losses or {}).get(number, 1.0), 0.5, 2.0, stop, 0.0)
+
+        def go_back(step: int) -> Place:
+            assert checkpoint is not None
+            made.guard.passed_over.append((checkpoint + 1, step))
+            return Place(checkpoint, Seen(2 * checkpoint, 30 * checkpoint, 10 * checkpoint, 915 * checkpoint))
 
         monkeypatch.setattr(trainer, "find_gradients", step)
         model: Any = nn.Linear(1, 1)
@@ -50,15 +57,21 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
             evaluate=lambda number: did.append(("evaluate", number)),
             save=lambda number, seen: did.append(("save", number, seen)),
             stop_requested=lambda: False,
+            fault=lambda fault: did.append(("fault", fault.step, fault.verdict)) or f"step {fault.step} is faulty",
+            can_roll_back=lambda: checkpoint is not None,
+            roll_back=go_back,
         )
         config = TrainConfig(optimizer=OptimizerConfig(lr=4.0), schedule=ScheduleConfig(name="linear", warmup=0))
-        loader: Any = SimpleNamespace(totals=lambda number: StepTotals(2, 30, 10, np.array([20, 10])))
+        loader: Any = SimpleNamespace(
+            totals=lambda number: StepTotals(2, 30, 10, np.array([20, 10])), layout=lambda step: [],
+            alone=lambda step, most: iter(()), micro_batches=lambda step: iter(()),
+        )  # fmt: skip
         made = Trainer(
             model=model, optimizer=make_optimizer(model, config.optimizer, 0), loader=loader, config=config,
             cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), per_epoch=8,
-            whole=Place(cadence.steps, 2 * cadence.steps / 8, 2 * cadence.steps, 30 * cadence.steps), seed=0,
+            whole=Position(cadence.steps, 2 * cadence.steps / 8, 2 * cadence.steps, 30 * cadence.steps), seed=0,
             work=Work(3, 3, (Span(None, 1, 2),)), arithmetic=contextlib.nullcontext(), loss_scale=LossScale(),
-            profiler=Profiler(), peak=None,
+            profiler=Profiler(), peak=None, guard=guard or Guard(),
         )  # fmt: skip
         return made, did
 
@@ -142,7 +155,92 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(
     make_trainer: Callable[..., Any], loss: float
 ) -> None:
     made, did = make_trainer(Cadence(9, 9, None, False, 1), losses={2: loss})
-    with pytest.raises(RunFailedError, match="step 3: the loss is") as raised:
+    with pytest.raises(RunFailedError, match="step 3 is faulty") as raised:
         made.run(0, Seen())
     assert raised.value.exit_code == 3
     assert kinds(did, "save") == [("save", 1), ("save", 2)]
+
+
+def weight_of(made: Trainer) -> list[float]:
+    return [float(parameter.detach().sum()) for parameter in made.model.parameters()]
+
+
+def give_gradient(made: Trainer) -> None:
+    for parameter in made.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_and_counts_all_the_same(make_trainer: Callable[..., Any]) -> None:
+    states: list[Any] = []
+
+    def look(step: int) -> None:
+        states.append((weight_of(made), [float(s["step"]) for s in made.optimizer.state.values()]))
+        give_gradient(made)
+
+    made, did = make_trainer(
+        Cadence(5, 5, None, False, 100), losses={2: float("nan")}, at_step=look, guard=Guard(on_nonfinite="skip")
+    )
+    made.run(0, Seen())
+    assert states[1] != states[2] == states[3] != states[4]
+    lines = [entry[1] for entry in did if entry[0] == "log"]
+    assert [line.get("skipped") for line in lines] == [None, None, True, None, None]
+    assert [line["loss"] for line in lines] == [1.0, 1.0, None, 1.0, 1.0]
+    assert [line["conversations"] for line in lines] == [2, 4, 6, 8, 10]
+
+
+def test_skipping_ends_after_ten_in_a_row(make_trainer: Callable[..., Any]) -> None:
+    losses = {step: float("inf") for step in [*range(1, 9), *range(20, 40)]}
+    made, did = make_trainer(Cadence(50, 50, None, False, 100), losses=losses, guard=Guard(on_nonfinite="skip"))
+    with pytest.raises(RunFailedError, match="step 31 is faulty"):
+        made.run(0, Seen())
+    verdict = [entry[2] for entry in did if entry[0] == "fault"][-1]
+    assert (verdict.action, "10 steps in a row" in verdict.reason) == ("stop", True)
+
+
+def test_a_rollback_goes_back_and_passes_over(make_trainer: Callable[..., Any]) -> None:
+    ran: list[int] = []
+    made, did = make_trainer(
+        Cadence(7, 7, 2, False, 100), losses={4: float("nan")}, at_step=ran.append,
+        guard=Guard(on_nonfinite="rollback"), checkpoint=2,
+    )  # fmt: skip
+    made.run(0, Seen())
+    assert ran == [0, 1, 2, 3, 4, 5, 6]
+    lines = [entry[1] for entry in did if entry[0] == "log"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4, 5, 6, 7]
+    assert [line.get("skipped") for line in lines[4:]] == [True, True, True, None, None]
+    assert [line["loss"] for line in lines[4:]] == [None, None, None, 1.0, 1.0]
+    assert [line["conversations"] for line in lines[4:]] == [6, 8, 10, 12, 14]
+    assert [line["flops"] // 915 for line in lines[4:]] == [2, 2, 2, 3, 4]
+    assert kinds(did, "evaluate") == [("evaluate", step) for step in (2, 4, 2, 4, 6, 7)]
+
+
+def test_a_rollback_without_a_checkpoint_stops(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(
+        Cadence(7, 7, None, False, 100), losses={1: float("nan")}, guard=Guard(on_nonfinite="rollback")
+    )
+    with pytest.raises(RunFailedError):
+        made.run(0, Seen())
+    (fault,) = [entry for entry in did if entry[0] == "fault"]
+    assert "no checkpoint to go back to" in fault[2].reason
+
+
+def test_an_overflow_of_fp16_is_no_fault_until_the_scale_is_one(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(9, 9, None, False, 100), losses=dict.fromkeys(range(9), float("inf")))
+    made.loss_scale.value, made.loss_scale.moves = 4.0, True
+    with pytest.raises(RunFailedError, match="step 3 is faulty"):
+        made.run(0, Seen())
+    assert [entry[1]["loss_scale"] for entry in did if entry[0] == "log"] == [4.0, 2.0]
+
+
+def test_a_stop_asked_for_in_a_step_that_is_rolled_back_is_not_lost(make_trainer: Callable[..., Any]) -> None:
+    def ask(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    made, did = make_trainer(
+        Cadence(9, 9, None, False, 100), losses={3: float("nan")}, at_step=ask, guard=Guard(on_nonfinite="rollback"),
+        checkpoint=1,
+    )  # fmt: skip
+    with pytest.raises(StoppedError, match="back after step 1"):
+        made.run(0, Seen())
+    assert kinds(did, "save") == []

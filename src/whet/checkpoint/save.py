@@ -33,6 +33,8 @@ def save(
     """Write the state after `step` steps into `folder`, whole or not at all; every rank calls it."""
     final = folder / f"step-{step:06d}"
     temporary = folder / f".{final.name}.writing"
+    if not optimizer.state:  # no step was taken yet: all of them were left out
+        _materialise(optimizer)
     tensors = {**_weights(model), **_optimizer_tensors(model, optimizer)}
     try:
         if ranks.is_first:
@@ -130,6 +132,9 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()  # that one did not count
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

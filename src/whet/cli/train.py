@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
+from whet.cli.common import Json, Overrides, Quiet, verb
+from whet.core.errors import UsageError
 
 
 @verb
 def train(
-    recipe: Recipe,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
     until: Annotated[
@@ -24,6 +29,10 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Train, but keep no checkpoint, export or report; in its own folder.")
     ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="FILE", help="Run a faulty step of a run again: RUN/faults/step-NNNNNN.json."),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
@@ -31,9 +40,12 @@ def train(
 
     Several processes: `torchrun --nproc-per-node 2 -m whet train CONFIG`; the losses are the same.
     """
+    if replay is not None:
+        return _replay(replay, alone=recipe is None and not (resume or smoke or dry_run or until))
+    if recipe is None:
+        raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
     from whet.config import read_config
     from whet.core.console import say
-    from whet.core.errors import WhetError
     from whet.core.ranks import who_am_i
     from whet.core.run import read_status
     from whet.watch.report import write_report
@@ -42,7 +54,7 @@ def train(
     from whet.watch.table import score_line
 
     if resume and (smoke or dry_run):
-        raise WhetError("--resume: --smoke and --dry-run begin anew each time; leave one of them out")
+        raise UsageError("--resume: --smoke and --dry-run begin anew each time; leave one of them out")
     config = read_config(recipe, overrides or [])
     from whet.recipe import trial
     from whet.recipe.train import train as run  # after the recipe was read: this takes seconds
@@ -71,3 +83,11 @@ def train(
         page = view.folder / "report.html" if finished else write_report(config.folder)
         say(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
     return found
+
+
+def _replay(file: Path, alone: bool) -> dict[str, Any]:
+    if not alone:
+        raise UsageError("--replay: the file names its run and thereby all settings; leave out everything else")
+    from whet.recipe.replay import replay
+
+    return replay(file)

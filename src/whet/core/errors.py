@@ -17,6 +17,12 @@ class WhetError(Exception):
     exit_code = INPUT
 
 
+class UsageError(WhetError):
+    """The command was used wrongly."""
+
+    exit_code = USAGE
+
+
 class RunFailedError(WhetError):
     """A run broke in the middle; its last checkpoint is good."""
 

@@ -146,7 +146,12 @@ class JsonLines:
     def __init__(self, path: Path, keep: int | None = None) -> None:
         """Open for appending. `keep` cuts the file to that many bytes first: what came after is undone."""
         self._file: IO[bytes] = path.open("ab")
-        if keep is not None and self._file.seek(0, os.SEEK_END) > keep:
+        if keep is not None:
+            self.cut(keep)
+
+    def cut(self, keep: int) -> None:
+        """Undo all that was written after the first `keep` bytes."""
+        if self._file.seek(0, os.SEEK_END) > keep:
             self._file.truncate(keep)
             self._file.seek(keep)
 

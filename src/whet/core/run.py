@@ -92,8 +92,8 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Let go after an error. A run that had not begun to learn leaves no trace; what was there before stays."""
-        metrics = self.path / "metrics.jsonl"
-        if self._was_empty and not (metrics.exists() and metrics.stat().st_size):
+        grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
+        if self._was_empty and not any(file.exists() and file.stat().st_size for file in grown):
             for entry in self.path.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)

@@ -10,15 +10,15 @@ Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from whet.data.pack import edges_of
-from whet.data.store import Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +27,15 @@ _STEP = 128  # lengths are multiples of what kernels work on at a time
 
 IGNORED = -100
 """The label of a position that is not learned."""
+
+
+class Documents(Protocol):
+    """Where a batch takes its documents from: a store, or a batch that was saved."""
+
+    @property
+    def lengths(self) -> NDArray[np.integer]: ...
+
+    def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,12 @@ def buckets(largest: Shape, count: int) -> list[Shape]:
     return [Shape(tokens, largest.documents) for tokens in sorted({*parts, largest.tokens})]
 
 
-def pack_batch(store: Store, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
+def smallest(shapes: Sequence[Shape], tokens: int) -> Shape | None:
+    """The first of these sizes that holds so many tokens; None: there is none, and batches are not padded."""
+    return next((shape for shape in shapes if shape.tokens >= tokens), None)
+
+
+def pack_batch(store: Documents, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
     """Concatenate documents; fill up to `shape` with padding documents. No documents: padding alone.
 
     Padding is cut into documents that are no longer than the `longest` real one: attention's work grows with the

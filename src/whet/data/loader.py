@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.data.batch import PackedBatch, Shape, buckets, pack_batch
+from whet.data.batch import PackedBatch, Shape, buckets, pack_batch, smallest
 from whet.data.plan import Plan
 from whet.data.prefetch import Prefetch
 from whet.data.store import Store
@@ -70,6 +70,34 @@ class Loader:
         for number in range(self._count(step)):
             yield self._batches.get((step, number))
 
+    def layout(self, step: int) -> list[tuple[int, list[int]]]:
+        """This rank's micro-batches without their content: the number of the first row, and the documents."""
+        return [
+            (int(places[0]), [int(document) for row in places for document in self._row(step, int(row))])
+            for places in (self._places(number, self._rank) for number in range(self._count(step)))
+        ]
+
+    def alone(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
+        """This rank's documents of a step, each in a batch of its own, with the row that seeds its micro-batch.
+
+        At most `most`, if given, and as many on every rank: a rank that has fewer runs padding at the end.
+        """
+        mine = [(row, document) for row, documents in self.layout(step) for document in documents]
+        count = max(self._document_count(step, rank) for rank in range(self._world))
+        for number in range(count if most is None else min(most, count)):
+            row, documents = (mine[number][0], [mine[number][1]]) if number < len(mine) else (0, [])
+            chosen = np.array(documents, dtype=self._plan.documents.dtype)
+            yield row, self._pack(chosen)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The sizes that its batches are padded to, if they are."""
+        return self._shapes
+
+    @property
+    def longest(self) -> int:
+        return self._plan.sizes.longest
+
     def close(self) -> None:
         """Stop making batches ahead of time."""
         self._batches.close()
@@ -86,10 +114,23 @@ class Loader:
 
     def _make(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
         step, number = key
-        turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
-        places = turns * self._world + np.where(turns % 2, self._world - 1 - self._rank, self._rank)
-        rows = [self._plan.row(step, int(place)) for place in places[places < self._plan.row_count(step)]]
-        documents = np.concatenate([self._plan.documents[:0], *rows])
+        places = self._places(number, self._rank)
+        documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(place)) for place in places)])
+        return int(places[0]), self._pack(documents)
+
+    def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
-        shape = next((shape for shape in self._shapes if shape.tokens >= tokens), None)
-        return int(places[0]), pack_batch(self._store, documents, self._plan.sizes.longest, shape)
+        return pack_batch(self._store, documents, self._plan.sizes.longest, smallest(self._shapes, tokens))
+
+    def _places(self, number: int, rank: int) -> NDArray[np.int64]:
+        """The rows of a step that a rank's micro-batch takes; a step need not have so many."""
+        turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
+        return turns * self._world + np.where(turns % 2, self._world - 1 - rank, rank)
+
+    def _row(self, step: int, place: int) -> NDArray[np.integer]:
+        return self._plan.row(step, place) if place < self._plan.row_count(step) else self._plan.documents[:0]
+
+    def _document_count(self, step: int, rank: int) -> int:
+        """Documents of a rank's share of a step."""
+        places = (place for number in range(self._count(step)) for place in self._places(number, rank))
+        return sum(len(self._row(step, int(place))) for place in places)

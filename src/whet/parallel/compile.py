@@ -8,6 +8,7 @@ first layer behind frozen embeddings (its input needs no gradient), evaluation, 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -28,6 +29,12 @@ def compiles(wanted: Literal["auto"] | bool, device: torch.device, dtype: torch.
     if wanted == "auto":
         return device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
     return wanted
+
+
+def compile_count() -> int:
+    """How many graphs have been compiled so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def compiled(forward: Forward, backend: Any = "inductor") -> Forward:

@@ -69,7 +69,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
 
 _MAY_CHANGE = (
     "run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "track.", "profile.", "parallel.",
-    "train.micro_rows", "model.attention", "model.compile",
+    "train.micro_rows", "train.on_nonfinite", "train.on_spike", "model.attention", "model.compile",
 )  # fmt: skip
 """What a resumed run may do otherwise without becoming another run."""
 
@@ -157,13 +157,35 @@ def _measured_part(path: Path) -> tuple[int, bool]:
     return size, size > 0
 
 
+def kept_metrics(path: Path, kept: Kept, ranks: Ranks) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that stay; rank 0 reads them, every rank knows them."""
+    file = path / "metrics.jsonl"
+    if not ranks.is_first or not file.exists():
+        return ranks.gather([])
+    return ranks.gather([json.loads(line) for line in file.read_bytes()[: kept.metrics].splitlines()])
+
+
 class Files:
     """The growing files of a run."""
 
     def __init__(self, path: Path, kept: Kept) -> None:
         self.metrics = JsonLines(path / "metrics.jsonl", kept.metrics)
         self.samples = JsonLines(path / "samples.jsonl", kept.samples)
+        self.events = JsonLines(path / "events.jsonl")
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """Remember how long the files are after a step, before it is measured: a resumed run measures it again."""
+        self.sizes = {"metrics_bytes": self.metrics.size(), "samples_bytes": self.samples.size()}
+
+    def cut(self, kept: Kept) -> None:
+        """Undo what was written since a checkpoint; events have happened all the same."""
+        if kept.metrics is not None and kept.samples is not None:
+            self.metrics.cut(kept.metrics)
+            self.samples.cut(kept.samples)
+        self.step_ended()
 
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
+        self.events.close()

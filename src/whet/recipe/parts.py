@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -37,6 +38,13 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loade
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
     lengths = _LENGTHS if config.data.packing == "none" else 1
     return Loader(store, plan, config.train.micro_rows, ranks.rank, ranks.world, padded, lengths)
+
+
+def be_deterministic(config: Config) -> None:
+    """Where the configuration asks for it, the same numbers every time."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
+        torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,5 +141,13 @@ class TrainConfig(Section):
         default=0.0, ge=0, description="Weight of the squared log of the softmax's denominator, which keeps logits "
         "small; not part of `loss`.",
     )  # fmt: skip
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="What to do when a loss or gradient is not finite or nothing is supervised: end the run, leave the "
+        "step out, or return to the newest checkpoint and pass over the steps since.",
+    )
+    on_spike: Literal["warn", "stop", "skip", "rollback"] = Field(
+        default="warn", description="What to do when the loss jumps far above its recent values; warn takes the step."
+    )
     clip_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to at most this norm.")
     deterministic: bool = Field(default=False, description="On GPUs: bit-equal repetition, at some cost in speed.")

@@ -12,9 +12,9 @@ class Ema:
     def __init__(self, beta: float = 0.9) -> None:
         self._beta, self._sum, self._count = beta, 0.0, 0
 
-    def add(self, value: float) -> float:
-        """Take in a value, unless it is not finite, and give the average; NaN before there is any."""
-        if math.isfinite(value):
+    def add(self, value: float | None) -> float:
+        """Take in a value, unless there is none, and give the average; NaN before there is any."""
+        if value is not None and math.isfinite(value):
             self._sum = self._beta * self._sum + (1 - self._beta) * value
             self._count += 1
         return self._sum / (1 - self._beta**self._count) if self._count else math.nan

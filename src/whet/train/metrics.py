@@ -79,9 +79,30 @@ def step_line(
     }
 
 
+def passed_over_line(
+    step: int, rates: dict[str, float], seen: Seen, per_epoch: int, device: torch.device
+) -> dict[str, Any]:
+    """Of a step that a rollback left out: its counts move on, nothing was measured and it took no time."""
+    return {
+        "time": time.time(),
+        "step": step,
+        "epoch": seen.conversations / per_epoch,
+        **dict.fromkeys(("loss", "accuracy", "grad_norm")),
+        **rates,
+        **asdict(seen),
+        **dict.fromkeys(("tokens_per_s", "supervised_per_s", "conversations_per_s", "mfu")),
+        "peak_gib": peak_gib(device),
+        "step_s": 0.0,
+        "data_s": 0.0,
+        "skipped": True,
+    }
+
+
 def note_of(line: dict[str, Any], smoothed: float) -> str:
-    """What the progress line says of a step."""
-    parts = [f"loss {smoothed:.4f}"]
+    """What the progress line says of a step; never a number that was not measured."""
+    parts = ["loss not measured" if math.isnan(smoothed) else f"loss {smoothed:.4f}"]
+    if line.get("skipped"):
+        parts.append("skipped")
     if line["tokens_per_s"] is not None:
         parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
     if line["mfu"] is not None:

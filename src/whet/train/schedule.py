@@ -9,7 +9,7 @@ from whet.train.config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """How far a run is, in each unit that a schedule may count in."""
 
     step: int

@@ -15,6 +15,7 @@ from torch import nn
 
 from whet.core.ranks import Ranks
 from whet.data.loader import Loader
+from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
 from whet.parallel.replicate import sum_gradients, trainable
 
@@ -42,7 +43,7 @@ class StepResult:
 
 
 def find_gradients(
-    model: LossModel, loader: Loader, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
+    model: LossModel, loader: Loader | SavedStep, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
     arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool,
 ) -> StepResult:  # fmt: skip
     """Forward and backward over this rank's micro-batches, one reduction, clipping. The weights are left alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,13 +49,19 @@ Another service is another line here, a name in `Tracker`, and an extra in pypro
 class Trackers:
     """All that are on; with none, writing does nothing."""
 
-    def __init__(self, services: Sequence[Service] = ()) -> None:
-        self._services = services
+    def __init__(self, openers: Sequence[Callable[[int], Service]] = (), done: int = 0) -> None:
+        self._openers = openers
+        self._services = [opener(done) for opener in openers]
 
     def write(self, line: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl."""
         for service in self._services:
             service.write(line["step"], curves(line))
+
+    def go_back(self, done: int) -> None:
+        """Take back what was written after so many steps."""
+        self.close()
+        self._services = [opener(done) for opener in self._openers]
 
     def close(self) -> None:
         for service in self._services:
@@ -75,7 +82,7 @@ def check_trackers(wanted: Sequence[str] | None) -> list[str]:
 
 def open_trackers(names: Sequence[str], folder: Path, done: int) -> Trackers:
     """`done`: the steps that the checkpoint holds; what was written beyond them is taken back."""
-    return Trackers([_SERVICES[name][1](folder, done) for name in names])
+    return Trackers([partial(_SERVICES[name][1], folder) for name in names], done)
 
 
 def curves(line: Mapping[str, Any]) -> dict[str, float]:

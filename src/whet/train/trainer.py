@@ -3,33 +3,64 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
 
-from whet.core.console import progress, say
+from whet.core.console import progress, say, warn
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.ranks import Ranks
 from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
+from whet.parallel.compile import compile_count
 from whet.train.config import TrainConfig
 from whet.train.ema import Ema
+from whet.train.faults import Examiner, Findings
+from whet.train.guard import Guard, Verdict
 from whet.train.loss_scale import LossScale
-from whet.train.metrics import Pace, Seen, note_of, step_line
+from whet.train.metrics import Pace, Seen, note_of, passed_over_line, step_line
 from whet.train.optim import set_rates
 from whet.train.profiler import Profiler
-from whet.train.schedule import Place, rate_factor
-from whet.train.step import find_gradients
+from whet.train.schedule import Position, rate_factor
+from whet.train.step import StepResult, find_gradients
 
 RETRY = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run goes on: after so many finished steps."""
+
+    step: int
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A step that the guard did not find fine, counted from 1, and what is known about it."""
+
+    step: int
+    before: Seen
+    result: StepResult
+    verdict: Verdict
+    findings: Findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What became of a step."""
+
+    seen: Seen
+    line: dict[str, Any]
+    stop: bool
+    back: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +71,11 @@ class Hooks:
     evaluate: Callable[[int], None]
     save: Callable[[int, Seen], None]
     stop_requested: Callable[[], bool]
+    fault: Callable[[Fault], str]
+    """Write down what happened, and save where it stops; gives the words for the user."""
+    can_roll_back: Callable[[], bool]
+    roll_back: Callable[[int], Place]
+    """Return to the newest checkpoint, and decide to pass over the steps since, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +110,7 @@ class Trainer:
     ranks: Ranks
     work: Work
     per_epoch: int
-    whole: Place
+    whole: Position
     """Where the run ends."""
     seed: int
     arithmetic: AbstractContextManager[object]
@@ -82,60 +118,106 @@ class Trainer:
     profiler: Profiler
     peak: float | None
     """FLOP/s of all devices together, where known."""
+    guard: Guard
 
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
+        place: Place | None = Place(start, seen)
+        while place is not None:
+            place = self._from(place)
+
+    def _from(self, place: Place) -> Place | None:
+        """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
+        start, seen = place.step, place.seen
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         smoothed = Ema()
         with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
-                stop = asked() or self.hooks.stop_requested()
                 with self.profiler.around(step + 1):
-                    seen, line, stopping = self._one(step, seen, stop)
-                bar.advance(1, note_of(line, smoothed.add(line["loss"] if line["loss"] is not None else math.nan)))
-                done = step + 1
-                if stopping or self.cadence.saves_after(done):
+                    if self.guard.passes_over(step + 1):
+                        result = self._pass_over(step, seen)
+                    else:
+                        result = self._one(step, seen, asked() or self.hooks.stop_requested())
+                if result.back is not None:
+                    if result.stop:
+                        raise StoppedError(
+                            f"stopped in step {step + 1}, which was faulty; the run is back after step "
+                            f"{result.back.step}. Start it again to continue (whet train: with --resume)"
+                        )
+                    return result.back
+                seen, done = result.seen, step + 1
+                bar.advance(1, note_of(result.line, smoothed.add(result.line["loss"])))
+                if result.stop or self.cadence.saves_after(done):
                     self.hooks.save(done, seen)
-                if stopping:
+                if result.stop:
                     raise StoppedError(
                         f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved. "
                         "Start it again to continue (whet train: with --resume)"
                     )
                 if self.cadence.evaluates_after(done):
                     self.hooks.evaluate(done)
+        return None
 
-    def _one(self, step: int, seen: Seen, stop: bool) -> tuple[Seen, dict[str, Any], bool]:
-        began = time.perf_counter()
+    def _one(self, step: int, seen: Seen, stop: bool) -> _Done:
+        began, compiled = time.perf_counter(), compile_count()
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
-        rates = set_rates(self.optimizer, self._factor(self._place(step, seen), self._place(step + 1, after)))
-        if self.loss_scale.moves:
-            rates["loss_scale"] = self.loss_scale.value
+        rates = self._rates(step, seen, after)
         self.model.train()
         result = find_gradients(
             self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
             arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop,
         )  # fmt: skip
-        if result.finite:
+        verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
+        if verdict.kind != "fine":
+            verdict = self._fault(step, seen, result, verdict)
+        if verdict.action == "rollback":
+            return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
+        if verdict.action == "take":
             self.optimizer.step()
-        elif not self.loss_scale.can_shrink():
-            raise RunFailedError(
-                f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}; this step did "
-                f"not change the weights. {RETRY}"
-            )
         self.loss_scale.settle(result.finite)
-        pace = Pace(time.perf_counter() - began, after.flops - seen.flops, self.peak)
+        warm = compile_count() == compiled
+        pace = Pace(time.perf_counter() - began, after.flops - seen.flops, self.peak, warm)
         line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
+        if verdict.action == "skip":
+            line["skipped"] = True
+        self._log(line)
+        return _Done(after, line, result.stop)
+
+    def _fault(self, step: int, seen: Seen, result: StepResult, verdict: Verdict) -> Verdict:
+        """Find who is to blame and say so; ends the run if that is what the policy, or what is left of it, says."""
+        if verdict.action == "rollback" and not self.hooks.can_roll_back():
+            verdict = verdict.stopping("there is no checkpoint to go back to")
+        examiner = Examiner(self.model, self.ranks, self.seed, self.arithmetic, self.loss_scale.value)
+        findings = examiner.examine(self.loader, step, verdict.kind)
+        words = self.hooks.fault(Fault(step + 1, seen, result, verdict, findings))
+        if verdict.action == "stop":
+            raise RunFailedError(words)
+        warn(words)
+        return verdict
+
+    def _pass_over(self, step: int, seen: Seen) -> _Done:
+        """A step that a rollback left out: it counts, and nothing is computed."""
+        after = replace(seen.plus(self.loader.totals(step), self.work), flops=seen.flops)
+        rates = self._rates(step, seen, after)
+        line = passed_over_line(step + 1, rates, after, self.per_epoch, self.ranks.device)
+        self._log(line)
+        return _Done(after, line, stop=False)
+
+    def _rates(self, step: int, before: Seen, after: Seen) -> dict[str, float]:
+        """Set those of this step; gives what metrics.jsonl says of them."""
+        schedule = self.config.schedule
+        here, there = (
+            Position(number, seen.conversations / self.per_epoch, seen.conversations, seen.tokens).counted(schedule)
+            for number, seen in ((step, before), (step + 1, after))
+        )
+        rates = set_rates(self.optimizer, rate_factor(here, there, self.whole.counted(schedule), schedule))
+        return rates | {"loss_scale": self.loss_scale.value} if self.loss_scale.moves else rates
+
+    def _log(self, line: dict[str, Any]) -> None:
+        self.guard.note(line)
         self.hooks.log(line)
-        return after, line, result.stop
-
-    def _factor(self, before: Place, after: Place) -> float:
-        by = self.config.schedule
-        return rate_factor(before.counted(by), after.counted(by), self.whole.counted(by), by)
-
-    def _place(self, step: int, seen: Seen) -> Place:
-        return Place(step, seen.conversations / self.per_epoch, seen.conversations, seen.tokens)
 
 
 @contextlib.contextmanager

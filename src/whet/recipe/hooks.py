@@ -1,0 +1,119 @@
+"""What the training loop calls, tied to a run's files."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from whet.checkpoint import save as checkpoints
+from whet.config import Config
+from whet.core.console import say
+from whet.core.errors import RunFailedError
+from whet.core.ranks import Ranks
+from whet.core.run import RunFolder
+from whet.data.loader import Loader
+from whet.model.loss import LossModel
+from whet.recipe.data import Data
+from whet.recipe.fault import batch_of, event_of, message_of, write_batch, write_passed_over
+from whet.recipe.folder import Files, go_on, kept_metrics
+from whet.recipe.measure import measure
+from whet.recipe.parts import Arithmetic
+from whet.train.guard import Guard
+from whet.train.loss_scale import LossScale
+from whet.train.metrics import Seen
+from whet.train.track import Trackers
+from whet.train.trainer import RETRY, Fault, Place
+
+
+@dataclass(frozen=True, slots=True)
+class RunHooks:
+    """Every rank has them; rank 0 alone has a folder and files."""
+
+    config: Config
+    data: Data
+    root: LossModel
+    optimizer: torch.optim.Optimizer
+    loss_scale: LossScale
+    ranks: Ranks
+    arithmetic: Arithmetic
+    steps: int
+    keeps: bool
+    folder: RunFolder | None
+    files: Files | None
+    trackers: Trackers
+    loader: Loader
+    guard: Guard
+
+    def log(self, line: dict[str, Any]) -> None:
+        if self.files is not None and self.folder is not None:
+            self.files.metrics.write(line)
+            self.files.step_ended()
+            self.trackers.write(line)
+            self.folder.beat(line["step"], self.steps)
+
+    def evaluate(self, step: int) -> None:
+        results, samples = measure(self.config, self.data, self.root, self.ranks, self.arithmetic)
+        broken = {name: value for name, value in results.items() if not math.isfinite(value)}
+        if broken:
+            raise RunFailedError(
+                f"step {step}: the evaluation is not finite ({broken}): the model has diverged. {RETRY}"
+            )
+        if self.files is not None and results:
+            for sample in samples:
+                self.files.samples.write({"step": step, **sample.as_dict()})
+            line = {"time": time.time(), "step": step, **results}
+            self.files.metrics.write(line)
+            self.trackers.write(line)
+            say(f"step {step}: " + ", ".join(f"{name} {_shown(value)}" for name, value in results.items()))
+
+    def save(self, step: int, seen: Seen) -> None:
+        if not self.keeps:
+            return
+        state: dict[str, Any] = {"seen": asdict(seen), "loss_scale": asdict(self.loss_scale)}
+        if self.files is not None:
+            state |= self.files.sizes
+        folder = self.config.folder / "checkpoints"
+        checkpoints.save(folder, step, self.root, self.optimizer, state, self.ranks)
+        if self.folder is not None:
+            checkpoints.prune(folder, self.config.checkpoint.keep_last)
+
+    def fault(self, fault: Fault) -> str:
+        """The event and the batch on disk; where the run ends, also the state before this step, if it is sound."""
+        file = self.config.folder / "faults" / f"step-{fault.step:06d}.json"
+        event = event_of(fault, self.data, file)
+        if self.files is not None:
+            scale = self.loss_scale.value
+            write_batch(file, batch_of(fault, self.config, self.data, self.loader, self.arithmetic.name, scale))
+            self.files.events.write(event)
+        done = fault.step - 1
+        saved = checkpoints.steps_in(self.config.folder / "checkpoints")
+        if fault.verdict.action == "stop" and done > 0 and done not in saved and not fault.findings.weights:
+            self.save(done, fault.before)
+        return message_of(event)
+
+    def can_roll_back(self) -> bool:
+        return checkpoints.newest(self.config.folder / "checkpoints") is not None
+
+    def roll_back(self, step: int) -> Place:
+        path = self.config.folder
+        done = checkpoints.steps_in(path / "checkpoints")[-1]
+        self.guard.passed_over.append((done + 1, step))
+        if self.folder is not None:  # before anything is undone: a run that dies here passes over them too
+            write_passed_over(path, self.guard)
+        start, seen, kept = go_on(path, self.root, self.optimizer, self.loss_scale, self.ranks)
+        if self.files is not None:
+            self.files.cut(kept)
+        self.trackers.go_back(start)
+        self.guard.recall(kept_metrics(path, kept, self.ranks))
+        return Place(start, seen)
+
+    def stop_requested(self) -> bool:
+        return self.folder is not None and self.folder.stop_requested()
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

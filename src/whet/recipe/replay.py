@@ -1,0 +1,183 @@
+"""A faulty step, run again from the file that it left: each conversation alone, then all together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from whet.checkpoint import save as checkpoints
+from whet.config import Config, read_config
+from whet.core.console import say, warn
+from whet.core.errors import WhetError
+from whet.core.files import read_json
+from whet.core.ranks import Ranks, start_ranks, who_am_i
+from whet.data.batch import Shape
+from whet.data.saved_step import SavedDocument, SavedStep
+from whet.model.loss import LossModel
+from whet.recipe.data import hush_libraries, tokenizer_of
+from whet.recipe.fault import FORMAT, shortened
+from whet.recipe.parts import Arithmetic, be_deterministic, build_model, choose_arithmetic, make_root
+from whet.train.faults import Examined, Examiner, Findings
+from whet.train.metrics import known
+from whet.train.step import StepResult, find_gradients
+
+_BEGINNING = 48
+_NOT_ONE = "this is not a batch that a run saved. Give a file faults/step-NNNNNN.json of a run directory"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The content of a file in faults/."""
+
+    content: dict[str, Any]
+    step: SavedStep
+
+    @classmethod
+    def read(cls, file: Path) -> Saved:
+        content = read_json(file)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise WhetError(f"{file}: {_NOT_ONE}")
+        try:
+            places = {each["number"]: place for place, each in enumerate(content["conversations"])}
+            layout = [(part["row"], [places[n] for n in part["documents"]]) for part in content["micro_batches"]]
+            held = [_document(each["ids"], each["supervised"]) for each in content["conversations"]]
+            shapes = [Shape(**shape) for shape in content["shapes"]]
+            for key in ("run", "step", "kind", "limit", "seed", "precision", "loss_scale"):
+                content[key]
+            return cls(content, SavedStep(held, layout, content["longest"], shapes))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WhetError(f"{file}: {_NOT_ONE} ({error!r})") from None
+
+
+def replay(file: Path) -> dict[str, Any]:
+    """Run a saved step again and show what comes of each conversation; the weights and the run are left alone."""
+    if who_am_i()[1] > 1:
+        raise WhetError("--replay: a saved step is run again in one process; start it without torchrun")
+    hush_libraries()
+    saved = Saved.read(file)
+    run = _run_of(file, saved)
+    config = read_config(run / "config.yaml").at(run)
+    be_deterministic(config)
+    ranks = start_ranks()
+    arithmetic = choose_arithmetic(config, ranks.device)
+    tokens = len(tokenizer_of(config))
+    model = build_model(config, arithmetic, ranks.device, tokens)
+    root = make_root(config, model, arithmetic, ranks.device, tokens).train()
+    checkpoint = _restore(saved, run, root, ranks)
+    if arithmetic.name != saved.content["precision"]:
+        warn(f"the run computed in {saved.content['precision']}; this device computes in {arithmetic.name}")
+    findings, result = _again(saved, config, root, ranks, arithmetic)
+    reproduced = _came_again(saved, result)
+    _show(saved, config, findings, result, reproduced)
+    return {
+        "run": str(run),
+        "step": saved.content["step"],
+        "kind": saved.content["kind"],
+        "checkpoint": checkpoint,
+        "reproduced": reproduced,
+        "loss": known(result.loss),
+        "grad_norm": known(result.grad_norm),
+        "conversations": [_as_dict(saved, found) for found in findings.alone],
+        "weights": findings.weights,
+    }
+
+
+def _run_of(file: Path, saved: Saved) -> Path:
+    """The run that holds the file, which may have been moved; else the one that wrote it."""
+    holder = file.resolve().parent.parent
+    run = holder if (holder / "config.yaml").exists() else Path(saved.content["run"])
+    if not (run / "config.yaml").exists():
+        raise WhetError(f"{file}: its run {run} is gone, and with it the model that the batch was run through")
+    return run
+
+
+def _restore(saved: Saved, run: Path, root: LossModel, ranks: Ranks) -> str | None:
+    """Load the state before the step, or the nearest before that; gives its name, None for the model at the start."""
+    wanted = saved.content["step"] - 1
+    before = [step for step in checkpoints.steps_in(run / "checkpoints") if step <= wanted]
+    if not before and wanted:
+        warn(f"no checkpoint of step {wanted} or before is left: the model is the one that the run started from")
+    if not before:
+        return None
+    name = f"step-{before[-1]:06d}"
+    if before[-1] < wanted:
+        warn(f"the state after step {wanted} was not saved; the nearest before it is {name}")
+    checkpoints.load(run / "checkpoints" / name, root, None, ranks)
+    return name
+
+
+def _again(
+    saved: Saved, config: Config, root: LossModel, ranks: Ranks, arithmetic: Arithmetic
+) -> tuple[Findings, StepResult]:
+    content, context = saved.content, arithmetic.context(ranks.device)
+    step = content["step"] - 1
+    examiner = Examiner(root, ranks, content["seed"], context, content["loss_scale"], most=None)
+    findings = examiner.examine(saved.step, step, "nonfinite")
+    result = find_gradients(
+        root, saved.step, step, ranks=ranks, seed=content["seed"], clip_norm=config.train.clip_norm,
+        arithmetic=context, loss_scale=content["loss_scale"], stop=False,
+    )  # fmt: skip
+    return findings, result
+
+
+def _came_again(saved: Saved, result: StepResult) -> bool:
+    match saved.content["kind"]:
+        case "empty":
+            return saved.step.totals(0).supervised == 0
+        case "spike":
+            return not math.isfinite(result.loss) or result.loss > (saved.content["limit"] or math.inf)
+    return not result.finite
+
+
+def _show(saved: Saved, config: Config, findings: Findings, result: StepResult, reproduced: bool) -> None:
+    tokenizer = tokenizer_of(config)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("place", overflow="fold")
+    for title in ("tokens", "loss", "gradient"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("first bad layer", overflow="fold")
+    table.add_column("text")
+    for found in findings.alone:
+        each = _as_dict(saved, found)
+        ids = saved.content["conversations"][found.documents[0]]["ids"]
+        table.add_row(
+            Text(f"{each['source']}:{each['line']}"), str(each["tokens"]), _number(each["loss"]),
+            _number(each["grad_norm"]), Text(found.layer or ""), Text(shortened(tokenizer, ids, _BEGINNING)),
+            style="red" if found.layer else None,
+        )  # fmt: skip
+    say(table)
+    say(f"together: loss {_number(known(result.loss))}, gradient norm {_number(known(result.grad_norm))}")
+    if findings.weights:
+        say(f"weights that are not finite themselves: {', '.join(findings.weights)}")
+    reason = saved.content["reason"]
+    say(f"step {saved.content['step']}: {'it came again' if reproduced else 'it did not come again'} ({reason})")
+
+
+def _as_dict(saved: Saved, found: Examined) -> dict[str, Any]:
+    each = saved.content["conversations"][found.documents[0]]
+    return {
+        "source": each["source"],
+        "line": each["line"],
+        "number": each["number"],
+        "tokens": found.tokens,
+        "loss": known(found.loss),
+        "grad_norm": known(found.grad_norm),
+        "layer": found.layer,
+    }
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.4g}"
+
+
+def _document(ids: list[int], supervised: list[list[int]]) -> SavedDocument:
+    loss = np.zeros(len(ids), dtype=np.uint8)
+    for first, end in supervised:
+        loss[first:end] = 1
+    return SavedDocument(np.array(ids, dtype=np.int64), loss)

@@ -1,0 +1,144 @@
+"""Who is to blame for a faulty step: its conversations one by one, on weights that are left alone."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from whet.core.console import progress
+from whet.core.ranks import Ranks
+from whet.data.batch import PackedBatch
+from whet.data.loader import Loader
+from whet.data.saved_step import SavedStep
+from whet.model.loss import LossModel
+from whet.parallel.replicate import trainable
+from whet.train.guard import Kind
+from whet.train.step import seed_of
+from whet.train.watching import broken_gradients, broken_weights, watching
+
+_HIGHEST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Documents run by themselves: one conversation, or a micro-batch."""
+
+    documents: tuple[int, ...]
+    tokens: int
+    supervised: int
+    loss: float
+    """Mean −log p over its supervised tokens; NaN without any."""
+    grad_norm: float
+    """Of its part in the step's gradient; NaN where no gradient was taken."""
+    layer: str | None
+    """Where numbers stopped being finite; None: nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Documents that were computed together."""
+
+    rank: int
+    row: int
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The same on every rank."""
+
+    alone: list[Examined]
+    blamed: list[Examined]
+    """The conversations at fault, or micro-batches, if none is alone; of a spike the highest; of an empty step all."""
+    weights: list[str]
+    """Weights that are not finite themselves."""
+    layout: list[MicroBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """Runs parts of a step again as the step ran them."""
+
+    model: LossModel
+    ranks: Ranks
+    seed: int
+    arithmetic: AbstractContextManager[object]
+    loss_scale: float
+    most: int | None = 256
+    """Conversations of a rank that are looked at: more would hold up a run that goes on. None: all."""
+
+    def examine(self, loader: Loader | SavedStep, step: int, kind: Kind) -> Findings:
+        """Every conversation of a step alone; where none is at fault alone, every micro-batch.
+
+        Gradients are thrown away, except after a spike: nothing but losses is looked at then, and the step may still
+        be taken with the gradients it has.
+        """
+        layout = [MicroBatch(self.ranks.rank, row, tuple(members)) for row, members in loader.layout(step)]
+        layout = self.ranks.gather(layout)
+        supervised = loader.totals(step).supervised
+        if not supervised:
+            every = self.ranks.gather(
+                [_not_run(batch) for _, batch in loader.alone(step, self.most) if len(batch.documents)]
+            )
+            return Findings(every, every, broken_weights(self.model), layout)
+        weight, backward = self.loss_scale / supervised, kind != "spike"
+        alone = []
+        with progress(f"step {step + 1}: each conversation alone", None) as bar:
+            for row, batch in loader.alone(step, self.most):
+                alone.append(self._run(step, row, batch, weight, backward))
+                bar.advance()
+        alone = self.ranks.gather([found for found in alone if found.documents])
+        if kind == "spike":
+            known = [found for found in alone if found.supervised]
+            blamed = sorted(known, key=lambda found: -found.loss)[:_HIGHEST]
+        else:
+            blamed = [found for found in alone if found.layer]
+            if not blamed:
+                batches = [self._run(step, row, batch, weight, backward) for row, batch in loader.micro_batches(step)]
+                blamed = self.ranks.gather([found for found in batches if found.layer])
+        return Findings(alone, blamed, broken_weights(self.model), layout)
+
+    def _run(self, step: int, row: int, batch: PackedBatch, weight: float, backward: bool) -> Examined:
+        parameters = trainable(self.model)
+        torch.manual_seed(seed_of(self.seed, step, row))
+        norm, layer = math.nan, None
+        uncompiled = torch.compiler.set_stance("force_eager")  # compiled layers do not call what watches them
+        with watching(self.model) as watch, torch.set_grad_enabled(backward), uncompiled:
+            if backward:
+                _forget(parameters)
+            with self.arithmetic:
+                result = self.model(batch.to(self.ranks.device), weight)
+            loss = float(result.loss)
+            if watch.forward is not None and not math.isfinite(loss):
+                layer = watch.forward
+            elif not math.isfinite(loss):
+                layer = "the head and the loss"
+            elif backward:
+                result.objective.backward()
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                norm = float(nn.utils.get_total_norm(gradients)) / self.loss_scale
+                broken = broken_gradients(self.model)
+                if watch.backward is not None and broken:
+                    layer = watch.forward or f"{watch.backward} (backward)"
+                elif broken:
+                    layer = watch.forward or f"the gradient of {broken[0]}"
+                elif not math.isfinite(norm):
+                    layer = "the norm of the gradient"
+                _forget(parameters)
+        mean = loss / len(batch.supervised_at) if len(batch.supervised_at) else math.nan
+        return replace(_not_run(batch), loss=mean, grad_norm=norm, layer=layer)
+
+
+def _not_run(batch: PackedBatch) -> Examined:
+    """What is known of documents before they are run."""
+    documents = tuple(int(document) for document in batch.documents)
+    return Examined(documents, batch.edges[len(documents)], len(batch.supervised_at), math.nan, math.nan, None)
+
+
+def _forget(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
