@@ -33,6 +33,8 @@ from whet.model.load import load_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.model.tokenizer import load_tokenizer
+from whet.parallel.apply import apply
+from whet.parallel.config import ParallelConfig
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer
 from whet.train.step import StepResult, find_gradients
@@ -130,6 +132,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     model = load_model(TINY, torch.float64)
     attention.install(model, layout.attention)
     root = LossModel(model)
+    apply(model, ParallelConfig(recompute=layout.recompute), compile=False)
     optimizer = make_optimizer(root, OPTIMIZER, 0)
     loader = Loader(store, plan, layout.micro_rows, ranks.rank, ranks.world, ROW if layout.padded else None)
     before, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, layout.chunk_rows * model.config.vocab_size * 8

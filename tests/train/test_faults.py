@@ -195,5 +195,6 @@ def test_a_saved_step_gives_its_batches_again() -> None:
     assert [batch.documents.tolist() for _, batch in batches] == [[2, 0], [1]]
     assert batches[0][1].tokens.tolist() == [1, 2, 1, 2, 3, 0, 0, 0]
     totals = saved.totals(0)
-    assert (totals.conversations, totals.tokens, totals.supervised, totals.squares) == (3, 10, 7, 9 + 25 + 4)
+    assert (totals.conversations, totals.tokens, totals.supervised) == (3, 10, 7)
+    assert totals.lengths.tolist() == [3, 5, 2]
     assert [(row, batch.documents.tolist()) for row, batch in saved.alone(0, None)] == [(0, [2]), (0, [0]), (2, [1])]
