@@ -42,7 +42,7 @@ def _states(width=64, value_width=64):
 def _gradients(backend, states, dtype, window=None, softcap=None, sinks=None):
     inputs = [state.to(dtype).requires_grad_() for state in states]
     if sinks is not None:
-        sinks = sinks.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        sinks = sinks.detach().to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
     out = backend(*inputs, Ask(0.125, window, softcap, sinks), _documents())
     out.double().pow(2).sum().backward()
     found = [out.detach().double(), *(state.grad.double() for state in inputs)]

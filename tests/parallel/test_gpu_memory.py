@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,8 +42,17 @@ def on_cuda(batch: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**moved)
 
 
-def one_pass(root: LossModel, batch: SimpleNamespace) -> tuple[float, list[Tensor], float]:
-    """Loss, gradients, and the GiB that the pass needed above what was there before."""
+class Passed(NamedTuple):
+    """A forward and a backward pass. Memory is in GiB above what was there before."""
+
+    loss: float
+    gradients: list[Tensor]
+    peak: float
+    held: float
+    """Between the two."""
+
+
+def one_pass(root: LossModel, batch: SimpleNamespace) -> Passed:
     root.zero_grad(set_to_none=True)
     torch.manual_seed(3)
     torch.cuda.synchronize()
@@ -51,16 +60,16 @@ def one_pass(root: LossModel, batch: SimpleNamespace) -> tuple[float, list[Tenso
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", torch.bfloat16):
         result = root(batch, 1 / TOKENS)
+    torch.cuda.synchronize()
+    held = (torch.cuda.memory_allocated() - before) / 2**30
     result.objective.backward()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     found = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
-    return float(result.loss), found, peak
+    return Passed(float(result.loss), found, peak, held)
 
 
-def passes(
-    make_root: Make, make_batch: Make, dropout: float | None, compile: bool = False, **settings: Any
-) -> tuple[float, list[Tensor], float]:
+def passes(make_root: Make, make_batch: Make, dropout: float | None, compile: bool = False, **settings: Any) -> Passed:
     root = make_root(dtype=torch.float32, backend="varlen", dropout=dropout, **SIZES).cuda()
     apply(root.language_model, ParallelConfig(**settings), compile)
     batch = on_cuda(make_batch(BATCHES[0], TOKENS))
@@ -68,9 +77,9 @@ def passes(
     return one_pass(root, batch)
 
 
-def assert_close(ours: tuple[float, list[Tensor], float], theirs: tuple[float, list[Tensor], float]) -> None:
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
-    for one, other in zip(ours[1], theirs[1], strict=True):
+def assert_close(ours: Passed, theirs: Passed) -> None:
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
+    for one, other in zip(ours.gradients, theirs.gradients, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm()  # bf16, and varlen's dQ differs from run to run
 
 
@@ -87,11 +96,10 @@ def test_recomputing_and_offloading_need_less_memory_for_the_same_gradients(
     }
     for other in found.values():
         assert_close(other, plain)
-    peaks = {name: result[2] for name, result in found.items()}
-    print({"none": plain[2], **peaks})  # noqa: T201
-    assert peaks["full"] < peaks["selective"] < plain[2]
-    assert peaks["offload"] < 0.8 * plain[2]
-    assert peaks["full + offload"] < peaks["full"]
+    print({name: (result.peak, result.held) for name, result in {"none": plain, **found}.items()})  # noqa: T201
+    assert found["full"].peak < found["selective"].peak < plain.peak
+    assert found["offload"].peak < 0.8 * plain.peak
+    assert found["full + offload"].held < found["full"].held < found["selective"].held < plain.held
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -38,7 +38,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "bound"), [("adamw", 1e-5), ("adamw16bit", 0.05), ("adamw8bit", 0.01), ("muon", 0.02)]
+    ("name", "bound"), [("adamw", 1e-5), ("adamw16bit", 0.05), ("adamw8bit", 0.01), ("muon", 0.03)]
 )
 def test_a_weight_goes_where_it_goes_on_the_cpu(name: Any, bound: float) -> None:
     start, ends = network(torch.float32, "cpu"), []
@@ -85,7 +85,7 @@ def test_muon_is_torchs_muon() -> None:
     for number in range(5):
         step(model, ours, number)
         step(nn.ParameterList([theirs]), reference, number)
-    assert ((mine - theirs).norm() / (theirs - start).norm()).item() < 0.02
+    assert ((mine - theirs).norm() / (theirs - start).norm()).item() < 0.03
 
 
 def test_eight_bits_are_the_same_on_both_devices() -> None:
