@@ -19,6 +19,7 @@ from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
 from whet.parallel.offload import keep_state_on_host
 from whet.recipe.folder import changed_settings
+from whet.train.adamw import AdamW
 
 Make = Callable[..., Any]
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -89,6 +90,10 @@ def trained(step_in_pieces: bool, steps: int, make: Callable[..., torch.optim.Op
     return model, optimizer
 
 
+def named(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**group, "name": name} for group, name in zip(groups, ("matrices", "scalars"), strict=True)]
+
+
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for step in range(steps):
         torch.manual_seed(step)
@@ -103,8 +108,10 @@ def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
         lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True),
         lambda groups: torch.optim.AdamW(groups, lr=1e-3, foreach=True),
         lambda groups: torch.optim.SGD(groups, lr=1e-3, momentum=0.9),
+        lambda groups: AdamW(named(groups), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, seed=1, bits=16),
+        lambda groups: AdamW(named(groups), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, seed=1, bits=8),
     ],
-    ids=["adamw-fused", "adamw-foreach", "momentum"],
+    ids=["adamw-fused", "adamw-foreach", "momentum", "adamw16bit", "adamw8bit"],
 )
 def test_stepping_in_pieces_is_stepping(make: Callable[..., torch.optim.Optimizer]) -> None:
     (whole, one), (pieces, two) = (trained(in_pieces, 4, make) for in_pieces in (False, True))

@@ -26,21 +26,24 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._chance = Chance(seed)
         self._keeps: dict[Tensor, Keep] = {}
+        self._numbers: dict[Tensor, int] = {}  # counted once: an offloaded optimizer steps through parts of its groups
         for group in self.param_groups:
             for weight in group["params"]:
                 self._keeps[weight] = keep_in(bits, group["name"], weight)
+                self._numbers[weight] = len(self._numbers)
                 self.state[weight] = {"step": torch.zeros((), dtype=torch.int64), **self._start(group, weight)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move every weight that has a gradient."""
-        weights = [(group, weight) for group in self.param_groups for weight in group["params"]]
-        for number, (group, weight) in enumerate(weights):
-            if weight.grad is None:
-                continue
-            self.state[weight]["step"] += 1
-            step = int(self.state[weight]["step"])
-            self._move(group, weight, weight.grad, step, self._chance.of(step, number, weight.device))
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                self.state[weight]["step"] += 1
+                step = int(self.state[weight]["step"])
+                chance = self._chance.of(step, self._numbers[weight], weight.device)
+                self._move(group, weight, weight.grad, step, chance)
 
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         keep = self._keeps[weight]
