@@ -39,13 +39,13 @@ def test_a_window_that_only_the_mask_knows_is_refused_however_wide(
     model = make_model(architecture, dtype=torch.float32, **settings)
     attention.install(model, "sdpa")
     with pytest.raises(WhetError, match=rf"model\.path: .*{reason}"):
-        probe(LossModel(model), 64)
+        probe(LossModel(model), 64, 16)
 
 
 def test_a_window_by_name_is_served(make_model: Callable[..., Any]) -> None:
     model = make_model("Mistral", dtype=torch.float32, sliding_window=5000)
     attention.install(model, "sdpa")
-    probe(LossModel(model), 64)
+    probe(LossModel(model), 64, 16)
 
 
 def test_layers_are_seen_as_they_are_and_the_model_is_left_as_it_was(make_model: Callable[..., Any]) -> None:

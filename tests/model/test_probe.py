@@ -35,7 +35,7 @@ def test_heads_that_whet_knows_pass(
     if architecture == "Phi":
         model.lm_head.bias.data.fill_(0.5)
     attention.install(model, "sdpa")
-    probe(LossModel(model), 64)
+    probe(LossModel(model), 64, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,7 +49,7 @@ def test_a_model_that_does_something_else_than_its_configuration_says_is_refused
     model = make_model("Llama", dtype=dtype, **said)
     attention.install(model, "sdpa")
     with pytest.raises(WhetError, match="more with its logits"):
-        probe(LossModel(model), 64)
+        probe(LossModel(model), 64, 16)
 
 
 def test_a_bias_that_whet_would_not_see_is_refused(
@@ -63,7 +63,7 @@ def test_a_bias_that_whet_would_not_see_is_refused(
     attention.install(model, "sdpa")
     monkeypatch.setattr(module, "head_of", lambda model: Head(head_of(model).weight))
     with pytest.raises(WhetError, match="more with its logits"):
-        probe(LossModel(model), 64)
+        probe(LossModel(model), 64, 16)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_every_module_is_left_in_the_mode_it_was_found_in(
     model.get_output_embeddings().eval()
     before = {name: module.training for name, module in root.named_modules()}
     if passes:
-        probe(root, 64)
+        probe(root, 64, 16)
     else:
         with pytest.raises(WhetError):
-            probe(root, 64)
+            probe(root, 64, 16)
     assert {name: module.training for name, module in root.named_modules()} == before
     assert not model.get_output_embeddings()._forward_pre_hooks
     assert model.config._attn_implementation == attention.name_of("sdpa")
@@ -99,6 +99,6 @@ def test_an_adapted_head_passes_and_one_with_dropout_is_refused(make_model: Call
         inside.lm_head.lora_B["default"].weight.data.normal_()
         if dropout:
             with pytest.raises(WhetError, match=r"adapter\.dropout"):
-                probe(LossModel(inside), 64)
+                probe(LossModel(inside), 64, 16)
         else:
-            probe(LossModel(inside), 64)
+            probe(LossModel(inside), 64, 16)

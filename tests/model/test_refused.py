@@ -61,7 +61,7 @@ def test_given_one_document_at_a_time_it_can_be_trained(
     attention.leave(model)
     root = LossModel(model)
     root.alone = True
-    probe_alone(root, 64)
+    probe_alone(root, 64, 16)
     (document,) = make_documents(11)
     logits = model(input_ids=document[None], use_cache=False).logits[0]
     own = F.cross_entropy(logits[:-1], document[1:], reduction="sum")
@@ -72,12 +72,12 @@ def test_what_cannot_be_trained_even_so_is_an_error(make_model: Callable[..., An
     """Llama 4 does not say where its body is."""
     model = make_model("Llama4Text", dtype=torch.float32, **UNUSABLE["Llama4Text"])
     with pytest.raises(WhetError, match="cannot be trained"):
-        probe_alone(LossModel(model), 64)
+        probe_alone(LossModel(model), 64, 16)
 
 
 def prepared(model: Any) -> None:
     attention.install(model, "sdpa")
-    probe(LossModel(model), 64)
+    probe(LossModel(model), 64, 16)
 
 
 @pytest.fixture

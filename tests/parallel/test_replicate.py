@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from whet.core.ranks import Ranks
 from whet.parallel import replicate
-from whet.parallel.replicate import start_equal, sum_gradients, trainable
+from whet.parallel.replicate import start_equal, sum_gradients, sum_in_fp32, trainable
 
 
 @dataclass
@@ -57,6 +57,39 @@ def test_a_rank_whose_rows_did_not_touch_a_weight_takes_part_with_zero() -> None
     sum_gradients(model, ranks)  # type: ignore[arg-type]
     assert sum(tensor.numel() for tensor in ranks.sent) == sum(parameter.numel() for parameter in trainable(model))
     assert torch.equal(model[0].bias.grad, torch.zeros(4))
+
+
+def test_a_weight_that_no_row_touched_is_treated_alike_by_one_rank_and_by_many() -> None:
+    """With decay and momentum, no gradient and a gradient of zero are not the same to an optimizer."""
+    ends = []
+    for ranks in (Ranks(0, 1, torch.device("cpu")), ManyAlike(3)):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.AdamW(trainable(model), lr=0.1, weight_decay=0.1)
+        for touched in (True, False, False):
+            if not touched:
+                model[0].bias.grad = None
+            sum_gradients(model, ranks)  # type: ignore[arg-type]
+            optimizer.step()
+        ends.append(model[0].bias.detach().clone())
+    assert torch.allclose(*ends, rtol=0, atol=1e-6)  # AdamW does not see that three ranks have three times as much
+
+
+def test_gradients_of_bf16_weights_are_summed_in_fp32_when_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4, bias=False).bfloat16()
+    sum_in_fp32(model)
+    inputs = torch.randn(300, 1, 8).bfloat16()
+    exact = torch.zeros(4, 8, dtype=torch.float64)
+    for one in inputs:
+        model(one).float().sum().backward()
+        exact += one.double().expand(4, -1)
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32
+    assert (model.weight.grad - exact).norm() <= 1e-3 * exact.norm()
+    model.weight.grad = None
+    sum_gradients(model, Ranks(0, 1, torch.device("cpu")))
+    assert model.weight.grad.dtype == torch.float32
 
 
 def test_one_rank_sends_nothing_and_keeps_its_gradients() -> None:

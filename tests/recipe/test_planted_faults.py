@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.data.plan import Plan
 from whet.model.builtin import builtin_folder
+from whet.recipe.hooks import RunHooks
 
 Steps = Callable[[Path], list[dict[str, Any]]]
 Exact = Callable[[Path], list[dict[str, Any]]]
@@ -180,6 +181,24 @@ def test_a_rollback_passes_over_the_steps_since_the_checkpoint(
     assert "continuing after step 6" in ended.err
     assert exact_of(run) == before
     assert len(events(run)) == 1
+
+
+def test_after_a_rollback_the_guard_knows_what_a_resumed_run_would(
+    whet: Any, planted: Any, tmp_path: Path, steps_of: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the losses that were undone would count when it looks for spikes."""
+    guards: list[Any] = []
+    go_back = RunHooks.roll_back
+
+    def watched(self: RunHooks, step: int) -> Any:
+        guards.append(self.guard)
+        return go_back(self, step)
+
+    monkeypatch.setattr(RunHooks, "roll_back", watched)
+    run = tmp_path / "run"
+    assert whet("train", planted("backward"), f"run.dir={run}", "train.on_nonfinite=rollback").code == 0
+    (guard,) = guards
+    assert list(guard._losses) == [line["loss"] for line in steps_of(run) if not line.get("skipped")]
 
 
 def test_a_rollback_without_a_checkpoint_stops(whet: Any, planted: Any, tmp_path: Path) -> None:

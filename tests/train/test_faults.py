@@ -196,5 +196,7 @@ def test_a_saved_step_gives_its_batches_again() -> None:
     assert batches[0][1].tokens.tolist() == [1, 2, 1, 2, 3, 0, 0, 0]
     totals = saved.totals(0)
     assert (totals.conversations, totals.tokens, totals.supervised) == (3, 10, 7)
-    assert totals.lengths.tolist() == [3, 5, 2]
+    assert totals.lengths.tolist() == [2, 3, 5]
+    twice = SavedStep(held, [(0, [2, 2])], 5, []).totals(0)
+    assert (twice.conversations, twice.tokens, twice.supervised) == (2, 4, 2)
     assert [(row, batch.documents.tolist()) for row, batch in saved.alone(0, None)] == [(0, [2]), (0, [0]), (2, [1])]

@@ -90,7 +90,21 @@ def test_what_is_not_finite_meets_the_policy(policy: Any, loss: float, norm: flo
     assert ("gradient" in verdict.reason) == math.isfinite(loss)
     assert "nan" not in verdict.reason
     assert "inf" not in verdict.reason.replace("finite", "")
-    assert Guard(on_nonfinite=policy).judge(result(loss, norm), 5, True) == Verdict("fine", "skip")
+
+
+def test_a_gradient_that_overflows_in_fp16_is_the_scales_fault_but_a_loss_is_not() -> None:
+    """The loss is computed before it is scaled."""
+    guard = Guard(on_nonfinite="stop")
+    assert guard.judge(result(1.0, math.inf), 5, True) == Verdict("overflow", "skip")
+    assert guard.judge(result(math.nan, math.nan), 5, True).action == "stop"
+
+
+def test_overflows_do_not_use_up_the_skips_and_faults_do_in_fp16_too() -> None:
+    guard = Guard(on_nonfinite="skip")
+    guard.recall([line(n, 1.0, skipped="overflow", loss_scale=1024.0) for n in range(1, 30)])
+    assert guard.judge(result(math.nan), 5, True).action == "skip"
+    guard.recall([line(n, None, skipped="nonfinite", loss_scale=1024.0) for n in range(1, 11)])
+    assert guard.judge(result(math.nan), 5, True).action == "stop"
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
@@ -125,7 +139,7 @@ def test_rollbacks_are_counted_over_the_run() -> None:
     st.integers(0, 120),
 )
 def test_a_resumed_guard_judges_like_the_one_that_went_on(steps: list[tuple[float | None, bool]], cut: int) -> None:
-    lines = [line(n, loss, **({"skipped": True} if skipped else {})) for n, (loss, skipped) in enumerate(steps, 1)]
+    lines = [line(n, loss, **({"skipped": "spike"} if skipped else {})) for n, (loss, skipped) in enumerate(steps, 1)]
     lines.insert(min(cut, len(lines)), {"step": 5, "val_loss": 99.0})
     went_on = Guard("skip", "skip", [(4, 6)])
     for each in lines:

@@ -13,6 +13,7 @@ from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
+from whet.model.matrices import matrices_of
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, set_rates
 
@@ -36,6 +37,21 @@ def untied() -> nn.Module:
             tie_word_embeddings=False,
         )
     )  # fmt: skip
+
+
+def test_stacked_biases_of_experts_are_not_matrices() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=8, num_local_experts=3, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+    names = names_in(model, make_optimizer(model, OptimizerConfig(name="muon", weight_decay=0.1), 0))
+    assert not [name for name in names["matrices"] if name.endswith("bias")]
+    assert "model.layers.0.mlp.experts.gate_up_proj_bias" in names["scalars"]
+    assert not [matrix for matrix in matrices_of(model) if matrix.size == 3 * 32]
 
 
 @pytest.mark.parametrize("name", NAMES)

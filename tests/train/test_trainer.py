@@ -27,7 +27,7 @@ from whet.train.optim import make_optimizer
 from whet.train.profiler import Profiler
 from whet.train.schedule import Position
 from whet.train.step import StepResult
-from whet.train.trainer import Cadence, Hooks, Place, Trainer
+from whet.train.trainer import Cadence, Place, Trainer
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
 
     def make(
         cadence: Cadence, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None,
-        guard: Guard | None = None, checkpoint: int | None = None,
+        guard: Guard | None = None, checkpoint: int | None = None, norm: float = 2.0,
     ) -> tuple[Trainer, list[Any]]:  # fmt: skip
         did: list[Any] = []
 
         def step(model: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
             at_step(number)
             did.append(("rate", made.optimizer.param_groups[0]["lr"]))
-            return StepResult((losses or {}).get(number, 1.0), 0.5, 2.0, stop, 0.0)
+            return StepResult((losses or {}).get(number, 1.0), 0.5, norm, stop, 0.0)
 
         def go_back(step: int) -> Place:
             assert checkpoint is not None
@@ -52,7 +52,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
 
         monkeypatch.setattr(trainer, "find_gradients", step)
         model: Any = nn.Linear(1, 1)
-        hooks = Hooks(
+        hooks: Any = SimpleNamespace(
             log=lambda line: did.append(("log", line)),
             evaluate=lambda number: did.append(("evaluate", number)),
             save=lambda number, seen: did.append(("save", number, seen)),
@@ -183,7 +183,7 @@ def test_a_skipped_step_leaves_weights_and_optimizer_and_counts_all_the_same(mak
     made.run(0, Seen())
     assert states[1] != states[2] == states[3] != states[4]
     lines = [entry[1] for entry in did if entry[0] == "log"]
-    assert [line.get("skipped") for line in lines] == [None, None, True, None, None]
+    assert [line.get("skipped") for line in lines] == [None, None, "nonfinite", None, None]
     assert [line["loss"] for line in lines] == [1.0, 1.0, None, 1.0, 1.0]
     assert [line["conversations"] for line in lines] == [2, 4, 6, 8, 10]
 
@@ -207,7 +207,7 @@ def test_a_rollback_goes_back_and_passes_over(make_trainer: Callable[..., Any]) 
     assert ran == [0, 1, 2, 3, 4, 5, 6]
     lines = [entry[1] for entry in did if entry[0] == "log"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4, 5, 6, 7]
-    assert [line.get("skipped") for line in lines[4:]] == [True, True, True, None, None]
+    assert [line.get("skipped") for line in lines[4:]] == ["passed over"] * 3 + [None, None]
     assert [line["loss"] for line in lines[4:]] == [None, None, None, 1.0, 1.0]
     assert [line["conversations"] for line in lines[4:]] == [6, 8, 10, 12, 14]
     assert [line["flops"] // 915 for line in lines[4:]] == [2, 2, 2, 3, 4]
@@ -225,7 +225,7 @@ def test_a_rollback_without_a_checkpoint_stops(make_trainer: Callable[..., Any])
 
 
 def test_an_overflow_of_fp16_is_no_fault_until_the_scale_is_one(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Cadence(9, 9, None, False, 100), losses=dict.fromkeys(range(9), float("inf")))
+    made, did = make_trainer(Cadence(9, 9, None, False, 100), norm=float("inf"))
     made.loss_scale.value, made.loss_scale.moves = 4.0, True
     with pytest.raises(RunFailedError, match="step 3 is faulty"):
         made.run(0, Seen())
@@ -244,3 +244,17 @@ def test_a_stop_asked_for_in_a_step_that_is_rolled_back_is_not_lost(make_trainer
     with pytest.raises(StoppedError, match="back after step 1"):
         made.run(0, Seen())
     assert kinds(did, "save") == []
+
+
+def test_a_signal_in_a_step_that_is_rolled_back_is_not_lost(make_trainer: Callable[..., Any]) -> None:
+    def ask(step: int) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    made, did = make_trainer(
+        Cadence(9, 9, None, False, 100), losses={4: float("nan")}, at_step=ask, guard=Guard(on_nonfinite="rollback"),
+        checkpoint=2,
+    )  # fmt: skip
+    with pytest.raises(StoppedError):
+        made.run(0, Seen())
+    assert [entry[1]["step"] for entry in did if entry[0] == "log"] == [1, 2, 3, 4, 3, 4, 5, 6]

@@ -129,7 +129,7 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():

@@ -34,6 +34,14 @@ class SavedStep:
         self._held, self._layout, self._longest, self._shapes = held, layout, longest, shapes
 
     @property
+    def longest(self) -> int:
+        return self._longest
+
+    @property
+    def highest_id(self) -> int:
+        return max((int(document.ids.max(initial=0)) for document in self._held), default=0)
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         return np.array([len(document.ids) for document in self._held], dtype=np.int64)
 
@@ -44,8 +52,9 @@ class SavedStep:
             np.concatenate([self._held[int(document)].loss for document in documents], out=loss)
 
     def totals(self, step: int) -> StepTotals:
-        supervised = sum(int(np.count_nonzero(document.loss[1:])) for document in self._held)
-        lengths = self.lengths
+        dealt = [self._held[number] for _, documents in self._layout for number in documents]  # one may come twice
+        supervised = sum(int(np.count_nonzero(document.loss[1:])) for document in dealt)
+        lengths = np.array([len(document.ids) for document in dealt], dtype=np.int64)
         return StepTotals(len(lengths), int(lengths.sum()), supervised, lengths)
 
     def layout(self, step: int) -> list[tuple[int, list[int]]]:

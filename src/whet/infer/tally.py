@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -76,6 +77,9 @@ def source_names(paths: list[str]) -> tuple[str, ...]:
     """Short names: the file's without folders and endings, or what follows builtin: or hub:, numbered where two are
     the same."""
     short = [path.split(":", 1)[-1].rstrip("/").rpartition("/")[2].split(".")[0] or path for path in paths]
-    return tuple(
-        name if short.count(name) == 1 else f"{name}-{short[: at + 1].count(name)}" for at, name in enumerate(short)
-    )
+    names: list[str] = []
+    for name in short:
+        numbered = (f"{name}-{number}" for number in itertools.count(1))
+        taken = {*short, *names}
+        names.append(name if short.count(name) == 1 else next(each for each in numbered if each not in taken))
+    return tuple(names)

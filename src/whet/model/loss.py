@@ -25,8 +25,8 @@ class LossModel(nn.Module):
     def forward(self, batch: Any, weight: float = 1.0) -> LossSum:
         """`batch` is a PackedBatch. `weight`: 1 ÷ the supervised tokens of the whole step, so that gradients of all
         micro-batches and ranks need only be summed."""
-        if self.alone:  # padding behind it changes nothing: models look back only
-            hidden = self.hidden_alone(batch.tokens)
+        if self.alone:  # without the padding, whose positions could change how positions are turned
+            hidden = self.hidden_alone(batch.tokens[: batch.edges[1]])
         else:
             hidden = self.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
         chosen = hidden.index_select(0, batch.supervised_at)

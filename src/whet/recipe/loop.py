@@ -29,7 +29,7 @@ from whet.train.loss_scale import LossScale
 from whet.train.profiler import make_profiler
 from whet.train.schedule import Position
 from whet.train.track import Trackers, open_trackers
-from whet.train.trainer import Cadence, Hooks, Trainer
+from whet.train.trainer import Cadence, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +90,7 @@ def learn(run: Assembled, trackers: list[str]) -> None:
                 evaluate_at_start=config.eval.at_start and not kept.measured,
                 save_every=config.checkpoint.every or max(1, len(run.plan) // 10),
             ),
-            hooks=Hooks(
-                log=hooks.log,
-                evaluate=hooks.evaluate,
-                save=hooks.save,
-                stop_requested=hooks.stop_requested,
-                fault=hooks.fault,
-                can_roll_back=hooks.can_roll_back,
-                roll_back=hooks.roll_back,
-            ),
+            hooks=hooks,
             ranks=ranks,
             work=work_of(run.root.language_model),
             per_epoch=run.plan.sizes.per_epoch,

@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,6 +48,12 @@ def be_deterministic(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def most_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
+    """In a step of one process."""
+    most_rows = int(np.diff(plan.steps).max(initial=0))
+    return -(-most_rows // (ranks.world * config.train.micro_rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """In which numbers a run computes."""
@@ -82,21 +89,24 @@ def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
     return Arithmetic(name, weights, compute)
 
 
-def make_root(config: Config, model: nn.Module, arithmetic: Arithmetic, device: torch.device, tokens: int) -> LossModel:
-    """The model with its loss, after a proof that packed conversations do not see each other in it.
+def make_root(
+    config: Config, model: nn.Module, arithmetic: Arithmetic, device: torch.device, tokens: int, longest: int
+) -> LossModel:
+    """The model with its loss, after a proof that packed conversations of up to `longest` tokens do not see each other
+    in it; `tokens` is the size of the vocabulary.
 
     A model in which they would is trained unpacked, if the configuration puts one conversation into each batch.
     """
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
     with arithmetic.context(device):
         try:
-            probe(root, tokens)
+            probe(root, tokens, longest)
         except PackingError:
             if config.data.packing != "none" or config.train.micro_rows != 1:
                 raise
             attention.leave(root.language_model)
             root.alone = True
-            probe_alone(root, tokens)
+            probe_alone(root, tokens, longest)
     return root
 
 

@@ -48,7 +48,7 @@ class Saved:
             layout = [(part["row"], [places[n] for n in part["documents"]]) for part in content["micro_batches"]]
             held = [_document(each["ids"], each["supervised"]) for each in content["conversations"]]
             shapes = [Shape(**shape) for shape in content["shapes"]]
-            for key in ("run", "step", "kind", "limit", "seed", "precision", "loss_scale"):
+            for key in ("run", "step", "kind", "reason", "limit", "seed", "precision", "loss_scale"):
                 content[key]
             return cls(content, SavedStep(held, layout, content["longest"], shapes))
         except (KeyError, TypeError, ValueError) as error:
@@ -68,7 +68,9 @@ def replay(file: Path) -> dict[str, Any]:
     arithmetic = choose_arithmetic(config, ranks.device)
     tokens = len(tokenizer_of(config))
     model = build_model(config, arithmetic, ranks.device, tokens)
-    root = make_root(config, model, arithmetic, ranks.device, tokens).train()
+    root = make_root(config, model, arithmetic, ranks.device, tokens, saved.step.longest).train()
+    if saved.step.highest_id >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
+        raise WhetError(f"{file}: it holds ids that this run's model does not know. Was the file edited?")
     checkpoint = _restore(saved, run, root, ranks)
     if arithmetic.name != saved.content["precision"]:
         warn(f"the run computed in {saved.content['precision']}; this device computes in {arithmetic.name}")

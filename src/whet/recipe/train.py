@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from types import FrameType
 
 import torch
+from torch import nn
 
 from whet.checkpoint import save as checkpoints
 from whet.config import Config
 from whet.core.console import be_quiet, say, warn
-from whet.core.errors import RunFailedError
+from whet.core.errors import RunFailedError, WhetError
 from whet.core.files import write_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
@@ -21,13 +22,13 @@ from whet.infer.tasks import find_task
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
 from whet.parallel.offload import keep_state_on_host
-from whet.parallel.replicate import start_equal
+from whet.parallel.replicate import start_equal, sum_in_fp32
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.describe import describe_plan
 from whet.recipe.folder import begin, frozen_date, run_folder
 from whet.recipe.loop import Assembled, learn
 from whet.recipe.measure import export_model
-from whet.recipe.parts import be_deterministic, build_model, choose_arithmetic, make_root
+from whet.recipe.parts import be_deterministic, build_model, choose_arithmetic, make_root, most_micro_batches
 from whet.train.loss_scale import LossScale
 from whet.train.optim import make_optimizer, state_bytes
 from whet.train.track import check_trackers
@@ -86,10 +87,15 @@ def _assemble(
     config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, until: int | None, keeps: bool
 ) -> Assembled:
     """Everything that the steps need, decided and checked before the first of them."""
+    if data.validation is not None and not data.validation.targets[data.validation_documents].any():
+        raise WhetError(
+            "data.validation: none of its conversations has anything to learn, so there is nothing to measure. Give "
+            "others, or leave it out"
+        )
     be_deterministic(config)
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer))
+    root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     start_equal(root, ranks)
@@ -97,6 +103,8 @@ def _assemble(
     if config.parallel.offload in ("optimizer", "both"):
         keep_state_on_host(optimizer)
     plan = Plan.load(config.folder / "plan")
+    if arithmetic.weights == torch.bfloat16 and most_micro_batches(config, plan, ranks) > 1:
+        sum_in_fp32(root)
     run = Assembled(
         config=config, data=data, plan=plan, ranks=ranks, arithmetic=arithmetic, model=model, root=root,
         optimizer=optimizer, loss_scale=LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale(),
@@ -116,8 +124,8 @@ def _say_what_matters(run: Assembled) -> None:
     config, plan = run.config, run.plan
     if run.root.alone:
         say("conversations would see each other in this model if they were packed: it gets them one by one")
-    if config.adapter is not None and config.adapter.dropout > 0:
-        say("adapter.dropout is on: it falls differently for other train.micro_rows and numbers of processes")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.root.modules()):
+        say("dropout is on: it falls differently for other train.micro_rows and numbers of processes")
     room = getattr(run.model.config, "max_position_embeddings", plan.sizes.longest)
     if plan.sizes.longest > room:
         warn(

@@ -31,8 +31,9 @@ def smoke(config: Config) -> Config:
         }
     )
     measured = config.eval.model_copy(update={"examples": min(config.eval.examples, _EXAMPLES), "every": None})
-    saved = config.checkpoint.model_copy(update={"every": None})
-    changed = {"data": data, "train": _short(config.train, config.row_length), "eval": measured, "checkpoint": saved}
+    saved = config.checkpoint.model_copy(update={"every": STEPS})
+    train = _short(config.train, config.row_length)
+    changed = {"data": data, "train": train, "eval": measured, "checkpoint": saved, "profile": None}
     return _beside(config.model_copy(update=changed), "smoke")
 
 

@@ -17,6 +17,7 @@ from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
 from whet.core.run import read_status
 from whet.data.render import Renderer
+from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
 from whet.model.lora import language_model, merge
@@ -47,7 +48,7 @@ def load_ready(reference: str) -> Ready:
     else:
         run = load_run(path, step)
         config, model, tokenizer = run.config.model, merge(run.model), tokenizer_of(run.config)
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        attention.leave(model)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     model = model.to(accelerator or torch.device("cpu")).eval()
     renderer = Renderer(tokenizer, "assistant")
@@ -100,7 +101,7 @@ def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
         data = recorded_data(config, path / "ledger.json")
     else:
         data = prepare_data(config, frozen_date(path))
-    root = make_root(config, run.model, run.arithmetic, run.ranks.device, len(data.tokenizer))
+    root = make_root(config, run.model, run.arithmetic, run.ranks.device, len(data.tokenizer), data.longest)
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)
     return {"run": str(path), "step": run.step, **results}
 

@@ -44,10 +44,10 @@ def _sort(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Each trainable weight in its group; stacked experts and the matrices of adapters are matrices."""
     embedding, head = _weights_of(model, "get_input_embeddings"), _weights_of(model, "get_output_embeddings")
     sorted_: dict[str, list[nn.Parameter]] = {"embedding": [], "head": [], "matrices": [], "scalars": []}
-    for parameter in model.parameters():
+    for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim < 2:
+        if parameter.ndim < 2 or full_name.endswith("bias"):  # stacked experts have stacked biases
             name = "scalars"
         elif id(parameter) in embedding:
             name = "embedding"

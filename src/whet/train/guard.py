@@ -21,7 +21,8 @@ _SIGMAS, _TIMES, _NATS, _HIGHEST = 6 * 1.4826, 1.5, 0.1, 1.1
 _SKIPS_IN_A_ROW, _ROLLBACKS = 10, 3
 
 
-Kind = Literal["fine", "nonfinite", "empty", "spike"]
+Kind = Literal["fine", "overflow", "nonfinite", "empty", "spike"]
+"""`overflow` is fp16's: the loss scale is too high, which is nobody's fault and ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Guard:
         if "loss" not in line or self.passes_over(line["step"]):
             return
         if line.get("skipped"):
-            self._skips += line.get("loss_scale", 1.0) == 1  # while it can shrink, fp16 skips as a matter of course
+            self._skips += line["skipped"] != "overflow"
             return
         self._skips = 0
         if line["loss"] is not None:
@@ -94,12 +95,12 @@ class Guard:
         return any(first <= step <= last for first, last in self.passed_over)
 
     def judge(self, result: StepResult, supervised: int, overflow_is_normal: bool) -> Verdict:
-        """`overflow_is_normal`: fp16's loss scale can still shrink, so a gradient that is not finite is no fault."""
+        """`overflow_is_normal`: fp16's loss scale can still shrink, so a gradient that is not finite is its fault."""
         if not supervised:
             return self._limited(Verdict("empty", self.on_nonfinite, "no token of this step is supervised"))
         if not result.finite:
-            if overflow_is_normal:
-                return Verdict("fine", "skip")
+            if overflow_is_normal and math.isfinite(result.loss):  # the loss is computed before it is scaled
+                return Verdict("overflow", "skip")
             return self._limited(Verdict("nonfinite", self.on_nonfinite, _what_is_wrong(result)))
         limit = spike_limit(self._losses)
         if result.loss <= limit:

@@ -33,11 +33,11 @@ class LossScale:
         """Whether an overflow may be the scale's fault. At 1 it is the model's."""
         return self.moves and self.value > 1
 
-    def settle(self, finite: bool) -> None:
+    def settle(self, overflowed: bool) -> None:
         """After a step: fall at once, rise slowly."""
         if not self.moves:
             return
-        if not finite:
+        if overflowed:
             self.value, self.calm = max(1.0, self.value / 2), 0
             return
         self.calm += 1

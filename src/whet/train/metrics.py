@@ -94,7 +94,7 @@ def passed_over_line(
         "peak_gib": peak_gib(device),
         "step_s": 0.0,
         "data_s": 0.0,
-        "skipped": True,
+        "skipped": "passed over",
     }
 
 

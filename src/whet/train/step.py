@@ -76,7 +76,8 @@ def _clip(parameters: list[nn.Parameter], clip_norm: float, loss_scale: float) -
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if loss_scale != 1:
         torch._foreach_mul_(gradients, 1 / loss_scale)
-    norm = nn.utils.get_total_norm(gradients)
+    exact = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=exact)))
     nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     return norm
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -63,19 +63,29 @@ class _Done:
     back: Place | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
+class Hooks(Protocol):
     """What the loop calls; the recipe connects them to files, evaluation and checkpoints."""
 
-    log: Callable[[dict[str, Any]], None]
-    evaluate: Callable[[int], None]
-    save: Callable[[int, Seen], None]
-    stop_requested: Callable[[], bool]
-    fault: Callable[[Fault], str]
-    """Write down what happened, and save where it stops; gives the words for the user."""
-    can_roll_back: Callable[[], bool]
-    roll_back: Callable[[int], Place]
-    """Return to the newest checkpoint, and decide to pass over the steps since, this one included."""
+    def log(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+
+    def evaluate(self, step: int) -> None:
+        """Measure the model after so many steps."""
+
+    def save(self, step: int, seen: Seen) -> None:
+        """Write a checkpoint."""
+
+    def stop_requested(self) -> bool:
+        """Whether someone wants the run to end."""
+
+    def fault(self, fault: Fault) -> str:
+        """Write down what happened, and save where it stops; gives the words for the user."""
+
+    def can_roll_back(self) -> bool:
+        """Whether there is a checkpoint."""
+
+    def roll_back(self, step: int) -> Place:
+        """Return to the newest checkpoint, and decide to pass over the steps since, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +133,17 @@ class Trainer:
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
         place: Place | None = Place(start, seen)
-        while place is not None:
-            place = self._from(place)
+        with _signals() as asked:
+            while place is not None:
+                place = self._from(place, asked)
 
-    def _from(self, place: Place) -> Place | None:
+    def _from(self, place: Place, asked: Callable[[], bool]) -> Place | None:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         smoothed = Ema()
-        with _signals() as asked, progress("training", self.cadence.steps, start) as bar:
+        with progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
@@ -170,18 +181,20 @@ class Trainer:
             arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop,
         )  # fmt: skip
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
-        if verdict.kind != "fine":
+        if verdict.kind not in ("fine", "overflow"):
+            decided = time.perf_counter()
             verdict = self._fault(step, seen, result, verdict)
+            began += time.perf_counter() - decided  # looking for who is to blame is not training
         if verdict.action == "rollback":
             return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
         if verdict.action == "take":
             self.optimizer.step()
-        self.loss_scale.settle(result.finite)
+        self.loss_scale.settle(verdict.kind == "overflow")
         warm = compile_count() == compiled
         pace = Pace(time.perf_counter() - began, after.flops - seen.flops, self.peak, warm)
         line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         if verdict.action == "skip":
-            line["skipped"] = True
+            line["skipped"] = verdict.kind
         self._log(line)
         return _Done(after, line, result.stop)
 

@@ -27,11 +27,13 @@ def flex(query: Tensor, key: Tensor, value: Tensor, ask: Ask, documents: Documen
     )
     # off CUDA torch's own slow path computes the same, without a gradient
     run = _compiled() if query.is_cuda else cast(Callable[..., Any], flex_attention)
-    out, aux = run(
-        query, key, value, score_mod=None if ask.softcap is None else _capped(ask.softcap),
-        block_mask=_mask(documents, query.shape[2], ask.window), scale=ask.scale, enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
+    mask = _mask(documents, query.shape[2], ask.window)
+    # also where layers are made to run uncompiled: flex without its kernel holds all scores of the row at once
+    with torch.compiler.set_stance("default"):
+        out, aux = run(
+            query, key, value, score_mod=None if ask.softcap is None else _capped(ask.softcap), block_mask=mask,
+            scale=ask.scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
     if ask.sinks is not None:  # with a further score s, shares shrink by exp(lse) / (exp(lse) + exp(s))
         kept = torch.sigmoid(aux.lse - ask.sinks.to(aux.lse.dtype)[None, :, None])
         out = out * kept[..., None].to(out.dtype)

@@ -32,7 +32,7 @@ _NAMES = {"sdpa": "whet_per_document", "eager": "whet_reference", "varlen": "whe
 
 def install(model: nn.Module, backend: str) -> None:
     """Make `model` (a transformers model) attend by documents from now on."""
-    if getattr(model.config, "attention_dropout", 0):
+    if any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop")):
         warn("the model's configuration asks for dropout inside attention; whet trains without it")
     if backend == "varlen":
         variable_length.newest_kernel()
