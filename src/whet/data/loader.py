@@ -67,14 +67,14 @@ class Loader:
         Every rank gets the same number of them, because sharded models compute together; a rank without rows runs
         padding, which adds nothing to the loss.
         """
-        for number in range(self._count(step)):
+        for number in range(self.count(step)):
             yield self._batches.get((step, number))
 
     def layout(self, step: int) -> list[tuple[int, list[int]]]:
         """This rank's micro-batches without their content: the number of the first row, and the documents."""
         return [
             (int(places[0]), [int(document) for row in places for document in self._row(step, int(row))])
-            for places in (self._places(number, self._rank) for number in range(self._count(step)))
+            for places in (self._places(number, self._rank) for number in range(self.count(step)))
         ]
 
     def alone(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
@@ -102,13 +102,13 @@ class Loader:
         """Stop making batches ahead of time."""
         self._batches.close()
 
-    def _count(self, step: int) -> int:
+    def count(self, step: int) -> int:
         """Micro-batches of a step, on every rank."""
         return -(-self._plan.row_count(step) // (self._world * self._micro_rows))
 
     def _following(self, key: tuple[int, int]) -> tuple[int, int] | None:
         step, number = key
-        if number + 1 < self._count(step):
+        if number + 1 < self.count(step):
             return step, number + 1
         return (step + 1, 0) if step + 1 < len(self._plan) else None
 
@@ -132,5 +132,5 @@ class Loader:
 
     def _document_count(self, step: int, rank: int) -> int:
         """Documents of a rank's share of a step."""
-        places = (place for number in range(self._count(step)) for place in self._places(number, rank))
+        places = (place for number in range(self.count(step)) for place in self._places(number, rank))
         return sum(len(self._row(step, int(place))) for place in places)

@@ -24,7 +24,7 @@ def validation_loss(
     """
     model.eval()
     tally = Tally(loader.documents(0), kinds)
-    with progress("validating", None) as bar:
+    with progress("validating", loader.count(0)) as bar:
         for _, batch in loader.micro_batches(0):
             with arithmetic:
                 result = model(batch.to(ranks.device))

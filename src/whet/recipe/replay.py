@@ -150,7 +150,7 @@ def _show(saved: Saved, config: Config, findings: Findings, result: StepResult, 
         ids = saved.content["conversations"][found.documents[0]]["ids"]
         table.add_row(
             Text(f"{each['source']}:{each['line']}"), str(each["tokens"]), _number(each["loss"]),
-            _number(each["grad_norm"]), Text(found.layer or ""), Text(shortened(tokenizer, ids, _BEGINNING)),
+            _number(each["grad_norm"]), Text(found.layer or ""), Text(" ".join(shortened(tokenizer, ids, _BEGINNING).split())),
             style="red" if found.layer else None,
         )  # fmt: skip
     say(table)
