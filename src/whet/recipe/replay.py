@@ -148,9 +148,10 @@ def _show(saved: Saved, config: Config, findings: Findings, result: StepResult, 
     for found in findings.alone:
         each = _as_dict(saved, found)
         ids = saved.content["conversations"][found.documents[0]]["ids"]
+        text = " ".join(shortened(tokenizer, ids, _BEGINNING).split())
         table.add_row(
             Text(f"{each['source']}:{each['line']}"), str(each["tokens"]), _number(each["loss"]),
-            _number(each["grad_norm"]), Text(found.layer or ""), Text(" ".join(shortened(tokenizer, ids, _BEGINNING).split())),
+            _number(each["grad_norm"]), Text(found.layer or ""), Text(text),
             style="red" if found.layer else None,
         )  # fmt: skip
     say(table)
