@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from whet.core.errors import WhetError
 from whet.model import attention
-from whet.model.attention import Ask, Documents, Seen, eager, flex, per_document_sdpa, variable_length, varlen
+from whet.model.attention import Ask, Asked, Documents, eager, flex, per_document_sdpa, variable_length, varlen
 from whet.model.attention.flexible import block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -158,7 +158,7 @@ def test_varlen_asks_its_kernel_the_right_question(question: Any) -> None:
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-CAPPED, SUNK = Seen(Ask(1.0, softcap=50.0), 64), Seen(Ask(1.0, sinks=torch.zeros(2)), 64)
+CAPPED, SUNK = Asked(Ask(1.0, softcap=50.0), 64), Asked(Ask(1.0, sinks=torch.zeros(2)), 64)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +166,16 @@ CAPPED, SUNK = Seen(Ask(1.0, softcap=50.0), 64), Seen(Ask(1.0, sinks=torch.zeros
     [
         (CPU, torch.float32, [CAPPED], "sdpa"),
         (CPU, torch.bfloat16, [], "sdpa"),
-        (CUDA, torch.bfloat16, [Seen(Ask(1.0, window=4096), 256)], "varlen"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0, window=4096), 256)], "varlen"),
         (CUDA, torch.float16, [], "varlen"),
-        (CUDA, torch.bfloat16, [Seen(Ask(1.0), 64), CAPPED], "flex"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 64), CAPPED], "flex"),
         (CUDA, torch.bfloat16, [SUNK], "flex"),
-        (CUDA, torch.bfloat16, [Seen(Ask(1.0), 512)], "flex"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 512)], "flex"),
         (CUDA, torch.float32, [SUNK], "sdpa"),
     ],
 )
 def test_the_best_backend_for_device_and_model_is_chosen(
-    device: torch.device, dtype: torch.dtype, seen: list[Seen], best: str
+    device: torch.device, dtype: torch.dtype, seen: list[Asked], best: str
 ) -> None:
     assert attention.choose("auto", device, dtype, seen) == best
     assert attention.choose("eager", device, dtype, seen) == "eager"
@@ -187,13 +187,13 @@ def test_the_best_backend_for_device_and_model_is_chosen(
         ("varlen", CPU, torch.bfloat16, [], "needs a CUDA device"),
         ("varlen", CUDA, torch.float32, [], "needs a CUDA device"),
         ("varlen", CUDA, torch.bfloat16, [SUNK], "soft-caps nor sinks"),
-        ("varlen", CUDA, torch.bfloat16, [Seen(Ask(1.0), 512)], "up to 256 wide; this model's are 512"),
+        ("varlen", CUDA, torch.bfloat16, [Asked(Ask(1.0), 512)], "up to 256 wide; this model's are 512"),
         ("flex", CPU, torch.float32, [], "needs a CUDA device"),
         ("flex", CUDA, torch.float64, [], "no fp64"),
     ],
 )
 def test_a_backend_that_cannot_serve_is_refused(
-    wanted: str, device: torch.device, dtype: torch.dtype, seen: list[Seen], reason: str
+    wanted: str, device: torch.device, dtype: torch.dtype, seen: list[Asked], reason: str
 ) -> None:
     with pytest.raises(WhetError, match=rf"model\.attention: {wanted} .*{reason}"):
         attention.choose(wanted, device, dtype, seen)

@@ -29,7 +29,7 @@ IGNORED = -100
 """The label of a position that is not learned."""
 
 
-class Documents(Protocol):
+class Shelf(Protocol):
     """Where a batch takes its documents from: a store, or a batch that was saved."""
 
     @property
@@ -82,7 +82,7 @@ def smallest(shapes: Sequence[Shape], tokens: int) -> Shape | None:
     return next((shape for shape in shapes if shape.tokens >= tokens), None)
 
 
-def pack_batch(store: Documents, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
+def pack_batch(store: Shelf, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
     """Concatenate documents; fill up to `shape` with padding documents. No documents: padding alone.
 
     Padding is cut into documents that are no longer than the `longest` real one: attention's work grows with the

@@ -9,15 +9,15 @@ from whet.model.attention.ask import Ask, Documents, described
 from whet.model.attention.choose import choose
 from whet.model.attention.flexible import flex
 from whet.model.attention.install import install, leave, name_of, plain, serving
-from whet.model.attention.look import Seen, look, unserved
+from whet.model.attention.look import Asked, look, unserved
 from whet.model.attention.per_document import per_document_sdpa
 from whet.model.attention.reference import eager
 from whet.model.attention.variable_length import varlen
 
 __all__ = [
     "Ask",
+    "Asked",
     "Documents",
-    "Seen",
     "choose",
     "described",
     "eager",

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from whet.core.errors import WhetError
-from whet.model.attention.look import Seen
+from whet.model.attention.look import Asked
 from whet.model.attention.variable_length import WIDEST
 
 
-def choose(wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[Seen] = ()) -> str:
+def choose(wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[Asked] = ()) -> str:
     """The back-end asked for, or the best for the device and for what the layers ask (`look`)."""
     reasons = {"varlen": _against_varlen(device, dtype, seen), "flex": _against_flex(device, dtype)}
     if wanted == "auto":
@@ -23,7 +23,7 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence
     return wanted
 
 
-def _against_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[Seen]) -> str | None:
+def _against_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[Asked]) -> str | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"needs a CUDA device and bf16 or fp16; here are {device.type} and {dtype}"
     if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)):

@@ -27,7 +27,7 @@ _TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Asked:
     """One layer's attention."""
 
     ask: Ask
@@ -37,9 +37,9 @@ class Seen:
     """What its mask is beside causal: a window of so many tokens, or something else in words."""
 
 
-def look(model: nn.Module) -> list[Seen]:
+def look(model: nn.Module) -> list[Asked]:
     """What each attention of `model` asks, in order; those before the first error where the model cannot be run."""
-    seen: list[Seen] = []
+    seen: list[Asked] = []
     masks: list[int | str | None] = []
 
     def note_mask(q_length: Any = None, mask_function: Any = None, local_size: int | None = None, **_: Any) -> Tensor:
@@ -56,7 +56,7 @@ def look(model: nn.Module) -> list[Seen]:
         kind = masks[int(mask.flatten()[0])] if mask is not None else None
         if kwargs.get("is_causal") is False:
             kind = "tokens that see the ones after them"
-        seen.append(Seen(ask, max(query.shape[-1], value.shape[-1]), kind))
+        seen.append(Asked(ask, max(query.shape[-1], value.shape[-1]), kind))
         query, key = query.to(value.dtype), key.to(value.dtype)
         out = attended(query, key, value, ask, causal(query.shape[2], None, query.device))
         return out.transpose(1, 2), None
