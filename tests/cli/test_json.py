@@ -136,6 +136,15 @@ def test_the_real_command_keeps_its_streams_apart(run: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("arguments", [["train", "--bogus"], ["eval"], ["train", "x.yaml", "--until", "0"], ["trian"]])
+def test_wrong_usage_too_is_one_object(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "whet", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert only_object(done.stdout)["exit_code"] == 2
+    assert only_object(done.stdout)["error"] in done.stderr
+
+
 def test_wrong_usage_ends_with_2(whet: Any) -> None:
     assert whet("train").code == 2
     assert whet("trian").code == 2

@@ -305,9 +305,11 @@ def test_a_spike_meets_its_policy(
     assert skipped == {"skip": [step], "rollback": list(range(step - since + 1, step + 1))}.get(policy, [])
     if policy == "skip":
         assert steps_of(run)[step - 1]["loss"] == event["loss"]  # it was measured, so it is said
+    again = replayed(whet, event)
     if policy == "stop":
-        again = replayed(whet, event)
         assert (again["reproduced"], again["loss"]) == (True, event["loss"])
+    else:  # the state before the step is gone, and an untrained model would find every loss high
+        assert again["reproduced"] is None
 
 
 def test_replay_refuses_what_it_cannot_run(whet: Any, planted: Any, tmp_path: Path) -> None:
@@ -319,6 +321,50 @@ def test_replay_refuses_what_it_cannot_run(whet: Any, planted: Any, tmp_path: Pa
         (tmp_path / "x.json").write_text(content)
         ended = whet("train", "--replay", tmp_path / "x.json")
         assert (ended.code, "faults/step-NNNNNN.json" in ended.err) == (1, True), content
+    folder = whet("train", "--replay", tmp_path)
+    assert (folder.code, "this is a folder" in folder.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run", 3), ("step", -4), ("precision", "fp7"), ("loss_scale", "x"), ("conversations", []), ("shapes", None),
+        ("micro_batches", [{"rank": 0, "row": 0, "documents": [987]}]), ("reason", None), ("longest", 0),
+        ("conversations", [{"number": 0, "source": "d", "line": 1, "ids": [999999], "supervised": [[0, 1]]}]),
+    ],
+)  # fmt: skip
+def test_an_edited_file_is_an_error_that_says_where(
+    whet: Any, planted: Any, tmp_path: Path, faulty: Path, key: str, value: Any
+) -> None:
+    content = json.loads(faulty.read_text()) | {key: value}
+    if isinstance(value, list) and key == "conversations" and value:
+        content["micro_batches"] = [{"rank": 0, "row": 0, "documents": [0]}]
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(content))
+    ended = whet("train", "--replay", edited)
+    assert ended.code == 1, ended.err
+    assert str(edited) in ended.err
+
+
+@pytest.fixture(scope="module")
+def faulty(whet: Any, planted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that a faulty step left."""
+    run = tmp_path_factory.mktemp("faulty") / "run"
+    assert whet("train", planted("backward"), f"run.dir={run}").code == 3
+    return Path(events(run)[0]["file"])
+
+
+def test_where_every_conversation_fails_the_weights_are_blamed(whet: Any, planted: Any, tmp_path: Path) -> None:
+    ended = whet("train", planted("sound"), f"run.dir={tmp_path / 'run'}", "train.optimizer.lr=1e30")
+    assert ended.code == 3
+    (event,) = events(tmp_path / "run")
+    assert event["all"] is True
+    assert "the weights are at fault, not the data" in ended.err
+    assert "A lower train.optimizer.lr" in ended.err
+    assert "on_nonfinite=skip" not in ended.err
+    measured = whet("eval", tmp_path / "run", "eval.tasks=[orders]")
+    assert measured.code == 1
+    assert "its weights are broken" in measured.err
 
 
 def test_the_planted_model_is_sound_without_the_plant(whet: Any, planted: Any, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_a_smoke_test_goes_the_whole_way_in_five_steps_and_leaves_the_run_alone(
     assert "exported to" in ended.err
     assert not {"checkpoints", "exports"} & names(tried)
     assert json.loads(ended.out)["export"] is None
+    assert json.loads(ended.out)["trial"] == "smoke"
 
 
 @pytest.mark.parametrize("batch", ["rows=64", "tokens=100000"])
@@ -73,6 +74,8 @@ def test_trials_are_not_resumed(whet: Callable[..., Any], recipe: str, tmp_path:
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "--smoke", "--resume")
     assert (ended.code, names(tmp_path)) == (2, set())
     assert "begin anew" in ended.err
+    assert whet("train", recipe, f"run.dir={tmp_path / 'run'}", "--dry-run", "--until", "3").code == 2
+    assert whet("train", recipe, f"run.dir={tmp_path / 'run'}", "--dry-run", "--smoke").code == 2
 
 
 def test_a_paused_run_goes_on_as_if_it_had_not(

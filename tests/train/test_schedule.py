@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from whet.train.config import ScheduleConfig
-from whet.train.schedule import rate_factor
+from whet.train.schedule import never_falls, rate_factor
 
 FRACTIONS = st.floats(0, 1)
 LENGTHS = st.integers(0, 50) | FRACTIONS
@@ -126,3 +126,11 @@ def test_a_fraction_above_one_is_neither_units_nor_a_part() -> None:
     assert ScheduleConfig(by="epoch", warmup=1.5).warmup == 1.5
     with pytest.raises(ValidationError, match="neither a whole number of steps nor, up to 1, a part of the run"):
         ScheduleConfig(warmup=1.5)
+
+
+def test_a_warm_up_as_long_as_the_run_is_noticed() -> None:
+    assert never_falls(30, ScheduleConfig(name="cosine", warmup=100))
+    assert never_falls(1.2, ScheduleConfig(name="cosine", warmup=3, by="epoch"))
+    assert not never_falls(30, ScheduleConfig(name="cosine", warmup=29))
+    assert not never_falls(30, ScheduleConfig(name="constant", warmup=100))
+    assert not never_falls(1, ScheduleConfig(name="linear", warmup=1))

@@ -135,6 +135,20 @@ def test_a_truncated_last_line_is_left_out(make_run: MakeRun) -> None:
     assert words(report(folder)).split("Written")[0] == before.split("Written")[0]
 
 
+def test_faults_are_told(make_run: MakeRun) -> None:
+    run = make_run()
+    assert "Faults" not in words(report(run))
+    event = {
+        "step": 2, "kind": "nonfinite", "action": "skip", "reason": "the loss is not finite", "layer": "model.embed",
+        "conversations": [{"source": "my.jsonl", "line": 18}], "all": False,
+    }  # fmt: skip
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n" + json.dumps(event | {"all": True}) + "\n")
+    told = words(report(run))
+    for expected in ("Faults", "the loss is not finite", "left out", "my.jsonl:18 (first bad layer: model.embed)"):
+        assert expected in told, expected
+    assert "the weights: every conversation" in told
+
+
 def test_a_single_step(make_run: MakeRun) -> None:
     page = report(make_run(metrics=[{"step": 1, "loss": 2.5, "step_s": 1.0}]))
     assert "training: 2.5 at step 1, 2.5 at step 1" in page.labels[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
+import typer.main
 
 from whet import __version__
 from whet.cli import chat, check, config, demo, evaluate, export, inspect, prepare, report, train
+from whet.core.errors import USAGE
 
 app = typer.Typer(
     name="whet",
@@ -52,4 +55,18 @@ for name, function in (
 
 
 def main() -> None:
-    app()
+    """The entry point. With --json, wrong usage too is one JSON object on stdout."""
+    if "--json" not in sys.argv[1:]:
+        app()
+        return
+    try:
+        code = typer.main.get_command(app)(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not the parser's: typer brings its own or the installed click
+            raise
+        from whet.core import console
+
+        console.show_error(f"error: {error.format_message()}")
+        console.write_result({"error": error.format_message(), "exit_code": USAGE})
+        sys.exit(USAGE)
+    sys.exit(code if isinstance(code, int) else 0)

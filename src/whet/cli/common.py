@@ -17,7 +17,7 @@ from whet.core.errors import INTERRUPTED, STOPPED, CancelledError, RunFailedErro
 P = ParamSpec("P")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors and the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors; --json gives the result.")]
 Recipe = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
 ]

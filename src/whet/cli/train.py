@@ -53,8 +53,10 @@ def train(
     from whet.watch.summary import result
     from whet.watch.table import score_line
 
-    if resume and (smoke or dry_run):
-        raise UsageError("--resume: --smoke and --dry-run begin anew each time; leave one of them out")
+    if (resume or until) and (smoke or dry_run):
+        raise UsageError("--smoke and --dry-run begin anew each time and go to their end: no --resume, no --until")
+    if smoke and dry_run:
+        raise UsageError("--smoke, --dry-run: give one of them")
     config = read_config(recipe, overrides or [])
     from whet.recipe import trial
     from whet.recipe.train import train as run  # after the recipe was read: this takes seconds
@@ -71,7 +73,7 @@ def train(
     if not first:
         return {}
     view = RunView.read(config.folder)
-    found = result(view)
+    found = result(view) | {"trial": "smoke" if smoke else "dry-run" if dry_run else None}
     say(score_line(view))
     if dry_run:
         say(f"dry run done: nothing was kept but the metrics in {view.folder}")

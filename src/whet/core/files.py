@@ -48,6 +48,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except FileNotFoundError:
         raise WhetError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise WhetError(f"{path}: this is a folder, not a file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         line = getattr(error, "lineno", 1)
         raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None

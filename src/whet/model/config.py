@@ -23,7 +23,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field(
         default="auto",
         description="What weights are kept in: trained ones in fp32 and frozen ones in train.precision, unless said; "
-        "bf16 halves their memory, and updates are then rounded at random, so that small ones are not lost.",
+        "bf16 (with train.precision bf16) halves their memory; updates are rounded at random, so that none is lost.",
     )
     attention: Literal["auto", "varlen", "flex", "sdpa", "eager"] = Field(
         default="auto",

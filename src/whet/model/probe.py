@@ -7,6 +7,7 @@ wrong.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from whet.model.modes import evaluating
 from whet.model.rope import changing_rope
 
 _REMEDY = "It can be trained unpacked: data.packing=none train.micro_rows=1"
-_FAILURES = (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError)
+_FAILURES = (AttributeError, KeyError, TypeError, ValueError)
 _LOUD = 64.0
 """The largest logit of the second comparison: a cap of 30 does nothing that can be seen to the small logits of the
 first, and a bias little to those of the second."""
@@ -53,7 +54,7 @@ def probe(root: LossModel, vocabulary: int, longest: int) -> None:
             head = head_of(model)  # refuses what it does not know
             hidden = _hidden_of_two(root, tokens)
             other = _hidden_of_two(root, torch.cat([tokens[:8].flip(0), tokens[8:]]))
-            largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
+            largest = _largest(head, hidden)
             own = {volume: _own_logits(model, tokens, volume) for volume in (1.0, _LOUD / largest)}
         except _FAILURES as error:
             raise PackingError(
@@ -83,11 +84,21 @@ def probe_alone(root: LossModel, vocabulary: int, longest: int) -> None:
         try:
             head = head_of(model)
             hidden = root.hidden_alone(tokens)
-            largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
+            largest = _largest(head, hidden)
             own = {volume: _own_logits(model, tokens, volume, 1) for volume in (1.0, _LOUD / largest)}
         except _FAILURES as error:
             raise WhetError(f"model.path: this architecture cannot be trained ({error!r})") from None
     _compare(head, hidden, own, largest)
+
+
+def _largest(head: Head, hidden: Tensor) -> float:
+    largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
+    if not 0 < largest < math.inf:
+        raise WhetError(
+            "model.path: all logits of this model are zero, or some are not finite: its weights are broken, as after a "
+            "run that diverged"
+        )
+    return largest
 
 
 def _compare(head: Head, hidden: Tensor, own: dict[float, Tensor], largest: float) -> None:

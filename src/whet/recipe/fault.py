@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 1
+_FORMAT = 1
 _BEGINNING, _NAMED = 80, 3
 
 
@@ -36,6 +36,7 @@ def event_of(fault: Fault, data: Data, file: Path) -> dict[str, Any]:
         "step": fault.step,
         "kind": fault.verdict.kind,
         "action": fault.verdict.action,
+        "policy": fault.policy,
         "reason": fault.verdict.reason,
         "loss": known(fault.result.loss),
         "grad_norm": known(fault.result.grad_norm),
@@ -45,6 +46,7 @@ def event_of(fault: Fault, data: Data, file: Path) -> dict[str, Any]:
             for document in part.documents
         ],
         "together": _only_together(found.blamed),
+        "all": fault.verdict.kind == "nonfinite" and 1 < len(found.alone) == len(found.blamed),
         "layer": _layer(fault),
         "weights": found.weights,
         "file": str(file),
@@ -56,7 +58,7 @@ def batch_of(fault: Fault, config: Config, data: Data, loader: Loader, precision
     numbers = sorted({document for part in fault.findings.layout for document in part.documents})
     store = data.train.store
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "run": str(config.folder.resolve()),
         "step": fault.step,
         "kind": fault.verdict.kind,
@@ -102,6 +104,8 @@ def message_of(event: dict[str, Any]) -> str:
         parts.append(f"The highest losses are those of {listed}")
     elif event["together"]:
         parts.append(f"No conversation is at fault alone, only together: {listed}")
+    elif event["all"]:
+        parts.append("Every conversation of the step fails: the weights are at fault, not the data")
     elif named:
         parts.append(f"At fault: {listed}")
     elif event["kind"] == "nonfinite":
@@ -117,11 +121,14 @@ def message_of(event: dict[str, Any]) -> str:
         "take": "The step is taken all the same",
     }
     parts.append(became[event["action"]])
-    parts.append(f"Run it again: whet train --replay {shlex.quote(event['file'])}")
+    state = "" if event["action"] == "stop" else " (with the newest checkpoint before it)"
+    parts.append(f"Run it again: whet train --replay {shlex.quote(event['file'])}{state}")
+    is_about_data = bool(named) and not (event["together"] or event["all"])
     if event["action"] == "stop":
-        knob = "on_spike" if event["kind"] == "spike" else "on_nonfinite"
-        parts.append(f"Go on without it: --resume with train.{knob}=skip")
-        if event["kind"] != "empty" and (event["together"] or not named or event["kind"] == "spike"):
+        if is_about_data and event["policy"] == "stop":
+            knob = "on_spike" if event["kind"] == "spike" else "on_nonfinite"
+            parts.append(f"Go on without it: --resume with train.{knob}=skip")
+        if event["kind"] == "spike" or (event["kind"] == "nonfinite" and not is_about_data):
             parts.append(RETRY)
     return ". ".join(parts)
 

@@ -94,7 +94,7 @@ def learn(run: Assembled, trackers: list[str]) -> None:
             ranks=ranks,
             work=work_of(run.root.language_model),
             per_epoch=run.plan.sizes.per_epoch,
-            whole=_end(run.plan),
+            whole=end_of(run.plan),
             seed=config.run.seed,
             arithmetic=run.arithmetic.context(ranks.device),
             loss_scale=run.loss_scale,
@@ -104,7 +104,8 @@ def learn(run: Assembled, trackers: list[str]) -> None:
         ).run(start, seen)
 
 
-def _end(plan: Plan) -> Position:
+def end_of(plan: Plan) -> Position:
+    """The end of a run, in every unit of a schedule."""
     conversations = len(plan.documents)
     return Position(len(plan), conversations / plan.sizes.per_epoch, conversations, plan.sizes.tokens)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
 from rich.table import Table
 from rich.text import Text
 
 from whet.checkpoint import save as checkpoints
 from whet.config import Config, read_config
+from whet.core.config import Section
 from whet.core.console import say, warn
 from whet.core.errors import WhetError
 from whet.core.files import read_json
@@ -21,7 +22,7 @@ from whet.data.batch import Shape
 from whet.data.saved_step import SavedDocument, SavedStep
 from whet.model.loss import LossModel
 from whet.recipe.data import hush_libraries, tokenizer_of
-from whet.recipe.fault import FORMAT, shortened
+from whet.recipe.fault import shortened
 from whet.recipe.parts import Arithmetic, be_deterministic, build_model, choose_arithmetic, make_root
 from whet.train.faults import Examined, Examiner, Findings
 from whet.train.metrics import known
@@ -29,6 +30,46 @@ from whet.train.step import StepResult, find_gradients
 
 _BEGINNING = 48
 _NOT_ONE = "this is not a batch that a run saved. Give a file faults/step-NNNNNN.json of a run directory"
+
+
+class _Conversation(Section):
+    number: int
+    source: str
+    line: int
+    ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    supervised: list[Annotated[tuple[int, int], Field(strict=False)]]
+
+
+class _MicroBatch(Section):
+    rank: int
+    row: int
+    documents: list[int]
+
+
+class _Size(Section):
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=0)
+
+
+class _File(Section):
+    """What a file in faults/ holds."""
+
+    format: Literal[1]
+    run: str
+    step: int = Field(ge=1)
+    kind: Literal["nonfinite", "empty", "spike"]
+    reason: str
+    limit: float | None
+    loss: float | None
+    grad_norm: float | None
+    checkpoint: str | None
+    seed: int = Field(ge=0)
+    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    loss_scale: float = Field(gt=0)
+    longest: int = Field(ge=1)
+    shapes: list[_Size]
+    conversations: list[_Conversation] = Field(min_length=1)
+    micro_batches: list[_MicroBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +81,19 @@ class Saved:
 
     @classmethod
     def read(cls, file: Path) -> Saved:
-        content = read_json(file)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise WhetError(f"{file}: {_NOT_ONE}")
         try:
+            content = _File.model_validate(read_json(file)).model_dump()
             places = {each["number"]: place for place, each in enumerate(content["conversations"])}
             layout = [(part["row"], [places[n] for n in part["documents"]]) for part in content["micro_batches"]]
-            held = [_document(each["ids"], each["supervised"]) for each in content["conversations"]]
-            shapes = [Shape(**shape) for shape in content["shapes"]]
-            for key in ("run", "step", "kind", "reason", "limit", "seed", "precision", "loss_scale"):
-                content[key]
-            return cls(content, SavedStep(held, layout, content["longest"], shapes))
-        except (KeyError, TypeError, ValueError) as error:
-            raise WhetError(f"{file}: {_NOT_ONE} ({error!r})") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise WhetError(f"{file}: {_NOT_ONE} ({where}: {first['msg']})") from None
+        except KeyError as error:
+            raise WhetError(f"{file}: {_NOT_ONE} (conversation {error} is missing)") from None
+        held = [_document(each["ids"], each["supervised"]) for each in content["conversations"]]
+        shapes = [Shape(**shape) for shape in content["shapes"]]
+        return cls(content, SavedStep(held, layout, content["longest"], shapes))
 
 
 def replay(file: Path) -> dict[str, Any]:
@@ -75,7 +116,8 @@ def replay(file: Path) -> dict[str, Any]:
     if arithmetic.name != saved.content["precision"]:
         warn(f"the run computed in {saved.content['precision']}; this device computes in {arithmetic.name}")
     findings, result = _again(saved, config, root, ranks, arithmetic)
-    reproduced = _came_again(saved, result)
+    exact = checkpoint == saved.content["checkpoint"]
+    reproduced = _came_again(saved, result, exact)
     _show(saved, config, findings, result, reproduced)
     return {
         "run": str(run),
@@ -128,16 +170,17 @@ def _again(
     return findings, result
 
 
-def _came_again(saved: Saved, result: StepResult) -> bool:
+def _came_again(saved: Saved, result: StepResult, exact: bool) -> bool | None:
+    """None: with other weights than those of the step it cannot be told."""
     match saved.content["kind"]:
         case "empty":
             return saved.step.totals(0).supervised == 0
         case "spike":
-            return not math.isfinite(result.loss) or result.loss > (saved.content["limit"] or math.inf)
-    return not result.finite
+            return result.loss > saved.content["limit"] if exact else None
+    return True if not result.finite else (False if exact else None)
 
 
-def _show(saved: Saved, config: Config, findings: Findings, result: StepResult, reproduced: bool) -> None:
+def _show(saved: Saved, config: Config, findings: Findings, result: StepResult, reproduced: bool | None) -> None:
     tokenizer = tokenizer_of(config)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("place", overflow="fold")
@@ -159,7 +202,9 @@ def _show(saved: Saved, config: Config, findings: Findings, result: StepResult, 
     if findings.weights:
         say(f"weights that are not finite themselves: {', '.join(findings.weights)}")
     reason = saved.content["reason"]
-    say(f"step {saved.content['step']}: {'it came again' if reproduced else 'it did not come again'} ({reason})")
+    words = {True: "it came again", False: "it did not come again", None: "whether it came again cannot be told"}
+    because = "; its weights were not saved" if reproduced is None else ""
+    say(f"step {saved.content['step']}: {words[reproduced]} ({reason}{because})")
 
 
 def _as_dict(saved: Saved, found: Examined) -> dict[str, Any]:

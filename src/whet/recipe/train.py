@@ -26,11 +26,12 @@ from whet.parallel.replicate import start_equal, sum_in_fp32
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.describe import describe_plan
 from whet.recipe.folder import begin, frozen_date, run_folder
-from whet.recipe.loop import Assembled, learn
+from whet.recipe.loop import Assembled, end_of, learn
 from whet.recipe.measure import export_model
 from whet.recipe.parts import be_deterministic, build_model, choose_arithmetic, make_root, most_micro_batches
 from whet.train.loss_scale import LossScale
 from whet.train.optim import make_optimizer, state_bytes
+from whet.train.schedule import never_falls
 from whet.train.track import check_trackers
 
 
@@ -51,6 +52,8 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
         if finished:
             say(f"{config.folder}: this run is finished; nothing to do")
             return
+        if resume and folder is not None and not folder.holds_run():
+            say(f"{config.folder}: there is nothing to resume; the run begins at its start")
         data = prepare_data(config, frozen_date(config.folder))
         if folder is not None:
             begin(folder, config, data)
@@ -131,6 +134,13 @@ def _say_what_matters(run: Assembled) -> None:
         warn(
             f"the longest conversation has {plan.sizes.longest} tokens, but the model was made for {room}; lower "
             "data.max_length"
+        )
+    schedule = config.train.schedule
+    whole = end_of(plan).counted(schedule)
+    if never_falls(whole, schedule):
+        warn(
+            f"train.schedule.warmup: {schedule.warmup} takes the whole run of {whole:g} {schedule.by}s, so the rate "
+            "only rises"
         )
     say(
         f"{len(plan)} steps on {run.ranks.world} × {run.ranks.device.type}, {run.arithmetic.name}: "

@@ -44,11 +44,11 @@ def dry(config: Config) -> Config:
 
 def make_way(folder: Path) -> None:
     """Delete the trial that was here before. A folder with anything else in it stays as it is, and is refused later."""
-    if not folder.is_dir():
+    if not (folder / "config.yaml").exists():
         return
     owned = RunFolder(folder)  # an error if a process is at work in it
     try:
-        if owned.holds_run() and _TAG in read_config(folder / "config.yaml").run.tags:
+        if _TAG in read_config(folder / "config.yaml").run.tags:
             for entry in folder.iterdir():
                 if entry.name != "lock":
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -103,6 +103,11 @@ def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
         data = prepare_data(config, frozen_date(path))
     root = make_root(config, run.model, run.arithmetic, run.ranks.device, len(data.tokenizer), data.longest)
     results, _ = measure(config, data, root, run.ranks, run.arithmetic)
+    if not results:
+        raise WhetError(
+            f"{path}: this run has neither validation data nor tasks, so there is nothing to measure. Give some: "
+            "eval.tasks=[orders], or data.validation.sources=[{path: FILE}]"
+        )
     return {"run": str(path), "step": run.step, **results}
 
 

@@ -54,6 +54,13 @@ class OptimizerConfig(Section):
     momentum_start: _Beta = Field(default=0.85, description="Muon's momentum in the first step.")
     momentum_warmup: int = Field(default=300, ge=0, description="Steps over which it moves to `momentum`.")
 
+    @model_validator(mode="after")
+    def _momentum_is_muons(self) -> OptimizerConfig:
+        for key in ("momentum", "momentum_start", "momentum_warmup"):
+            if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
+                raise impossible(key, f"it is Muon's, and train.optimizer.name is {self.name}")
+        return self
+
 
 class ScheduleConfig(Section):
     """How the learning rate moves."""
@@ -70,7 +77,7 @@ class ScheduleConfig(Section):
         description="Over how many of them it rises; a fraction is a part of the run, but by epoch it is epochs.",
     )
     decay: int | float = Field(
-        default=0.2, ge=0, description="Of wsd: over how many of them, or which part of the run, it falls at the end."
+        default=0.2, ge=0, description="Of wsd: over how many of them it falls at the end; fractions as of warmup."
     )
     init_frac: float = Field(default=0.0, ge=0, le=1, description="Where the warm-up starts, as a part of lr.")
     min_frac: float = Field(default=0.0, ge=0, le=1, description="Where it ends, as a part of lr.")

@@ -94,6 +94,10 @@ class Guard:
         """Whether a rollback decided that this step, counted from 1, is not trained on."""
         return any(first <= step <= last for first, last in self.passed_over)
 
+    def policy(self, kind: Kind) -> str:
+        """What is done about a fault of this kind."""
+        return self.on_spike if kind == "spike" else self.on_nonfinite
+
     def judge(self, result: StepResult, supervised: int, overflow_is_normal: bool) -> Verdict:
         """`overflow_is_normal`: fp16's loss scale can still shrink, so a gradient that is not finite is its fault."""
         if not supervised:
@@ -105,7 +109,9 @@ class Guard:
         limit = spike_limit(self._losses)
         if result.loss <= limit:
             return Verdict("fine", "take")
-        reason = f"the loss is {result.loss:.4g}; after the last {len(self._losses)} steps at most {limit:.4g} is usual"
+        reason = (
+            f"the loss is {result.loss:.4g}; after the last {len(self._losses)} steps one above {limit:.4g} is a spike"
+        )
         return self._limited(Verdict("spike", "take" if self.on_spike == "warn" else self.on_spike, reason, limit))
 
     def _limited(self, verdict: Verdict) -> Verdict:

@@ -44,6 +44,11 @@ def rate_factor(before: float, after: float, whole: float, schedule: ScheduleCon
     return schedule.min_frac + (1 - schedule.min_frac) * height
 
 
+def never_falls(whole: float, schedule: ScheduleConfig) -> bool:
+    """Whether the warm-up takes the whole run, so that the rate may not even reach its height."""
+    return schedule.name != "constant" and _units(schedule.warmup, whole, schedule) >= whole > 1
+
+
 def _units(given: int | float, whole: float, schedule: ScheduleConfig) -> float:
     """Whole numbers are units, and so is any number of epochs; other fractions are parts of the run."""
     return given if isinstance(given, int) or schedule.by == "epoch" else round(given * whole)

@@ -51,6 +51,8 @@ class Fault:
     result: StepResult
     verdict: Verdict
     findings: Findings
+    policy: str
+    """What is done about such a step, while it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ class Trainer:
             verdict = verdict.stopping("there is no checkpoint to go back to")
         examiner = Examiner(self.model, self.ranks, self.seed, self.arithmetic, self.loss_scale.value)
         findings = examiner.examine(self.loader, step, verdict.kind)
-        words = self.hooks.fault(Fault(step + 1, seen, result, verdict, findings))
+        words = self.hooks.fault(Fault(step + 1, seen, result, verdict, findings, self.guard.policy(verdict.kind)))
         if verdict.action == "stop":
             raise RunFailedError(words)
         warn(words)

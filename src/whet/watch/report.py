@@ -18,6 +18,7 @@ from whet.watch.summary import summary
 _PARTS = (
     sections.big_numbers,
     sections.curves,
+    sections.faults,
     sections.validation,
     sections.samples,
     sections.ledger,

@@ -66,6 +66,7 @@ class RunView:
     sources: tuple[Source, ...]
     metrics: tuple[dict[str, Any], ...]
     samples: tuple[Sample, ...]
+    events: tuple[dict[str, Any], ...]
     certificates: tuple[dict[str, Any], ...]
 
     @classmethod
@@ -88,6 +89,7 @@ class RunView:
             sources=tuple(Source.read(record) for record in _object(folder / "ledger.json").get("sources") or ()),
             metrics=tuple(line for line in _lines(folder / "metrics.jsonl") if _whole(line.get("step")) is not None),
             samples=tuple(Sample.read(line) for line in _lines(folder / "samples.jsonl")),
+            events=tuple(_lines(folder / "events.jsonl")),
             certificates=tuple(
                 {"kind": path.parent.name} | _object(path) for path in sorted(folder.glob("exports/*/certificate.json"))
             ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from whet.watch.chart import Line, chart
 from whet.watch.ledger import Source
 from whet.watch.markup import Markup, element, facts, section, table
@@ -15,6 +17,7 @@ _MOST_POINTS = 4000
 _FEW_SAMPLES = 4
 _MORE_SAMPLES = 60
 _MOST_PLACES = 5
+_MOST_FAULTS = 20
 
 
 def big_numbers(run: RunView) -> Markup:
@@ -66,6 +69,36 @@ def validation(run: RunView) -> Markup:
     part = next((share for _, share in reversed(run.points("val_part"))), None)
     note = None if part is None else f"Measured on {share_text(part)} of the conversations held out (eval.rows)."
     return section("Validation", table(("measure", "before", "after"), rows), note=note) if rows else _NOTHING
+
+
+def faults(run: RunView) -> Markup:
+    """Steps that were not fine: what happened, what was done, and who was to blame."""
+    if not run.events:
+        return _NOTHING
+    became = {"stop": "stopped", "skip": "left out", "rollback": "rolled back", "take": "taken all the same"}
+    rows = [
+        (
+            count_text(event.get("step")),
+            str(event.get("reason") or DASH),
+            became.get(str(event.get("action")), DASH),
+            _blamed(event),
+        )
+        for event in run.events[:_MOST_FAULTS]
+    ]
+    left = len(run.events) - len(rows)
+    note = "Run one again with: whet train --replay RUN/faults/step-NNNNNN.json"
+    shown = table(("step", "what happened", "the step was", "at fault"), rows)
+    return section("Faults", shown, note=note + (f" ({left} more in events.jsonl)" if left > 0 else ""))
+
+
+def _blamed(event: dict[str, Any]) -> str:
+    """Places of conversations, or the weights."""
+    if event.get("all"):
+        return "the weights: every conversation of the step fails"
+    places = [f"{each.get('source')}:{each.get('line')}" for each in event.get("conversations") or ()]
+    more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
+    layer = f" (first bad layer: {event['layer']})" if event.get("layer") else ""
+    return (", ".join(places[:_MOST_PLACES]) + more or DASH) + layer
 
 
 def _line(series: Series) -> Line:
