@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -135,23 +135,23 @@ class Trainer:
     def run(self, start: int, seen: Seen) -> None:
         """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
         place: Place | None = Place(start, seen)
-        with _signals() as asked:
-            while place is not None:
-                place = self._from(place, asked)
+        signals: list[int] = []
+        while place is not None:
+            place = self._from(place, signals)
 
-    def _from(self, place: Place, asked: Callable[[], bool]) -> Place | None:
+    def _from(self, place: Place, signals: list[int]) -> Place | None:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         smoothed = Ema()
-        with progress("training", self.cadence.steps, start) as bar:
+        with _noted(signals), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
                         result = self._pass_over(step, seen)
                     else:
-                        result = self._one(step, seen, asked() or self.hooks.stop_requested())
+                        result = self._one(step, seen, bool(signals) or self.hooks.stop_requested())
                 if result.back is not None:
                     if result.stop:
                         raise StoppedError(
@@ -236,19 +236,18 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
+def _noted(signals: list[int]) -> Iterator[None]:
     """Ctrl-C and SIGTERM ask for a stop after the current step; a second Ctrl-C interrupts at once."""
-    received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        if signals and number == signal.SIGINT:
             raise KeyboardInterrupt
-        received.append(number)
+        signals.append(number)
         say("stopping when this step is saved; Ctrl-C again stops at once")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(received)
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
