@@ -57,10 +57,10 @@ class RunHooks:
 
     def evaluate(self, step: int) -> None:
         results, samples = measure(self.config, self.data, self.root, self.ranks, self.arithmetic)
-        broken = {name: value for name, value in results.items() if not math.isfinite(value)}
+        broken = [name for name, value in results.items() if not math.isfinite(value)]
         if broken:
             raise RunFailedError(
-                f"step {step}: the evaluation is not finite ({broken}): the model has diverged. {RETRY}"
+                f"step {step}: {', '.join(broken)} of the evaluation is not finite: the model has diverged. {RETRY}"
             )
         if self.files is not None and results:
             for sample in samples:

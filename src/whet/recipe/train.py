@@ -129,6 +129,8 @@ def _say_what_matters(run: Assembled) -> None:
         say("conversations would see each other in this model if they were packed: it gets them one by one")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.root.modules()):
         say("dropout is on: it falls differently for other train.micro_rows and numbers of processes")
+    if getattr(run.model.config, "output_router_logits", False):
+        warn("the model's configuration asks for an auxiliary loss of its router; whet does not add it")
     room = getattr(run.model.config, "max_position_embeddings", plan.sizes.longest)
     if plan.sizes.longest > room:
         warn(
