@@ -177,6 +177,19 @@ TOGETHER = (
 """What several processes run. With four of them, best-fit leaves ranks without rows."""
 
 
+def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
+    """Where bf16 weights are on every rank after six steps of random rounding: each draws it for itself."""
+    model = load_model(TINY, torch.bfloat16)
+    attention.install(model, "sdpa")
+    root = LossModel(model)
+    optimizer = make_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
+    loader = Loader(store, plan_of(store, "none"), 1, ranks.rank, ranks.world)
+    for step in range(6):
+        take(root, optimizer, loader, step, ranks=ranks, arithmetic=torch.autocast("cpu", torch.bfloat16))
+    loader.close()
+    return ranks.gather([[weight.double().sum().item() for weight in model.parameters()]])
+
+
 def main(folder: Path) -> None:
     ranks = start_ranks()
     store = make_store()
@@ -185,6 +198,9 @@ def main(folder: Path) -> None:
         if ranks.is_first:
             torch.save(trace.weights, folder / f"{number}.pt")
             (folder / f"{number}.json").write_text(json.dumps({"losses": trace.losses, "norms": trace.norms}))
+    ends = end_of_each_rank(store, ranks)
+    if ranks.is_first:
+        (folder / "ends.json").write_text(json.dumps(ends))
     ranks.leave()
 
 

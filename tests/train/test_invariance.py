@@ -74,3 +74,5 @@ def test_no_number_of_processes_matters(naive: Trace, tmp_path: Path, world: int
         found = json.loads((tmp_path / f"{number}.json").read_text())
         weights = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         assert_equal(Trace(found["losses"], found["norms"], weights), naive)
+    ends = json.loads((tmp_path / "ends.json").read_text())
+    assert ends == ends[:1] * world, "random rounding moved the weights of the ranks apart"
