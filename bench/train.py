@@ -28,7 +28,7 @@ from whet.model.loss import LossModel
 from whet.recipe.data import hush_libraries, prepare_data
 from whet.recipe.parts import build_model, choose_arithmetic, make_loader
 from whet.recipe.plan import make_plan
-from whet.train.optim import make_optimizer
+from whet.train.optim import make_optimizer, take_step
 from whet.train.step import find_gradients
 
 RECIPE = """
@@ -55,10 +55,10 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     context = arithmetic.context(ranks.device)
 
     def ours(step: int) -> None:
-        find_gradients(
+        result = find_gradients(
             root, loader, step, ranks=ranks, seed=1, clip_norm=1.0, arithmetic=context, loss_scale=1.0, stop=False
         )
-        optimizer.step()
+        take_step(optimizer, result.factor)
 
     def plain(step: int) -> None:
         optimizer.zero_grad(set_to_none=True)

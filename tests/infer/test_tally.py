@@ -17,7 +17,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 def batch(documents: list[int], edges: tuple[int, ...], labels: list[int]) -> PackedBatch:
     wanted, empty = torch.tensor(labels), torch.zeros(len(labels), dtype=torch.int64)
     at = torch.nonzero(wanted >= 0)[:, 0]
-    return PackedBatch(empty, wanted, empty, empty, 9, at, edges, np.array(documents, dtype=np.int64))
+    return PackedBatch(empty, wanted, empty, empty, 9, at, None, edges, np.array(documents, dtype=np.int64))
 
 
 def losses(*nll: float) -> LossSum:

@@ -36,7 +36,7 @@ from whet.model.tokenizer import load_tokenizer
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
 from whet.train.config import OptimizerConfig
-from whet.train.optim import make_optimizer
+from whet.train.optim import make_optimizer, take_step
 from whet.train.step import StepResult, find_gradients
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -121,7 +121,7 @@ def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step
     } | changed  # fmt: skip
     result = find_gradients(root, loader, step, **options)
     if result.finite:
-        optimizer.step()
+        take_step(optimizer, result.factor)
     return result
 
 

@@ -18,7 +18,7 @@ LOSSES = st.lists(st.floats(0, 20), min_size=16, max_size=64)
 
 
 def result(loss: float, norm: float = 1.0) -> StepResult:
-    return StepResult(loss, 0.5, norm, False, 0.0)
+    return StepResult(loss, 0.5, norm, 1.0, False, 0.0)
 
 
 def line(step: int, loss: float | None, **more: Any) -> dict[str, Any]:

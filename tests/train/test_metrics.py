@@ -40,7 +40,9 @@ def test_the_first_average_is_the_first_value_and_what_is_not_finite_is_passed_o
 def line(pace: Pace, loss: float = 2.0) -> dict[str, Any]:
     totals = StepTotals(2, 30, 10, np.array([20, 10]))
     seen = Seen().plus(totals, Work(3, 5, (Span(8, 1, 2),)))
-    return step_line(1, StepResult(loss, 0.5, 1.0, False, 0.1), {"lr": 0.1}, seen, totals, 8, pace, torch.device("cpu"))
+    return step_line(
+        1, StepResult(loss, 0.5, 1.0, 1.0, False, 0.1), {"lr": 0.1}, seen, totals, 8, pace, torch.device("cpu")
+    )
 
 
 def test_rates_are_of_this_step_and_null_while_compiling() -> None:

@@ -43,7 +43,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
         def step(model: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
             at_step(number)
             did.append(("rate", made.optimizer.param_groups[0]["lr"]))
-            return StepResult((losses or {}).get(number, 1.0), 0.5, norm, stop, 0.0)
+            return StepResult((losses or {}).get(number, 1.0), 0.5, norm, 1.0, stop, 0.0)
 
         def go_back(step: int) -> Place:
             assert checkpoint is not None

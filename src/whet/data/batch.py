@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,10 @@ from whet.data.pack import edges_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_STEP = 128  # lengths are multiples of what kernels work on at a time
+STEP = 128
+"""Sizes are multiples of what kernels work on at a time."""
+
+_FEW = 0.9  # of all positions: with more than that supervised, choosing them saves nothing
 
 IGNORED = -100
 """The label of a position that is not learned."""
@@ -48,14 +51,15 @@ class PackedBatch:
     cu_seqlens: Tensor  # [D + 1] int32
     longest: int  # bounds the length of a document; a constant of the plan, so that nothing is compiled anew
     supervised_at: Tensor  # [S] int64: where labels are not IGNORED, known without asking the device
+    learned_at: Tensor | None  # the same, filled up to a constant size with one position that is none of them
     edges: tuple[int, ...]  # cu_seqlens on the host
     documents: NDArray[np.integer]  # which documents of the store these are, in order; padding is not among them
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device."""
-        tensors = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")
+        tensors: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at", "learned_at")
         }
         return replace(self, **tensors)
 
@@ -66,6 +70,8 @@ class Shape:
 
     tokens: int
     documents: int
+    supervised: int = 0
+    """The most supervised positions that any of them has; 0: not known, or nearly all."""
 
 
 def buckets(largest: Shape, count: int) -> list[Shape]:
@@ -73,8 +79,11 @@ def buckets(largest: Shape, count: int) -> list[Shape]:
 
     Few, because layers are compiled for each of them.
     """
-    parts = {min(largest.tokens, -(-largest.tokens // 2**power // _STEP) * _STEP) for power in range(1, count)}
-    return [Shape(tokens, largest.documents) for tokens in sorted({*parts, largest.tokens})]
+    parts = {min(largest.tokens, -(-largest.tokens // 2**power // STEP) * STEP) for power in range(1, count)}
+    return [
+        Shape(tokens, largest.documents, largest.supervised if largest.supervised < _FEW * tokens else 0)
+        for tokens in sorted({*parts, largest.tokens})
+    ]
 
 
 def smallest(shapes: Sequence[Shape], tokens: int) -> Shape | None:
@@ -111,6 +120,17 @@ def pack_batch(store: Shelf, documents: NDArray[np.integer], longest: int, shape
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         longest=longest,
         supervised_at=torch.from_numpy(targets - 1),
+        learned_at=_filled_up(targets - 1, total, shape.supervised if shape else max(1, len(targets))),
         edges=tuple(edges.tolist()),
         documents=documents,
     )
+
+
+def _filled_up(places: NDArray[np.int64], total: int, count: int) -> Tensor | None:
+    """`count` positions: these, and as often as it takes the first that is none of them."""
+    missing = count - len(places)
+    if missing < 0 or not count:
+        return None
+    gaps = np.flatnonzero(places != np.arange(len(places)))  # there is one: the last of a document is never supervised
+    other = gaps[0] if len(gaps) else len(places)
+    return torch.from_numpy(np.concatenate([places, np.full(missing, other)]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.data.batch import PackedBatch, Shape, buckets, pack_batch, smallest
+from whet.data.batch import STEP, PackedBatch, Shape, buckets, pack_batch, smallest
 from whet.data.plan import Plan
 from whet.data.prefetch import Prefetch
 from whet.data.store import Store
@@ -47,8 +47,24 @@ class Loader:
         self._rank, self._world = rank, world
         self._shapes: list[Shape] = []
         if padded_to:
-            self._shapes = buckets(Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows), lengths)
+            largest = Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows, self._most_supervised())
+            self._shapes = buckets(largest, lengths)
         self._batches = Prefetch(self._make, self._following, _AHEAD)
+
+    def _most_supervised(self) -> int:
+        """Positions of any micro-batch of any rank, with room for whole steps of kernels."""
+        if len(self._plan.rows) < 2:
+            return 0
+        counts = np.diff(self._plan.steps)
+        steps = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(len(steps)) - np.repeat(self._plan.steps[:-1], counts)
+        turns, seats = places // self._world, places % self._world
+        numbers = turns // self._micro_rows
+        owners = np.where(turns % 2, self._world - 1 - seats, seats)
+        micro_batches = (steps * (int(numbers.max()) + 1) + numbers) * self._world + owners
+        targets = np.add.reduceat(self._store.targets[self._plan.documents], self._plan.rows[:-1], dtype=np.int64)
+        most = np.bincount(micro_batches, weights=targets).max()
+        return -(-int(most) // STEP) * STEP
 
     def documents(self, step: int) -> NDArray[np.integer]:
         """The documents of a step, of all ranks."""

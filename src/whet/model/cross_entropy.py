@@ -17,7 +17,8 @@ from whet.model.head import Head
 from whet.model.rows import Rows, RowsFunction, Terms, rows_torch
 
 _CHUNK_BYTES = 64 * 2**20  # logits and their gradient alive at a time
-_CHUNK_BYTES_GPU = 512 * 2**20  # each chunk reads and writes the whole gradient of the weight: fewer are faster
+_CHUNK_BYTES_GPU = 2**30  # each chunk reads and writes the whole gradient of the weight: fewer are faster
+_TILE = 256  # of rows, on a GPU: products of whole tiles are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore[arg-type]
         matrix = weight.to(compute)
-        bytes_of_row = len(weight) * (exact.itemsize + (compute.itemsize if compute != exact else 0))
-        count = max(1, (_CHUNK_BYTES_GPU if hidden.is_cuda else _CHUNK_BYTES) // bytes_of_row)
+        count = _rows_at_a_time(hidden, len(weight) * exact.itemsize)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), count):
                 part = slice(start, start + count)
@@ -116,14 +116,18 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right. 16-bit matrices are taken in pieces, because each piece is first a matrix of its own."""
+    """total += left @ right; 16-bit matrices are summed into fp32 by the product itself."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-        return
-    count = max(1, _CHUNK_BYTES // (total.shape[1] * total.itemsize))
-    for start in range(0, len(total), count):
-        part = slice(start, start + count)
-        total[part] += _product(left[part], right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def _rows_at_a_time(hidden: Tensor, bytes_of_row: int) -> int:
+    if not hidden.is_cuda:
+        return max(1, _CHUNK_BYTES // bytes_of_row)
+    count = max(1, _CHUNK_BYTES_GPU // bytes_of_row)
+    return count if count < _TILE else count // _TILE * _TILE
 
 
 def _rows_of(

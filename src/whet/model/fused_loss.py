@@ -1,4 +1,5 @@
-"""The same as `rows_torch` in one Triton kernel: logits are read twice and their gradient is written once."""
+"""The same as `rows_torch` in one Triton kernel: logits are read twice and their gradient is written once, over
+them."""
 
 from __future__ import annotations
 
@@ -71,6 +72,7 @@ def _rows(  # type: ignore[no-untyped-def]
                 tanh = _tanh(y / cap)
                 y = cap * tanh
                 slope = 1 - tanh * tanh
+            tl.debug_barrier()  # the gradient may be written over logits: all lanes have read theirs
             d_y = tl.exp(y - top) * factor - smoothing / vocabulary - tl.where(token == target, 1 - smoothing, 0.0)
             tl.store(d_logits_at + token, (d_y * slope * scale * boost).to(d_logits_at.dtype.element_ty), mask=known)
 
@@ -80,8 +82,11 @@ def rows_triton(logits: Tensor, targets: Tensor, terms: Terms, gradient: torch.d
     count, vocabulary = logits.shape
     nll = torch.empty(count, dtype=torch.float32, device=logits.device)
     cost, hits = torch.empty_like(nll), torch.empty_like(nll, dtype=torch.uint8)
-    if gradient is None or gradient == logits.dtype:
-        d_logits = logits  # each lane writes where it alone has read
+    if gradient is None:
+        d_logits = logits
+    elif vocabulary % 4 == 0:
+        # in the front of its row: a block's gradient ends before the logits of the next begin
+        d_logits = logits.view(gradient)[:, :vocabulary]
     else:  # rows begin where matrix products are fast
         room = triton.cdiv(vocabulary, 8) * 8
         d_logits = torch.empty(count, room, dtype=gradient, device=logits.device)[:, :vocabulary]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from whet.model.attention import described
+from whet.model.chosen import Chosen
 from whet.model.cross_entropy import LossSum, linear_cross_entropy
 from whet.model.head import head_of
 
@@ -21,10 +22,13 @@ class LossModel(nn.Module):
         self.z_loss = z_loss
         self.alone = False
         """Each batch is one document, and the model attends as it likes."""
+        self.chosen = Chosen()
+        """What the last layer is told of the positions that the loss looks at."""
 
     def forward(self, batch: Any, weight: float = 1.0) -> LossSum:
         """`batch` is a PackedBatch. `weight`: 1 ÷ the supervised tokens of the whole step, so that gradients of all
         micro-batches and ranks need only be summed."""
+        self.chosen.rows = None if self.alone else batch.learned_at
         if self.alone:  # without the padding, whose positions could change how positions are turned
             hidden = self.hidden_alone(batch.tokens[: batch.edges[1]])
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from whet.parallel.compile import compiled
+from whet.parallel.compile import choose_kept, compiled
 from whet.parallel.config import ParallelConfig
 from whet.parallel.layers import decoder_layers
 from whet.parallel.offload import offloaded
@@ -18,14 +18,14 @@ def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, back
     offload = config.offload in ("activations", "both")
     if not (compile or offload or config.recompute != "none"):
         return
+    if compile:
+        choose_kept(config.recompute)
     for layer in decoder_layers(language_model):
         forward = layer.forward
         if compile:
             # innermost: the compiler sees the layer alone, which is the same for all, and no hooks around it
             forward = compiled(forward, backend)
-        if config.recompute == "full" or (config.recompute == "selective" and not compile):
-            # around what is compiled, so that the same compiled code runs again. The compiler is selective by itself:
-            # it keeps matrix products and attention and computes the rest again
+        elif config.recompute != "none":
             forward = recomputed(forward, config.recompute)
         if offload:
             # outermost: sees only what is kept after recomputing, with `full` the input of the layer

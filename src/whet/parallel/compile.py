@@ -37,6 +37,17 @@ def compile_count() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
+def choose_kept(recompute: Literal["none", "selective", "full"]) -> None:
+    """What compiled layers keep for the backward pass, from now on.
+
+    The compiler sees both passes, so it computes again no more than the backward pass needs: not a layer's last matrix
+    product, which is a quarter of a layer. By itself it keeps whatever the backward pass would have to write to memory
+    again; `selective` lets go of that too where it is not a matrix product.
+    """
+    torch._functorch.config.activation_memory_budget = 0.0 if recompute == "full" else 1.0
+    torch._functorch.config.ban_recompute_materialized_backward = recompute != "selective"
+
+
 def compiled(forward: Forward, backend: Any = "inductor") -> Forward:
     """The same forward pass, compiled for batches of documents; anything else, as generating, runs as it is."""
     # torch would go on uncompiled in silence where something is compiled again and again

@@ -21,6 +21,7 @@ from whet.data.plan import Plan
 from whet.infer.tasks import find_task
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
+from whet.parallel.narrow import narrow
 from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal, sum_in_fp32
 from whet.recipe.data import Data, hush_libraries, prepare_data
@@ -100,6 +101,8 @@ def _assemble(
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
     root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
+    with arithmetic.context(ranks.device):
+        narrow(root)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     start_equal(root, ranks)
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.train.rounding import Chance, put
-from whet.train.states import Keep, arithmetic_of, keep_in, parts
+from whet.train.states import In8Bits, Keep, arithmetic_of, keep_in, parts
 
 
 class AdamW(torch.optim.Optimizer):
@@ -25,6 +27,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._chance = Chance(seed)
+        self.factor = 1.0
+        """What gradients are multiplied by in the next step: it saves going through all of them to clip."""
         self._keeps: dict[Tensor, Keep] = {}
         self._numbers: dict[Tensor, int] = {}  # counted once: an offloaded optimizer steps through parts of its groups
         for group in self.param_groups:
@@ -42,27 +46,50 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 self.state[weight]["step"] += 1
                 step = int(self.state[weight]["step"])
-                chance = self._chance.of(step, self._numbers[weight], weight.device)
-                self._move(group, weight, weight.grad, step, chance)
+                self._move(group, weight, weight.grad, step)
+
+    def _generator(self, weight: Tensor, step: int) -> torch.Generator:
+        """Of the random numbers that round this weight in this step."""
+        return self._chance.of(step, self._numbers[weight], weight.device)
 
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         keep = self._keeps[weight]
         return keep.start("exp_avg", weight) | keep.start("exp_avg_sq", weight)
 
-    def _move(
-        self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int, chance: torch.Generator
-    ) -> None:
+    def _move(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
         keep, state, arithmetic = self._keeps[weight], self.state[weight], arithmetic_of(weight)
         beta1, beta2 = group["betas"]
         rate = group["lr"] / (1 - beta1**step)
         root = (1 - beta2**step) ** 0.5
+        decayed = 1 - group["lr"] * group["weight_decay"]
+        fused = _fused() if weight.is_cuda and arithmetic == torch.float32 and not isinstance(keep, In8Bits) else None
+        if fused is not None and weight.is_contiguous() and gradient.is_contiguous():
+            motion = fused.Motion(self.factor, beta1, beta2, group["eps"], rate, root, decayed)
+            seed = self._chance.seed(step, self._numbers[weight])
+            fused.move(weight, gradient, state["exp_avg"], state["exp_avg_sq"], motion, seed)
+            return
+        chance = self._generator(weight, step)
         for rows in parts(weight):
-            slope, moved = gradient[rows].to(arithmetic), weight[rows].to(arithmetic)
+            slope, moved = self._slope(gradient[rows], arithmetic), weight[rows].to(arithmetic)
             mean = keep.read(state, "exp_avg", rows, arithmetic).lerp_(slope, 1 - beta1)
             square = keep.read(state, "exp_avg_sq", rows, arithmetic).mul_(beta2)
             square.addcmul_(slope, slope, value=1 - beta2)
-            moved.mul_(1 - group["lr"] * group["weight_decay"])
+            moved.mul_(decayed)
             moved.addcdiv_(mean, (square.sqrt() / root).add_(group["eps"]), value=-rate)
             keep.write(state, "exp_avg", rows, mean, chance)
             keep.write(state, "exp_avg_sq", rows, square, chance)
             put(weight[rows], moved, chance)
+
+    def _slope(self, gradient: Tensor, arithmetic: torch.dtype) -> Tensor:
+        """What is learned from, in the type of the arithmetic; the gradient itself stays as it is."""
+        exact = gradient.to(arithmetic)
+        return exact if self.factor == 1 else exact * self.factor
+
+
+@functools.cache
+def _fused() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from whet.train import fused_adamw
+
+    return fused_adamw

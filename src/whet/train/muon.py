@@ -38,19 +38,17 @@ class Muon(AdamW):
             return super()._start(group, weight)
         return {"momentum": torch.zeros_like(weight, dtype=arithmetic_of(weight))}
 
-    def _move(
-        self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int, chance: torch.Generator
-    ) -> None:
+    def _move(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
         if not _is_for_muon(group, weight):
-            super()._move(group, weight, gradient, step, chance)
+            super()._move(group, weight, gradient, step)
             return
         arithmetic, momentum = arithmetic_of(weight), self.momentum(step - 1)
-        slope = gradient.to(arithmetic)
+        slope = self._slope(gradient, arithmetic)
         mean = self.state[weight]["momentum"].lerp_(slope, 1 - momentum)
         direction = orthogonalise(slope.lerp(mean, momentum)).to(arithmetic)
         moved = weight.to(arithmetic).mul_(1 - group["lr"] * group["weight_decay"])
         moved.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
-        put(weight, moved, chance)
+        put(weight, moved, self._generator(weight, step))
 
 
 def _is_for_muon(group: dict[str, Any], weight: Tensor) -> bool:

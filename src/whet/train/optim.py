@@ -29,6 +29,16 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, seed: int) -> torc
     return AdamW(groups, bits=_BITS[config.name], seed=seed, **adamw)
 
 
+def take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Move the weights by their gradients times `factor` (of StepResult)."""
+    if isinstance(optimizer, AdamW):
+        optimizer.factor = factor
+    elif factor != 1:
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        torch._foreach_mul_([weight.grad for weight in weights if weight.grad is not None], factor)
+    optimizer.step()
+
+
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
     """Give each group its highest rate × `factor`; returns what metrics.jsonl says of it."""
     usual = optimizer.defaults["lr"]

@@ -24,7 +24,10 @@ class Chance:
     def of(self, step: int, number: int, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(seed_of("rounding", self._seed, step, number))
+        return self._generators[device].manual_seed(self.seed(step, number))
+
+    def seed(self, step: int, number: int) -> int:
+        return seed_of("rounding", self._seed, step, number)
 
 
 def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -32,6 +32,9 @@ class StepResult:
     """The part of them that the model would have said."""
     grad_norm: float
     """Before clipping."""
+    factor: float
+    """What the gradients are to be multiplied by: it takes the loss scale out of them and shortens them to the largest
+    norm that is allowed. `take_step` does."""
     stop: bool
     """Some rank was asked to stop."""
     data_s: float
@@ -46,13 +49,14 @@ def find_gradients(
     model: LossModel, loader: Loader | SavedStep, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
     arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool,
 ) -> StepResult:  # fmt: skip
-    """Forward and backward over this rank's micro-batches, one reduction, clipping. The weights are left alone."""
+    """Forward and backward over this rank's micro-batches, and one reduction. The weights are left alone; the device is
+    waited for once, at the end."""
     supervised = loader.totals(step).supervised
     weight = loss_scale / supervised if supervised else math.nan
     parameters = trainable(model)
     for parameter in parameters:
         parameter.grad = None
-    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     batches = Timed(loader.micro_batches(step))
     for row, batch in batches:
         torch.manual_seed(seed_of(seed, step, row))
@@ -64,22 +68,19 @@ def find_gradients(
     sums[2] = float(stop)
     sum_gradients(model, ranks)
     ranks.sum_(sums)
-    norm = _clip(parameters, clip_norm, loss_scale)
-    loss, hits, stops = sums.tolist()
+    sums[3] = _norm(parameters)
+    loss, hits, stops, norm = sums.tolist()
     if not supervised:
-        return StepResult(math.nan, math.nan, math.nan, stops > 0, batches.seconds)
-    return StepResult(loss / supervised, hits / supervised, norm.item(), stops > 0, batches.seconds)
+        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, batches.seconds)
+    norm /= loss_scale
+    factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
+    return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, batches.seconds)
 
 
-def _clip(parameters: list[nn.Parameter], clip_norm: float, loss_scale: float) -> torch.Tensor:
-    """Take the loss scale out of the gradients and shorten them to `clip_norm`; gives their norm before that."""
+def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if loss_scale != 1:
-        torch._foreach_mul_(gradients, 1 / loss_scale)
     exact = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=exact)))
-    nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-    return norm
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=exact)))
 
 
 class Timed(Iterator[T]):

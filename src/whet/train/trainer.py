@@ -26,7 +26,7 @@ from whet.train.faults import Examiner, Findings
 from whet.train.guard import Guard, Verdict
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Pace, Seen, note_of, passed_over_line, step_line
-from whet.train.optim import set_rates
+from whet.train.optim import set_rates, take_step
 from whet.train.profiler import Profiler
 from whet.train.schedule import Position, rate_factor
 from whet.train.step import StepResult, find_gradients
@@ -190,7 +190,7 @@ class Trainer:
         if verdict.action == "rollback":
             return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
         if verdict.action == "take":
-            self.optimizer.step()
+            take_step(self.optimizer, result.factor)
         self.loss_scale.settle(verdict.kind == "overflow")
         warm = compile_count() == compiled
         pace = Pace(time.perf_counter() - began, after.flops - seen.flops, self.peak, warm)

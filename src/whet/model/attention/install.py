@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from whet.core.console import warn
 from whet.model.attention import variable_length
@@ -49,8 +48,9 @@ def install(model: nn.Module, backend: str) -> None:
         dtype = torch.get_autocast_dtype(kind) if mixed else value.dtype
         return compute(query.to(dtype), key.to(dtype), value.to(dtype), ask, documents), None
 
+    # no mask goes with it: documents are told apart by their edges, and to see whether it needs one, transformers would
+    # ask the device in every forward pass
     AttentionInterface.register(name_of(backend), attend)
-    AttentionMaskInterface.register(name_of(backend), _no_mask)
     model.set_attn_implementation(name_of(backend))  # type: ignore[operator]
 
 
@@ -83,7 +83,3 @@ def plain(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Documents are told apart by their edges; no [T, T] mask is ever built."""
