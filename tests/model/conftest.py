@@ -56,6 +56,7 @@ def pack() -> Callable[[Sequence[Tensor]], SimpleNamespace]:
             cu_seqlens=torch.tensor(edges, dtype=torch.int32),
             longest=max(map(len, documents)),
             supervised_at=torch.nonzero(labels >= 0)[:, 0],
+            learned_at=None,
             edges=tuple(edges),
         )
 

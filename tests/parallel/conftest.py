@@ -64,13 +64,8 @@ def make_batch() -> Callable[..., SimpleNamespace]:
             cu_seqlens=torch.tensor(edges, dtype=torch.int32),
             longest=total,
             supervised_at=torch.nonzero(labels >= 0)[:, 0],
+            learned_at=None,
             edges=tuple(edges),
         )
 
     return make
-
-
-@pytest.fixture
-def no_look_at_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers reads the positions to build a mask that whet does not use; the `meta` device has none to read."""
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)

@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from functorch.compile import make_boxed_compiler, make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.model.loss import LossModel
@@ -107,7 +110,6 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("no_look_at_positions")
 @pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("varlen", "meta")])
 def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device: str) -> None:
     """The kernel for CUDA runs here on tensors without numbers."""
@@ -152,3 +154,39 @@ def test_a_whole_run_has_the_losses_of_one_without(
     ours, theirs = steps(tmp_path / "run"), steps(tiny_run)
     assert len(ours) == 60
     assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 6)])
+def test_a_compiled_layer_computes_again_what_its_backward_pass_needs_and_no_more(
+    make_root: Make, make_batch: Make, recompute: Any, again: int
+) -> None:
+    """The seventh product of a layer is its last: nothing but the next layer needs it."""
+    products: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    root = make_root(backend="eager", num_hidden_layers=3)
+    apply(
+        root.language_model, ParallelConfig(recompute=recompute), True,
+        aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition),
+    )  # fmt: skip
+    root(make_batch([9, 20, 8])).objective.backward()
+    assert products == [7, 14 + again], "one forward and one backward graph, for all layers"
+
+
+def test_selective_lets_a_compiled_layer_keep_less(make_root: Make, make_batch: Make) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "backend": "eager"}
+    kept: dict[str, int] = {}
+    for kind in ("none", "selective", "full"):
+        torch._dynamo.reset()
+        root = make_root(dtype=torch.float32, **sizes)
+        apply(
+            root.language_model, ParallelConfig(recompute=kind), True,
+            aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph.forward),
+                         partition_fn=min_cut_rematerialization_partition),
+        )  # fmt: skip
+        kept[kind] = kept_bytes(root, make_batch([40, 30, 50], total=128))
+    assert kept["full"] < kept["selective"] < kept["none"]

@@ -16,7 +16,7 @@ from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
 from whet.model.matrices import matrices_of
 from whet.train.config import OptimizerConfig
-from whet.train.optim import make_optimizer, set_rates
+from whet.train.optim import make_optimizer, set_rates, take_step
 
 NAMES = ["adamw", "adamw16bit", "adamw8bit", "muon"]
 TINY = ModelConfig(path="builtin:tiny")
@@ -132,3 +132,19 @@ def test_muons_knobs_without_muon_are_an_error() -> None:
     assert OptimizerConfig(name="adamw", momentum=0.95).momentum == 0.95  # a complete config.yaml says so
     with pytest.raises(ValidationError, match="Muon's"):
         OptimizerConfig(name="adamw", momentum=0.5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw16bit", "adamw8bit", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+def test_a_step_with_a_factor_is_one_with_gradients_so_many_times_as_long(name: Any, dtype: torch.dtype) -> None:
+    ends = []
+    for factor in (1.0, 0.25):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 200).to(dtype)
+        optimizer = make_optimizer(model, OptimizerConfig(name=name, lr=1e-2), 0)
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight) * (0.25 if factor == 1 else 1)  # a power of two: nothing is rounded
+        take_step(optimizer, factor)
+        ends.append([weight.detach().clone() for weight in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)

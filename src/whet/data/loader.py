@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from whet.data.store import Store
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_LOOKED_AT = 256  # steps
 _AHEAD = 4  # micro-batches that are made before they are asked for, across steps
 
 
@@ -45,26 +47,8 @@ class Loader:
         `lengths`: how many different lengths micro-batches may be padded to; full rows need one."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
-        self._shapes: list[Shape] = []
-        if padded_to:
-            largest = Shape(padded_to * micro_rows, plan.sizes.fullest * micro_rows, self._most_supervised())
-            self._shapes = buckets(largest, lengths)
+        self._padded_to, self._lengths = padded_to, lengths
         self._batches = Prefetch(self._make, self._following, _AHEAD)
-
-    def _most_supervised(self) -> int:
-        """Positions of any micro-batch of any rank, with room for whole steps of kernels."""
-        if len(self._plan.rows) < 2:
-            return 0
-        counts = np.diff(self._plan.steps)
-        steps = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(len(steps)) - np.repeat(self._plan.steps[:-1], counts)
-        turns, seats = places // self._world, places % self._world
-        numbers = turns // self._micro_rows
-        owners = np.where(turns % 2, self._world - 1 - seats, seats)
-        micro_batches = (steps * (int(numbers.max()) + 1) + numbers) * self._world + owners
-        targets = np.add.reduceat(self._store.targets[self._plan.documents], self._plan.rows[:-1], dtype=np.int64)
-        most = np.bincount(micro_batches, weights=targets).max()
-        return -(-int(most) // STEP) * STEP
 
     def documents(self, step: int) -> NDArray[np.integer]:
         """The documents of a step, of all ranks."""
@@ -105,10 +89,13 @@ class Loader:
             chosen = np.array(documents, dtype=self._plan.documents.dtype)
             yield row, self._pack(chosen)
 
-    @property
+    @functools.cached_property
     def shapes(self) -> list[Shape]:
         """The sizes that its batches are padded to, if they are."""
-        return self._shapes
+        if not self._padded_to:
+            return []
+        rows = self._micro_rows
+        return buckets(Shape(self._padded_to * rows, self._plan.sizes.fullest * rows, self._room()), self._lengths)
 
     @property
     def longest(self) -> int:
@@ -136,7 +123,18 @@ class Loader:
 
     def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
-        return pack_batch(self._store, documents, self._plan.sizes.longest, smallest(self._shapes, tokens))
+        return pack_batch(self._store, documents, self._plan.sizes.longest, smallest(self.shapes, tokens))
+
+    def _room(self) -> int:
+        """For the supervised positions of micro-batches: of the fullest, as far as some steps tell. Where there is a
+        fuller one, all its positions are computed."""
+        steps = np.unique(np.linspace(0, max(0, len(self._plan) - 1), _LOOKED_AT).astype(np.int64))
+        most = 0
+        for step in map(int, steps[: len(self._plan)]):
+            for number in range(self.count(step)):
+                rows = [self._row(step, int(place)) for place in self._places(number, self._rank)]
+                most = max(most, int(self._store.targets[np.concatenate(rows)].sum(dtype=np.int64)))
+        return -(-most // STEP) * STEP
 
     def _places(self, number: int, rank: int) -> NDArray[np.int64]:
         """The rows of a step that a rank's micro-batch takes; a step need not have so many."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from whet.model.attention import compiles_through
 from whet.parallel.compile import choose_kept, compiled
 from whet.parallel.config import ParallelConfig
 from whet.parallel.layers import decoder_layers
@@ -18,14 +19,17 @@ def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, back
     offload = config.offload in ("activations", "both")
     if not (compile or offload or config.recompute != "none"):
         return
-    if compile:
+    by_compiler = compile and compiles_through(language_model)
+    if by_compiler:
         choose_kept(config.recompute)
     for layer in decoder_layers(language_model):
         forward = layer.forward
         if compile:
             # innermost: the compiler sees the layer alone, which is the same for all, and no hooks around it
             forward = compiled(forward, backend)
-        elif config.recompute != "none":
+        if (config.recompute == "full" and not by_compiler) or (config.recompute == "selective" and not compile):
+            # around what is compiled in pieces, so that the same compiled code runs again: each piece by itself would
+            # keep what it gets
             forward = recomputed(forward, config.recompute)
         if offload:
             # outermost: sees only what is kept after recomputing, with `full` the input of the layer

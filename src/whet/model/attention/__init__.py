@@ -8,7 +8,8 @@ documents begin comes with each forward pass as a keyword argument, which transf
 from whet.model.attention.ask import Ask, Documents, described
 from whet.model.attention.choose import choose
 from whet.model.attention.flexible import flex
-from whet.model.attention.install import install, leave, name_of, plain, serving
+from whet.model.attention.install import compiles_through, install, leave, name_of, plain, serving
+from whet.model.attention.long_documents import cudnn
 from whet.model.attention.look import Asked, look, unserved
 from whet.model.attention.per_document import per_document_sdpa
 from whet.model.attention.reference import eager
@@ -19,6 +20,8 @@ __all__ = [
     "Asked",
     "Documents",
     "choose",
+    "compiles_through",
+    "cudnn",
     "described",
     "eager",
     "flex",

@@ -14,6 +14,7 @@ from whet.core.console import warn
 from whet.model.attention import variable_length
 from whet.model.attention.ask import Backend, Documents
 from whet.model.attention.flexible import flex
+from whet.model.attention.long_documents import cudnn
 from whet.model.attention.look import ask_of
 from whet.model.attention.per_document import per_document_sdpa
 from whet.model.attention.reference import eager
@@ -23,10 +24,21 @@ BACKENDS: dict[str, Backend] = {
     "eager": eager,
     "varlen": variable_length.varlen,
     "flex": flex,
+    "cudnn": cudnn,
 }
 
-_NAMES = {"sdpa": "whet_per_document", "eager": "whet_reference", "varlen": "whet_varlen", "flex": "whet_blocks"}
+_NAMES = {
+    "sdpa": "whet_per_document",
+    "eager": "whet_reference",
+    "varlen": "whet_varlen",
+    "flex": "whet_blocks",
+    "cudnn": "whet_long",
+}
 """A name with `sdpa`, `flex` or `flash` in it would make transformers check for its own."""
+
+
+_IN_ONE_GRAPH = ("varlen", "eager")
+"""The compiler passes by the others, which need to know on the host where documents begin."""
 
 
 def install(model: nn.Module, backend: str) -> None:
@@ -65,6 +77,11 @@ def serving(model: nn.Module) -> str:
     backend = next((backend for backend, name in _NAMES.items() if name == installed), f"its own ({installed})")
     kernel = variable_length.kernel() if backend == "varlen" else None
     return f"{backend} ({kernel})" if kernel else backend
+
+
+def compiles_through(model: nn.Module) -> bool:
+    """Whether a compiled layer of `model` is one graph, with attention inside it, and not two around it."""
+    return any(model.config._attn_implementation == _NAMES[backend] for backend in _IN_ONE_GRAPH)  # type: ignore[union-attr]
 
 
 def leave(model: nn.Module) -> None:
