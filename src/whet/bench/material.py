@@ -10,6 +10,7 @@ from typing import Any
 from whet.bench.speed import Load, attention_cost
 from whet.bench.terms import Terms
 from whet.config import Config
+from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write
 from whet.model.shapes import shape_of
@@ -18,6 +19,9 @@ from whet.recipe.plan import make_plan
 
 _SPARE = 1.25
 """Others pack less well, or drop what is left of a batch: they get so much more than whet needs."""
+
+_FEW = 0.05
+"""If more than this part of the data is left out, it is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Material:
     load: Load
     count: int
     tokens: int
+    dropped: int
+    """Conversations of the data that nobody gets, because they are longer than a row or cannot be used."""
 
 
 def lay_out(config: Config, terms: Terms, out: Path) -> Material:
@@ -45,11 +51,18 @@ def lay_out(config: Config, terms: Terms, out: Path) -> Material:
     model.mkdir(exist_ok=True)
     shape.save_pretrained(model)
     data.tokenizer.save_pretrained(model)
+    accounts = [account["conversations"] for account in data.ledger()["sources"]]
+    found, dropped = (sum(account[key] for account in accounts) for key in ("in", "dropped"))
+    if dropped > _FEW * found:
+        warn(
+            f"{dropped:,} of {found:,} conversations are left out, most likely because they are longer than --length "
+            f"{terms.length}: what is measured are short ones"
+        )
     lines = _conversations(config, data)
     conversations = out / "conversations.jsonl"
     atomic_write(conversations, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     lengths = [len(line["input_ids"]) for line in lines]
-    return Material(model, conversations, _load(shape, terms, lengths), len(lines), sum(lengths))
+    return Material(model, conversations, _load(shape, terms, lengths), len(lines), sum(lengths), dropped)
 
 
 def _conversations(config: Config, data: Data) -> list[dict[str, Any]]:

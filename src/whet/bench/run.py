@@ -47,6 +47,7 @@ def bench(terms: Terms, peers: list[Contender], out: Path, overrides: Sequence[s
             "from": config.data.sources[0].path,
             "conversations": material.count,
             "tokens": material.tokens,
+            "dropped": material.dropped,
             "mean_length": material.tokens / material.count,
         },
         "contenders": [],
