@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"core"},
     "config": {"core"},  # and the packages' config modules
     "recipe": {*_BELOW, "train", "checkpoint", "infer", "config"},
+    "bench": {*_BELOW, "config", "recipe"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""
 
@@ -76,6 +77,12 @@ def test_a_lazy_import_against_the_direction_is_found() -> None:
     assert forbidden("train", "import whet.checkpoint.save\n") == ["whet.checkpoint.save"]
     assert forbidden("config", "from whet.train.step import train_step\n") == ["whet.train.step.train_step"]
     assert forbidden("config", "from whet.train.config import TrainConfig\nfrom whet.core.yaml import Node\n") == []
+
+
+def test_scripts_that_run_other_tools_do_without_whet() -> None:
+    scripts = sorted((SOURCE / "bench" / "peers").glob("*.py"))
+    assert {"trl_peer.py", "unsloth_peer.py", "sft_race.py"} <= {script.name for script in scripts}
+    assert [name for script in scripts for name in imported(script.read_text())] == []
 
 
 def test_recipe_is_a_package_and_the_package_itself_imports_nothing() -> None:

@@ -75,6 +75,7 @@ class Config(Section):
     def settled(self) -> dict[str, Any]:
         """As plain values, with files by their full path, so that it means the same from any folder."""
         tree = self.model_dump(exclude_none=True, mode="json")
+        tree["model"]["path"] = self.model.settled_path
         validation = tree["data"].get("validation") or {}
         named = [(owner, "path") for owner in (tree["model"], *tree["data"]["sources"], *validation.get("sources", []))]
         for owner, key in [*named, (tree["model"], "tokenizer"), (tree["data"], "template"), (tree["data"], "store")]:

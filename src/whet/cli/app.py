@@ -9,7 +9,7 @@ import typer
 import typer.main
 
 from whet import __version__
-from whet.cli import chat, check, config, demo, evaluate, export, inspect, prepare, report, train
+from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, prepare, report, train
 from whet.core.errors import USAGE
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ for name, function in (
     ("chat", chat.chat),
     ("export", export.export),
     ("report", report.report),
+    ("bench", bench.bench),
     ("config", config.config),
 ):
     app.command(name)(function)

@@ -7,13 +7,15 @@ from typing import Literal
 from pydantic import Field
 
 from whet.core.config import Section
+from whet.model.shapes import settled
 
 
 class ModelConfig(Section):
     """Which model is trained."""
 
     path: str = Field(
-        description="A model folder, a hub id, builtin:smollm2 (real, small) or builtin:tiny (random, for tests)."
+        description="A model folder, a hub id, builtin:smollm2 (real, small) or builtin:tiny (random, for tests); or "
+        "random:NAME, random:FOLDER, random:FILE.json: random weights of a shape, to measure speed (whet bench)."
     )
     revision: str | None = Field(default=None, description="Of a hub id: branch, tag or commit.")
     tokenizer: str | None = Field(
@@ -36,6 +38,11 @@ class ModelConfig(Section):
         "does on CUDA, except in fp64.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+
+    @property
+    def settled_path(self) -> str:
+        """`path`, where it names a shape by its folder or file, with the full path of that."""
+        return settled(self.path)
 
 
 class AdapterConfig(Section):

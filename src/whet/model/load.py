@@ -8,13 +8,16 @@ from torch import nn
 
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
+from whet.model.shapes import is_random, shape_of
 from whet.model.tokenizer import cannot_load, locate
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
-    """The model in `dtype`; `auto` is the type it was saved in."""
+def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
+    """The model in `dtype`; `auto` is the type it was saved in. Random weights are made on `device`, if it is given."""
     from transformers import AutoModelForCausalLM
 
+    if is_random(config.path):
+        return with_experts_in(_random_model(config, dtype, device or torch.device("cpu")), dtype)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype,
@@ -29,6 +32,23 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
             "random numbers. The files do not belong to this config.json, or some were not copied"
         )
     return with_experts_in(model, dtype)
+
+
+def _random_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> nn.Module:
+    """Made where and in what it is used: an 8B model in fp32 would not fit many a host's memory. The same every time,
+    and no other random number changes."""
+    from transformers import AutoModelForCausalLM
+
+    shape = shape_of(config.path, config.trust_remote_code)
+    kept = (shape.dtype or torch.float32) if dtype == "auto" else dtype
+    seeded = [device] if device.type not in ("cpu", "mps") else []
+    with torch.random.fork_rng(seeded, device_type=device.type if seeded else "cuda"), device:
+        torch.manual_seed(0)
+        try:
+            model = AutoModelForCausalLM.from_config(shape, dtype=kept, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise cannot_load(config.path, "model", error) from None
+    return model.eval()
 
 
 def with_experts_in(model: nn.Module, dtype: torch.dtype | str) -> nn.Module:

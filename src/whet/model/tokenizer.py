@@ -11,6 +11,7 @@ from whet.core.files import hash_file
 from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
 from whet.model.pieces import derive_tokenizer
+from whet.model.shapes import is_random, own_folder
 from whet.model.turns import Turns, speak_in_turns
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ def locate(path: str) -> str:
     return path
 
 
+def tokenizer_place(config: ModelConfig) -> str:
+    """Where the tokenizer is: what model.tokenizer names, else the model's folder or hub id. Random weights have none,
+    unless their folder brings one: they read what SmolLM2 does."""
+    if config.tokenizer is not None:
+        return str(Path(config.tokenizer).expanduser())
+    if not is_random(config.path):
+        return locate(config.path)
+    folder = own_folder(config.path)
+    if folder is not None and any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return str(folder)
+    return locate("builtin:smollm2")
+
+
 def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTrainedTokenizerFast:
     """The model's tokenizer, or the one that model.tokenizer names; with `turns`, it speaks between markers."""
     from transformers import AutoTokenizer
@@ -44,7 +58,7 @@ def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTraine
     pieces = sentencepiece_file(config)
     if pieces is not None:
         return derive_tokenizer(pieces, turns)
-    where = locate(config.path) if config.tokenizer is None else str(Path(config.tokenizer).expanduser())
+    where = tokenizer_place(config)
     folder, key = Path(where), _tokenizer_key(config)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise WhetError(
@@ -65,7 +79,7 @@ def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTraine
 def sentencepiece_file(config: ModelConfig) -> Path | None:
     """The SentencePiece model that the tokenizer is derived from: a `.model` file that model.tokenizer names, or a
     folder's tokenizer.model where there is no other tokenizer file."""
-    folder = Path(locate(config.path) if config.tokenizer is None else config.tokenizer).expanduser()
+    folder = Path(tokenizer_place(config))
     if config.tokenizer is not None and not folder.is_dir():
         if not folder.is_file() or folder.suffix != ".model":
             raise WhetError(
@@ -91,7 +105,7 @@ def stop_ids(config: ModelConfig) -> list[int]:
     if config.tokenizer is not None:
         return []
     try:
-        ids = GenerationConfig.from_pretrained(locate(config.path), revision=config.revision).eos_token_id
+        ids = GenerationConfig.from_pretrained(tokenizer_place(config), revision=config.revision).eos_token_id
     except OSError:
         return []
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
@@ -106,7 +120,7 @@ _DECIDING = (
 
 def tokenizer_files(config: ModelConfig) -> dict[str, Path] | None:
     """The files that decide what the tokenizer does, by name; None if it is not on this machine yet."""
-    place = Path(config.tokenizer or locate(config.path)).expanduser()
+    place = Path(tokenizer_place(config))
     if place.is_file():
         return {place.name: place}
     if not place.is_dir():
@@ -122,7 +136,7 @@ def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
     if files is None:
         return None
     try:
-        described = json.loads((Path(config.tokenizer or locate(config.path)).expanduser() / "config.json").read_text())
+        described = json.loads((Path(tokenizer_place(config)) / "config.json").read_text())
         kind = {"model_type": str(described["model_type"])}
     except (OSError, ValueError, LookupError, TypeError):  # none, or one that loading will complain about
         kind = {}

@@ -118,7 +118,7 @@ def _best_precision(device: torch.device) -> str:
 
 def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int) -> nn.Module:
     """The model with its adapters on its device, attending by documents."""
-    model = load_model(config.model, arithmetic.weights)
+    model = load_model(config.model, arithmetic.weights, device)
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
         raise VocabularyError(

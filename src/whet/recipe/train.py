@@ -19,6 +19,7 @@ from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan
 from whet.infer.tasks import find_task
+from whet.model.shapes import is_random
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
 from whet.parallel.narrow import narrow
@@ -128,6 +129,10 @@ def _assemble(
 
 def _say_what_matters(run: Assembled) -> None:
     config, plan = run.config, run.plan
+    if is_random(config.model.path):
+        warn(
+            f"model.path: {config.model.path}: the weights are random; this run is good for its speed and nothing else"
+        )
     if run.root.alone:
         say("conversations would see each other in this model if they were packed: it gets them one by one")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.root.modules()):

@@ -1,0 +1,82 @@
+"""A contender's process: its words go into a log, and it does not outlive this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How it ended."""
+
+    code: int
+    began: float
+    """Of the wall clock."""
+    seconds: float
+    out: str
+
+    @property
+    def killed_by(self) -> str | None:
+        """The signal that ended it, by name."""
+        return signal.Signals(-self.code).name if self.code < 0 else None
+
+
+def run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
+    """Run a command to its end. stderr goes to `log`; stdout is given back. Ctrl-C and SIGTERM end it with us."""
+    with log.open("wb") as words, _terminate_like_ctrl_c():
+        began = time.time()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=dict(environment),
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, _ = process.communicate()
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            _signal(process, signal.SIGKILL)  # workers that it left behind would be in the next one's way
+    return Ended(process.returncode, began, time.time() - began, out.decode(errors="replace"))
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says anything; of a traceback that is the error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").replace("\r", "\n").splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _signal(process, signal.SIGTERM)
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To it and to all that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def _terminate_like_ctrl_c() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,62 @@
+"""Which tools take part, and where they are found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+
+from whet.bench.contenders import parse_peers
+from whet.core.errors import WhetError
+
+
+def package(folder: Path, name: str, version: str, code: str = "") -> Path:
+    """A folder with a package in it, as pip lays it out."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+def test_a_tool_is_asked_for_in_the_python_that_runs_whet() -> None:
+    found, unsloth = parse_peers("trl, unsloth")
+    assert (found.python, found.versions["trl"]) == (sys.executable, trl.__version__)
+    assert "unsloth" not in unsloth.versions
+
+
+def test_folders_of_packages_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    one, two = package(tmp_path / "one", "trl", "9.8.7"), tmp_path / "two"
+    two.mkdir()
+    (found,) = parse_peers(f"trl={one}:{two}")
+    assert found.versions["trl"] == "9.8.7"
+    assert found.environment()["PYTHONPATH"] == f"{one}:{two}:/before"
+
+
+def test_a_tool_may_have_a_python_of_its_own(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    (found,) = parse_peers(f"trl={python}")
+    assert found.python == str(python)
+
+
+def test_without_names_nobody_else_takes_part() -> None:
+    assert parse_peers("") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("axolotl", "axolotl is not known; known are: trl, unsloth"),
+        ("trl,trl", "named twice"),
+        ("trl=/no/such/place", "/no/such/place is neither a folder of packages nor a Python"),
+        ("trl=/bin/false", "no Python that works"),
+    ],
+)
+def test_what_cannot_be_is_said(text: str, reason: str) -> None:
+    with pytest.raises(WhetError, match=f"--peers .*{reason}"):
+        parse_peers(text)
