@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,11 @@ class Config(Section):
     run: RunConfig = Field(default=RunConfig())
     model: ModelConfig
     adapter: AdapterConfig | None = Field(default=None, description="Absent: every weight is trained.")
+    quantize: Literal["nf4"] | None = Field(
+        default=None,
+        description="Keep the frozen weights beside an adapter in 4 bits (QLoRA), a quarter of their memory; absent: "
+        "as model.dtype says.",
+    )
     data: DataConfig
     train: TrainConfig = Field(default=TrainConfig())
     parallel: ParallelConfig = Field(default=ParallelConfig())
@@ -53,7 +58,28 @@ class Config(Section):
             )
         if self.export.at_end == "adapter" and self.adapter is None:
             raise impossible("export.at_end", "adapter, but without an adapter section every weight is trained")
+        if self.quantize is not None:
+            self._can_be_quantized(self.quantize)
         return self
+
+    def _can_be_quantized(self, kind: str) -> None:
+        if self.adapter is None:
+            raise impossible(
+                "quantize",
+                f"{kind}, but weights in 4 bits cannot be trained. Add an adapter section, such as adapter.rank=16, or "
+                "leave quantize out",
+            )
+        if self.train.precision == "fp64":
+            raise impossible(
+                "quantize",
+                f"{kind} does not compute in train.precision = fp64. Set train.precision=fp32, or leave quantize out",
+            )
+        if self.model.dtype != "auto":
+            raise impossible(
+                "model.dtype",
+                f"{self.model.dtype}, but quantize = {kind} says too what weights are kept in. Leave one of them out: "
+                "beside 4-bit weights the others are kept in train.precision",
+            )
 
     @property
     def row_length(self) -> int:

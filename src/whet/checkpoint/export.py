@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from whet.checkpoint.card import note_quantized
 from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_dir, hash_file, need_space, write_json
 from whet.model.attention import plain
 from whet.model.load import with_experts_in
 from whet.model.lora import language_model, merge
+from whet.model.quantize import is_quantized, plain_bytes, quantize_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,6 +38,8 @@ class Certificate:
     max_logit_difference: float
     same_next_token: float
     files: dict[str, str]
+    quantize: str | None = None
+    """What the base was kept in while training: its numbers are those that were compared, not the original's."""
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -62,14 +66,17 @@ def export(
     language_model(model).generation_config.eos_token_id = list(stops)  # type: ignore[union-attr]
     wanted = _logits(language_model(model), probes)
     dtype = language_model(model).get_input_embeddings().weight.dtype  # type: ignore[operator]
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    size = plain_bytes(model)
+    packed = any(map(is_quantized, model.modules()))
     try:
         need_space(folder, size if kind == "merged" else 2**26, "the export")
         with atomic_dir(folder) as temporary:
             (merge(model) if kind == "merged" else model).save_pretrained(temporary)  # type: ignore[operator]
             tokenizer.save_pretrained(temporary)
-            loaded = _load_back(temporary, kind, dtype, trust_remote_code).to(wanted.device)
-            certificate = _certify(temporary, loaded, wanted, probes, kind, step)
+            if packed:
+                note_quantized(temporary, kind, str(dtype).removeprefix("torch."))
+            loaded = _load_back(temporary, kind, dtype, trust_remote_code, packed)
+            certificate = _certify(temporary, _placed(loaded, wanted.device), wanted, probes, kind, step, packed)
             write_json(temporary / "certificate.json", certificate.as_dict())
             if not certificate.verified:
                 raise RunFailedError(
@@ -83,22 +90,35 @@ def export(
 
 
 def _certify(
-    folder: Path, loaded: nn.Module, wanted: Tensor, probes: Sequence[Sequence[int]], kind: str, step: int
+    folder: Path, loaded: nn.Module, wanted: Tensor, probes: Sequence[Sequence[int]], kind: str, step: int, packed: bool
 ) -> Certificate:
-    found = _logits(loaded, probes)
+    found = _logits(loaded, probes).to(wanted.device)
     difference = (found - wanted).abs().max().item()
     agree = (found.argmax(dim=-1) == wanted.argmax(dim=-1)).double().mean().item()
     dtype = next(loaded.parameters()).dtype
     allowed = _TOLERANCE.get(dtype, 0.1) * max(1.0, wanted.abs().max().item())
     files = {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))}
     return Certificate(
-        kind, step, difference <= allowed and agree > 0.95, len(probes), len(wanted), difference, agree, files
-    )
+        kind, step, difference <= allowed and agree > 0.95, len(probes), len(wanted), difference, agree, files,
+        "nf4" if packed else None,
+    )  # fmt: skip
 
 
-def _load_back(folder: Path, kind: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def _placed(model: nn.Module, device: torch.device) -> nn.Module:
+    """On the device if there is room for it; a model that was trained in 4 bits may have none there in 16."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the merge gave back
+        free, _ = torch.cuda.mem_get_info(device)
+        if sum(parameter.nbytes for parameter in model.parameters()) > 0.8 * free:
+            return model
+    return model.to(device)
+
+
+def _load_back(folder: Path, kind: str, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
     """As any user of the folder would load it, in the type that was trained in: an adapter does not carry that."""
     how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if kind == "adapter" and packed:
+        return _adapted_in_4_bits(folder, how)
     if kind == "adapter":
         from peft import AutoPeftModelForCausalLM
 
@@ -106,6 +126,15 @@ def _load_back(folder: Path, kind: str, dtype: torch.dtype, trust_remote_code: b
     from transformers import AutoModelForCausalLM
 
     return with_experts_in(AutoModelForCausalLM.from_pretrained(folder, **how), dtype)
+
+
+def _adapted_in_4_bits(folder: Path, how: dict[str, Any]) -> nn.Module:
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
+    quantize_(base.requires_grad_(False), torch.device("cpu"))
+    return language_model(PeftModel.from_pretrained(base, folder))
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ from torch import nn
 
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
+from whet.model.quantize import is_quantized, plain_linear
 
 
 def add_adapter(model: nn.Module, config: AdapterConfig, seed: int) -> nn.Module:
@@ -48,5 +49,16 @@ def language_model(model: nn.Module) -> nn.Module:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """The plain transformers model with the adapters added into its weights; without adapters, the model itself."""
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]
+    """The plain transformers model with the adapters added into its weights; without adapters, the model itself.
+
+    Weights in 4 bits become plain ones and go to the host one by one, because together they may be too large for the
+    device. Added in 4 bits, most of what an adapter learned would be rounded away.
+    """
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    packed = [name for name, module in model.named_modules() if is_quantized(module)]
+    for name in packed:
+        model.set_submodule(name, plain_linear(model.get_submodule(name)).to("cpu"))
+    if packed:
+        model = model.to("cpu")
+    return model.merge_and_unload()  # type: ignore[operator]

@@ -33,6 +33,8 @@ _PRODUCTS = {
 """Matrix products, and which argument their first matrix is."""
 _THIN = 8
 _ATTENTION = ("scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention")
+_PACKED = "bitsandbytes::gemm_4bit"
+"""A product with a 4-bit weight, which only frozen ones are."""
 
 
 def recomputed(forward: Forward, kind: Literal["selective", "full"]) -> Forward:
@@ -79,7 +81,10 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     """Keep what is dear to compute: matrix products and attention."""
     name = operation._schema.name if hasattr(operation, "_schema") else str(operation)
     first = _PRODUCTS.get(name)
-    dear = any(part in name for part in _ATTENTION) if first is None else _is_dear(args[first], args[first + 1])
+    if first is None:
+        dear = name == _PACKED or any(part in name for part in _ATTENTION)
+    else:
+        dear = _is_dear(args[first], args[first + 1])
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 

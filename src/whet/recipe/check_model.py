@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from whet.config import Config
 from whet.core.errors import WhetError
 from whet.recipe.data import Data, tokenizer_of
 from whet.recipe.finding import Finding
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _UNUSED = 0.1
 """Models have some rows more than their tokenizer has tokens, for speed; more than this part is strange."""
@@ -32,6 +36,8 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     except (RuntimeError, ImportError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         yield Finding("model", "fault", _broken(config, "cannot be made", error))
         return
+    if config.quantize is not None:
+        yield _quantized(model, config.quantize)
     yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     try:
         longest = config.data.max_length if data is None else data.longest
@@ -52,6 +58,16 @@ def _broken(config: Config, what: str, error: Exception) -> str:
     """A model is a program of someone else's: it can fail in any way."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"model.path: {config.model.path}: the model {what} ({type(error).__name__}: {first}). Try another one"
+
+
+def _quantized(model: nn.Module, kind: str) -> Finding:
+    from whet.model.quantize import MOST, packed_bytes, plain_bytes, quantized_part
+
+    part, taken, plain = quantized_part(model), packed_bytes(model) / 2**20, plain_bytes(model) / 2**20
+    text = f"{part:.0%} of the weights are in {kind}; all of them take {taken:,.1f} MiB instead of {plain:,.1f}"
+    if part < MOST:
+        return Finding("quantize", "warning", f"{text}. Embeddings, and experts fused into one weight, cannot be in it")
+    return Finding("quantize", "ok", text)
 
 
 def _vocabulary(tokens: int, rows: int) -> Finding:

@@ -215,6 +215,7 @@ def hush_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    for name in ("torch.distributed", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|transformers|peft")

@@ -7,6 +7,7 @@ from typing import Any
 from whet.data.plan import efficiency
 from whet.model import attention
 from whet.model.peaks import device_name, device_peak
+from whet.model.quantize import numbers_in
 from whet.parallel.compile import compiles
 from whet.recipe.loop import Assembled
 
@@ -29,12 +30,13 @@ def describe_plan(run: Assembled) -> dict[str, Any]:
         "world": run.ranks.world,
         "batch": config.train.batch.model_dump(exclude_none=True),
         "packing": config.data.packing,
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters": sum(map(numbers_in, parameters)),
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "device": device.type,
         "device_name": device_name(device),
         "peak_flops": device_peak(device, run.arithmetic.name),
         "precision": run.arithmetic.name,
+        "quantize": config.quantize,
         "attention": attention.serving(run.root.language_model),
         "compiled": compiles(config.model.compile, device, run.arithmetic.compute),
         **config.parallel.model_dump(),

@@ -23,6 +23,8 @@ from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.model.probe import PackingError, probe, probe_alone
+from whet.model.quantize import quantize_
+from whet.model.shapes import is_random
 
 _LENGTHS = 4
 
@@ -117,14 +119,20 @@ def _best_precision(device: torch.device) -> str:
 
 
 def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int) -> nn.Module:
-    """The model with its adapters on its device, attending by documents."""
-    model = load_model(config.model, arithmetic.weights, device)
+    """The model with its adapters on its device, attending by documents.
+
+    One that will be in 4 bits is loaded on the host, whatever the device: it may be too large for it in 16.
+    """
+    on_host = config.quantize is not None and not is_random(config.model.path)
+    model = load_model(config.model, arithmetic.weights, torch.device("cpu") if on_host else device)
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
         raise VocabularyError(
             f"model.path: {config.model.path}: the tokenizer knows {vocabulary:,} tokens and the model only {room:,}. "
             "They do not belong together: use the tokenizer that came with the model"
         )
+    if config.quantize is not None:
+        quantize_(model.requires_grad_(False), device)
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
     model = model.to(device)

@@ -19,6 +19,7 @@ from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan
 from whet.infer.tasks import find_task
+from whet.model.quantize import MOST, need_bitsandbytes, plain_bytes, quantized_part
 from whet.model.shapes import is_random
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
@@ -49,6 +50,8 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
     for task in config.eval.tasks:
         find_task(task)
     trackers = check_trackers(config.track)
+    if config.quantize is not None:
+        need_bitsandbytes()
     finished = resume and read_status(config.folder).get("state") == "finished"
     with _terminate_like_ctrl_c(), run_folder(config, resume, first=rank == 0) as folder:
         if finished:
@@ -118,8 +121,7 @@ def _assemble(
         folder=folder, last=min(until or len(plan), len(plan)), keeps=keeps,
     )  # fmt: skip
     if folder is not None and keeps:
-        whole = sum(parameter.nbytes for parameter in model.parameters())
-        export = whole if config.export.at_end == "merged" else 0
+        export = plain_bytes(model) if config.export.at_end == "merged" else 0
         checkpoints.need_room(folder.path, root, state_bytes(optimizer), config.checkpoint.keep_last, export)
     if folder is not None:
         write_json(folder.path / "plan.json", describe_plan(run))
@@ -139,6 +141,11 @@ def _say_what_matters(run: Assembled) -> None:
         say("dropout is on: it falls differently for other train.micro_rows and numbers of processes")
     if getattr(run.model.config, "output_router_logits", False):
         warn("the model's configuration asks for an auxiliary loss of its router; whet does not add it")
+    if config.quantize is not None and (part := quantized_part(run.model)) < MOST:
+        warn(
+            f"quantize: only {part:.0%} of this model's weights are in {config.quantize}: embeddings, and experts "
+            "fused into one weight, cannot be in it"
+        )
     room = getattr(run.model.config, "max_position_embeddings", plan.sizes.longest)
     if plan.sizes.longest > room:
         warn(

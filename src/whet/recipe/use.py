@@ -47,7 +47,9 @@ def load_ready(reference: str) -> Ready:
         model, tokenizer = load_model(config, "auto"), load_tokenizer(config)
     else:
         run = load_run(path, step)
-        config, model, tokenizer = run.config.model, merge(run.model), tokenizer_of(run.config)
+        # merged it would answer a little faster, but a model in 4 bits may be too large for that
+        model = language_model(run.model) if run.config.quantize else merge(run.model)
+        config, tokenizer = run.config.model, tokenizer_of(run.config)
         attention.leave(model)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     model = model.to(accelerator or torch.device("cpu")).eval()

@@ -1,0 +1,138 @@
+"""Frozen weights in 4 bits (QLoRA): NF4 by bitsandbytes, with adapters in full numbers beside them.
+
+64 numbers in a row share a scale, the largest of them; each is the nearest of 16 values chosen for a normal
+distribution. The scales are kept in 8 bits, 256 of them sharing one in fp32, so that a weight takes
+4 + 8/64 + 32/(64·256) = 4.127 bits. Arithmetic is in the type that the weight came in: a product turns the matrix back
+into numbers of that type first, in the forward and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.core.errors import WhetError
+
+MOST = 0.5
+"""A model with a smaller part of its weights in 4 bits saves less than whoever asked for it expects."""
+_BLOCK = 64
+
+
+def need_bitsandbytes() -> None:
+    """Refuse at the start of a run, not after its data was prepared."""
+    if find_spec("bitsandbytes") is None:
+        raise WhetError("quantize: nf4 needs bitsandbytes, which is not installed: pip install 'whet[quantize]'")
+
+
+def quantize_(model: nn.Module, device: torch.device) -> None:
+    """Put every frozen linear layer but the head in 4 bits onto `device`, one after the other.
+
+    The 16-bit weight is freed as its layer is replaced: beside the 4-bit model the device holds one of them at a time,
+    if `model` is on the host. A matrix whose rows are no whole number of blocks stays as it is: bitsandbytes'
+    kernels for CPUs give such a one back with scales of other rows (seen in 0.50.2: errors of 1.4, not 0.4).
+    """
+    need_bitsandbytes()
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and not module.weight.requires_grad
+        and module.in_features % _BLOCK == 0
+    ]  # fmt: skip
+    if not names:
+        raise WhetError(
+            "quantize: nf4, but whet finds no linear layers in this model that it could keep in 4 bits. Leave quantize "
+            "out"
+        )
+    for name in names:
+        try:
+            model.set_submodule(name, _packed(model.get_submodule(name), device))
+        except NotImplementedError:
+            raise WhetError(
+                f"quantize: nf4: bitsandbytes does not serve {device.type} devices here. Leave quantize out"
+            ) from None
+
+
+def _packed(linear: Any, device: torch.device) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    with torch.device("meta"):
+        packed = Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, quant_type="nf4"
+        )
+    packed.weight = Params4bit(
+        linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=packed
+    ).to(device)
+    packed.bias = None if linear.bias is None else nn.Parameter(linear.bias.data.to(device), requires_grad=False)
+    # On CPUs with bf16 instructions the first evaluation would repack the weight for them, with coarser scales and for
+    # good, and no gradient goes back through what then computes the product.
+    packed.support_avx512bf16_for_cpu = False
+    return packed.train(linear.training)
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Whether it is a linear layer with its weight in 4 bits; an adapter around one is not."""
+    return isinstance(layer, nn.Linear) and hasattr(layer.weight, "quant_state")
+
+
+def dequantized(layer: Any) -> Tensor:
+    """The weight [out, in] of a 4-bit layer as the numbers that it is multiplied as, in the layer's compute type.
+
+    Nothing here waits for the device.
+    """
+    state = layer.weight.quant_state
+    scales = state.absmax
+    if state.nested:
+        inner = state.state2
+        scales = torch.ops.bitsandbytes.dequantize_blockwise(
+            scales, inner.absmax, inner.code, inner.blocksize, torch.float32
+        )
+        scales = scales + state.offset
+    return torch.ops.bitsandbytes.dequantize_4bit(
+        layer.weight.data, scales, state.blocksize, state.quant_type, state.shape, layer.compute_dtype or state.dtype
+    )
+
+
+def plain_linear(layer: Any) -> nn.Linear:
+    """A 4-bit layer as the ordinary one that computes the same."""
+    with torch.device("meta"):
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    plain.weight = nn.Parameter(dequantized(layer), requires_grad=False)
+    plain.bias = layer.bias
+    return plain.train(layer.training)
+
+
+def numbers_in(parameter: Tensor) -> int:
+    """How many weights a parameter stands for; 4-bit ones are two to a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(state.shape.numel())
+
+
+def quantized_part(model: nn.Module) -> float:
+    """The part of the weights that is in 4 bits."""
+    parameters = list(model.parameters())
+    packed = sum(numbers_in(parameter) for parameter in parameters if hasattr(parameter, "quant_state"))
+    return packed / sum(map(numbers_in, parameters))
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """What the weights take, scales included."""
+    total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        total += parameter.nbytes
+        if state is not None:
+            total += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+    return total
+
+
+def plain_bytes(model: nn.Module) -> int:
+    """What the weights take once none is in 4 bits any more."""
+    total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        total += numbers_in(parameter) * (parameter.dtype if state is None else state.dtype).itemsize
+    return total
