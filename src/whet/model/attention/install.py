@@ -18,15 +18,23 @@ from whet.model.attention.flexible import flex
 from whet.model.attention.look import ask_of
 from whet.model.attention.per_document import per_document_sdpa
 from whet.model.attention.reference import eager
+from whet.model.attention.short_documents import short
 
 BACKENDS: dict[str, Backend] = {
     "sdpa": per_document_sdpa,
     "eager": eager,
     "varlen": variable_length.varlen,
     "flex": flex,
+    "short": short,
 }
 
-_NAMES = {"sdpa": "whet_per_document", "eager": "whet_reference", "varlen": "whet_varlen", "flex": "whet_blocks"}
+_NAMES = {
+    "sdpa": "whet_per_document",
+    "eager": "whet_reference",
+    "varlen": "whet_varlen",
+    "flex": "whet_blocks",
+    "short": "whet_short",
+}
 """A name with `sdpa`, `flex` or `flash` in it would make transformers check for its own."""
 
 
@@ -57,6 +65,11 @@ def install(model: nn.Module, backend: str) -> None:
 def name_of(backend: str) -> str:
     """What transformers knows a back-end by."""
     return _NAMES[backend]
+
+
+def wants_spans(model: nn.Module) -> bool:
+    """Whether the back-end that serves `model` asks for each token's document (`described`)."""
+    return model.config._attn_implementation == name_of("short")  # type: ignore[union-attr]
 
 
 def serving(model: nn.Module) -> str:
