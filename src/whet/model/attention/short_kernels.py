@@ -33,6 +33,8 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    spare: bool = False
+    """Leave the mask out where all of a tile see each other."""
     registers: int | None = None
     """The most that a thread may use, so that more programs share a processor; None: as many as the compiler likes."""
 
@@ -40,9 +42,9 @@ class Tile(NamedTuple):
 Kernel = Literal["forward", "d_query", "d_key_value"]
 
 TILES: dict[Kernel, dict[int, Tile]] = {
-    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-    "d_query": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
-    "d_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 64, 4, 3), 256: Tile(32, 64, 8, 2)},
+    "forward": {64: Tile(128, 64, 8, 3, registers=128), 128: Tile(128, 32, 8, 3, registers=128), 256: Tile(64, 32, 4, 2)},
+    "d_query": {64: Tile(128, 64, 8, 3, registers=128), 128: Tile(64, 32, 4, 3), 256: Tile(64, 16, 4, 2)},
+    "d_key_value": {64: Tile(32, 64, 4, 3, registers=168), 128: Tile(32, 64, 4, 3), 256: Tile(16, 64, 8, 2)},
 }
 """By kernel and the widest head that they are for. `bench/attention.py` tries others."""
 _PLAIN = Tile(32, 32, 4, 1)
@@ -74,6 +76,7 @@ def _forward(  # type: ignore[no-untyped-def]
     tokens, key_heads, factor, window,
     group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, has_window: tl.constexpr, far: tl.constexpr,
     exact: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr,
+    spare: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile of queries: softmax by the online way over the keys that they see."""
     precision: tl.constexpr = "ieee" if exact else "tf32"
@@ -85,9 +88,11 @@ def _forward(  # type: ignore[no-untyped-def]
     place = first_place + row // group
     known = (row < places * group) & (place < tokens)
     start = tl.load(spans_at + first_place)
+    all_see = tl.load(spans_at + last_place)
     sees = tl.load(spans_at + place, mask=known, other=0)
     if has_window:
         start = tl.maximum(start, first_place - window + 1)
+        all_see = tl.maximum(all_see, last_place - window + 1)
         sees = tl.maximum(sees, place - window + 1)
     q_at += key_head * group * q_head + first_place.to(tl.int64) * q_token
     q_spots = _spots(row // group, row % group, q_token, q_head, q_unit, wide, far)
@@ -105,8 +110,9 @@ def _forward(  # type: ignore[no-untyped-def]
         k = tl.load(k_at + k_spots, mask=_here(key <= last_place, width, wide), other=0.0)
         v = tl.load(v_at + v_spots, mask=_here(key <= last_place, value_width, value_wide), other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
-        visible = (key[None, :] >= sees[:, None]) & (key[None, :] <= place[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+        if not spare or (key_start < all_see or key_start + keys - 1 > first_place):
+            visible = (key[None, :] >= sees[:, None]) & (key[None, :] <= place[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.exp2(scores * factor - (higher * factor)[:, None])
         fade = tl.exp2((highest - higher) * factor)
@@ -131,6 +137,7 @@ def _d_query(  # type: ignore[no-untyped-def]
     tokens, key_heads, factor, scale, window,
     group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, has_window: tl.constexpr, far: tl.constexpr,
     exact: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr,
+    spare: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile of queries: their gradient, and delta = Σ d_out · out of each row for the other kernel."""
     precision: tl.constexpr = "ieee" if exact else "tf32"
@@ -142,9 +149,11 @@ def _d_query(  # type: ignore[no-untyped-def]
     place = first_place + row // group
     known = (row < places * group) & (place < tokens)
     start = tl.load(spans_at + first_place)
+    all_see = tl.load(spans_at + last_place)
     sees = tl.load(spans_at + place, mask=known, other=0)
     if has_window:
         start = tl.maximum(start, first_place - window + 1)
+        all_see = tl.maximum(all_see, last_place - window + 1)
         sees = tl.maximum(sees, place - window + 1)
     q_at += key_head * group * q_head + first_place.to(tl.int64) * q_token
     q_spots = _spots(row // group, row % group, q_token, q_head, q_unit, wide, far)
@@ -172,8 +181,10 @@ def _d_query(  # type: ignore[no-untyped-def]
         v = tl.load(v_at + v_spots, mask=_here(key <= last_place, value_width, value_wide), other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
         d_shares = tl.dot(d_out, tl.trans(v), input_precision=precision)
-        visible = (key[None, :] >= sees[:, None]) & (key[None, :] <= place[:, None])
-        shares = tl.exp2(tl.where(visible, scores * factor - lse[:, None], float("-inf")))
+        if not spare or (key_start < all_see or key_start + keys - 1 > first_place):
+            visible = (key[None, :] >= sees[:, None]) & (key[None, :] <= place[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        shares = tl.exp2(scores * factor - lse[:, None])
         d_scores = shares * (d_shares - delta[:, None])
         dq = tl.dot(d_scores.to(k.dtype), k, dq, input_precision=precision)
         k_at += tl.cast(k_token, tl.int64) * keys
@@ -190,6 +201,7 @@ def _d_key_value(  # type: ignore[no-untyped-def]
     tokens, key_heads, factor, scale, window,
     group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, has_window: tl.constexpr, far: tl.constexpr,
     exact: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr,
+    spare: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile of keys: the gradients of key and value, from all rows of the group that see them."""
     precision: tl.constexpr = "ieee" if exact else "tf32"
@@ -201,9 +213,11 @@ def _d_key_value(  # type: ignore[no-untyped-def]
     key = first_key + lane
     there = key < tokens
     stop = tl.load(spans_at + tokens + last_key)
+    seen_by_all = tl.load(spans_at + tokens + first_key)
     seen_until = tl.load(spans_at + tokens + key, mask=there, other=0)
     if has_window:
         stop = tl.minimum(stop, last_key + window)
+        seen_by_all = tl.minimum(seen_by_all, first_key + window)
         seen_until = tl.minimum(seen_until, key + window)
     k_at += key_head * k_head + first_key.to(tl.int64) * k_token
     v_at += key_head * v_head + first_key.to(tl.int64) * v_token
@@ -222,16 +236,18 @@ def _d_key_value(  # type: ignore[no-untyped-def]
     dv = tl.zeros((keys, value_wide), tl.float32)
     for first_place in range(first_key, stop, places):
         place = first_place + row // group
-        known = (row < places * group) & (place < stop)
+        known = (row < places * group) & (place < stop)  # all that an unknown row adds is 0
         q = tl.load(q_at + q_spots, mask=_here(known, width, wide), other=0.0)
         d_out = tl.load(d_out_at + d_out_spots, mask=_here(known, value_width, value_wide), other=0.0)
-        lse = tl.load(lse_at + row, mask=known, other=float("inf"))  # which makes the share of an unused row 0
+        lse = tl.load(lse_at + row, mask=known, other=0.0)
         delta = tl.load(delta_at + row, mask=known, other=0.0)
         scores = tl.dot(k, tl.trans(q), input_precision=precision)
-        visible = (place[None, :] >= key[:, None]) & (place[None, :] < seen_until[:, None])
-        shares = tl.exp2(tl.where(visible, scores * factor - lse[None, :], float("-inf")))
-        dv = tl.dot(shares.to(d_out.dtype), d_out, dv, input_precision=precision)
         d_shares = tl.dot(v, tl.trans(d_out), input_precision=precision)
+        if not spare or (first_place < last_key or first_place + places > seen_by_all):
+            visible = (place[None, :] >= key[:, None]) & (place[None, :] < seen_until[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        shares = tl.exp2(scores * factor - lse[None, :])
+        dv = tl.dot(shares.to(d_out.dtype), d_out, dv, input_precision=precision)
         d_scores = shares * (d_shares - delta[None, :])
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=precision)
         q_at += tl.cast(q_token, tl.int64) * places
@@ -316,7 +332,7 @@ def _settings(
     settings = {
         "group": group, "width": width, "value_width": value_width, "has_window": window > 0,
         "far": reach * max(tile.rows, tile.keys) >= 2**31, "exact": query.dtype == torch.float32,
-        "rows": tile.rows, "keys": tile.keys,
+        "rows": tile.rows, "keys": tile.keys, "spare": tile.spare,
         "wide": max(_NARROWEST, triton.next_power_of_2(width)),
         "value_wide": max(_NARROWEST, triton.next_power_of_2(value_width)),
         "num_warps": tile.warps, "num_stages": tile.stages,
