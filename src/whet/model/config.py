@@ -27,10 +27,11 @@ class ModelConfig(Section):
         description="What weights are kept in: trained ones in fp32 and frozen ones in train.precision, unless said; "
         "bf16 (with train.precision bf16) halves their memory; updates are rounded at random, so that none is lost.",
     )
-    attention: Literal["auto", "varlen", "flex", "sdpa", "eager"] = Field(
+    attention: Literal["auto", "varlen", "short", "flex", "sdpa", "eager"] = Field(
         default="auto",
         description="How documents attend: on CUDA varlen, or flex for models with soft-caps or sinks; elsewhere and "
-        "in fp32 sdpa; eager is the reference.",
+        "in fp32 sdpa. short is for CUDA and documents of a few hundred tokens, the same bit by bit from run to run; "
+        "eager is the reference.",
     )
     compile: Literal["auto"] | bool = Field(
         default="auto",

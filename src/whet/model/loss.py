@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from whet.model.attention import described
+from whet.model.attention import described, wants_spans
 from whet.model.chosen import Chosen
 from whet.model.cross_entropy import LossSum, linear_cross_entropy
 from whet.model.head import head_of
@@ -43,7 +43,7 @@ class LossModel(nn.Module):
         body = self.language_model.base_model
         output = body(  # type: ignore[operator]
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            **described(cu_seqlens, longest, edges),
+            **described(cu_seqlens, longest, edges, by_token=wants_spans(self.language_model)),
         )  # fmt: skip
         return output.last_hidden_state[0]
 

@@ -32,7 +32,7 @@ _PRODUCTS = {
 }
 """Matrix products, and which argument their first matrix is."""
 _THIN = 8
-_ATTENTION = ("scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention")
+_ATTENTION = ("scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention", "short_attention")
 _PACKED = "bitsandbytes::gemm_4bit"
 """A product with a 4-bit weight, which only frozen ones are."""
 

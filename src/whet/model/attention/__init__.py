@@ -8,11 +8,12 @@ documents begin comes with each forward pass as a keyword argument, which transf
 from whet.model.attention.ask import Ask, Documents, described
 from whet.model.attention.choose import choose
 from whet.model.attention.flexible import flex
-from whet.model.attention.install import compiles_through, install, leave, name_of, plain, serving
+from whet.model.attention.install import compiles_through, install, leave, name_of, plain, serving, wants_spans
 from whet.model.attention.long_documents import cudnn
 from whet.model.attention.look import Asked, look, unserved
 from whet.model.attention.per_document import per_document_sdpa
 from whet.model.attention.reference import eager
+from whet.model.attention.short_documents import short
 from whet.model.attention.variable_length import varlen
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "per_document_sdpa",
     "plain",
     "serving",
+    "short",
     "unserved",
     "varlen",
+    "wants_spans",
 ]

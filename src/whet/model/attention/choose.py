@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -13,11 +14,15 @@ from whet.model.attention.variable_length import WIDEST
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[Asked] = ()) -> str:
     """The back-end asked for, or the best for the device and for what the layers ask (`look`)."""
-    reasons = {"varlen": _against_varlen(device, dtype, seen), "flex": _against_flex(device, dtype)}
+    reasons = {
+        "varlen": _against_varlen(device, dtype, seen),
+        "flex": _against_flex(device, dtype),
+        "short": _against_short(device, dtype, seen),
+    }
     if wanted == "auto":
         if dtype.itemsize > 2:  # nothing is gained over sdpa, which is exact
             return "sdpa"
-        return next((name for name, reason in reasons.items() if reason is None), "sdpa")
+        return next((name for name in ("varlen", "flex") if reasons[name] is None), "sdpa")
     if reasons.get(wanted):
         raise WhetError(f"model.attention: {wanted} {reasons[wanted]}. Leave model.attention out to let whet choose")
     return wanted
@@ -33,6 +38,12 @@ def _against_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[Ask
     if any(layer.width > WIDEST for layer in seen):
         return f"knows heads up to {WIDEST} wide; this model's are {max(layer.width for layer in seen)}"
     return None
+
+
+def _against_short(device: torch.device, dtype: torch.dtype, seen: Sequence[Asked]) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    return _against_varlen(device, dtype, seen)  # asks for the same, and has tiles for heads as wide
 
 
 def _against_flex(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -18,6 +18,7 @@ from whet.model.attention.long_documents import cudnn
 from whet.model.attention.look import ask_of
 from whet.model.attention.per_document import per_document_sdpa
 from whet.model.attention.reference import eager
+from whet.model.attention.short_documents import short
 
 BACKENDS: dict[str, Backend] = {
     "sdpa": per_document_sdpa,
@@ -25,6 +26,7 @@ BACKENDS: dict[str, Backend] = {
     "varlen": variable_length.varlen,
     "flex": flex,
     "cudnn": cudnn,
+    "short": short,
 }
 
 _NAMES = {
@@ -33,11 +35,12 @@ _NAMES = {
     "varlen": "whet_varlen",
     "flex": "whet_blocks",
     "cudnn": "whet_long",
+    "short": "whet_short",
 }
 """A name with `sdpa`, `flex` or `flash` in it would make transformers check for its own."""
 
 
-_IN_ONE_GRAPH = ("varlen", "eager")
+_IN_ONE_GRAPH = ("varlen", "short", "eager")
 """The compiler passes by the others, which need to know on the host where documents begin."""
 
 
@@ -69,6 +72,11 @@ def install(model: nn.Module, backend: str) -> None:
 def name_of(backend: str) -> str:
     """What transformers knows a back-end by."""
     return _NAMES[backend]
+
+
+def wants_spans(model: nn.Module) -> bool:
+    """Whether the back-end that serves `model` asks for each token's document (`described`)."""
+    return model.config._attn_implementation == name_of("short")  # type: ignore[union-attr]
 
 
 def serving(model: nn.Module) -> str:
