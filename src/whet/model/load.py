@@ -11,15 +11,17 @@ from whet.model.config import ModelConfig
 from whet.model.tokenizer import cannot_load, locate
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype | str) -> nn.Module:
-    """The model in `dtype`; `auto` is the type it was saved in."""
+def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
+    """The model in `dtype`; `auto` is the type it was saved in. Each weight goes from its file straight to `device`."""
     from transformers import AutoModelForCausalLM
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype,
-            output_loading_info=True,
+            output_loading_info=True, device_map=None if device is None else {"": device},
         )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise  # the device is too small, and nothing is wrong with the files
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise cannot_load(config.path, "model", error) from None
     missing = sorted(found["missing_keys"])

@@ -42,15 +42,15 @@ def load_ready(reference: str) -> Ready:
     """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@latest), ready to answer."""
     hush_libraries()
     path, step = split_reference(reference)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if not (path / "config.yaml").exists():
         config = ModelConfig(path=reference)
-        model, tokenizer = load_model(config, "auto"), load_tokenizer(config)
+        model, tokenizer = load_model(config, "auto", device), load_tokenizer(config)
     else:
         run = load_run(path, step)
         config, model, tokenizer = run.config.model, merge(run.model), tokenizer_of(run.config)
         attention.leave(model)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    model = model.to(accelerator or torch.device("cpu")).eval()
+    model = model.to(device).eval()
     renderer = Renderer(tokenizer, "assistant")
     return Ready(model, renderer, answer_stops(renderer, config))
 
