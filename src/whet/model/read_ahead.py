@@ -1,4 +1,4 @@
-"""Have the system read a model's files from the disk while this process does something else. Nothing here needs torch."""
+"""Have the system read a model's files from the disk while this process does something else, without torch."""
 
 from __future__ import annotations
 

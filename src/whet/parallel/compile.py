@@ -19,12 +19,14 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from whet.core.console import warn
 from whet.core.files import cache_dir
 
 Forward = Callable[..., Any]
 
+_PLACE = "TORCHINDUCTOR_CACHE_DIR"
 _VARIANTS = 32
 """Two kinds of layer × four lengths × training and evaluation × with and without a gradient of the input."""
 
@@ -53,7 +55,7 @@ def keep_compiled_code() -> None:
 
     torch's own choice is a folder in /tmp, which a restart empties. Folders that the user has set stay.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    if os.environ.get(_PLACE) in (None, default_cache_dir()):  # torch itself writes its own choice there
         folder = cache_dir() / "compiled"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -62,10 +64,10 @@ def keep_compiled_code() -> None:
         except OSError as error:
             warn(
                 f"{folder}: compiled code cannot be kept here ({error.strerror}), so the next start compiles again. "
-                "Set WHET_CACHE or TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
+                f"Set WHET_CACHE or {_PLACE} to a folder that can be written"
             )
             return
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        os.environ[_PLACE] = str(folder)
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:
         torch._inductor.config.fx_graph_cache = True
