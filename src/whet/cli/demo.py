@@ -26,6 +26,7 @@ def demo(
     """
     from whet.config import read_config
     from whet.core.console import say
+    from whet.core.imports import importing
     from whet.core.run import RunFolder, read_status
     from whet.watch.curve import loss_curve
     from whet.watch.report import write_report
@@ -39,8 +40,8 @@ def demo(
         RunFolder(folder).close()  # not while another process works in it
         shutil.rmtree(folder)
     if read_status(folder).get("state") != "finished":
-        from whet.recipe.train import train
-
+        with importing():
+            from whet.recipe.train import train
         train(config, resume=True)
     view = RunView.read(folder)
     page = write_report(folder)

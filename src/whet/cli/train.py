@@ -46,8 +46,10 @@ def train(
         raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
     from whet.config import read_config
     from whet.core.console import say
+    from whet.core.imports import importing
     from whet.core.ranks import who_am_i
     from whet.core.run import read_status
+    from whet.model.read_ahead import read_ahead
     from whet.watch.report import write_report
     from whet.watch.run import RunView
     from whet.watch.summary import result
@@ -58,8 +60,10 @@ def train(
     if smoke and dry_run:
         raise UsageError("--smoke, --dry-run: give one of them")
     config = read_config(recipe, overrides or [])
-    from whet.recipe import trial
-    from whet.recipe.train import train as run  # after the recipe was read: this takes seconds
+    read_ahead(config.model.path, config.model.revision)
+    with importing():  # after the recipe was read: this takes seconds
+        from whet.recipe import trial
+        from whet.recipe.train import train as run
 
     if smoke:
         config = trial.smoke(config)

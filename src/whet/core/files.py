@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,12 +99,17 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def waiting_lock(path: Path) -> Iterator[None]:
-    """Only one process at a time is inside; the others wait. Ranks need no collective to share one preparation."""
+def waiting_lock(path: Path, now_waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Only one process at a time is inside; the others wait, after `now_waiting` was called. Ranks need no collective
+    to share one preparation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = path.open("a")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now_waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 break

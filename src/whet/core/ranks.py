@@ -62,19 +62,26 @@ def who_am_i() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def my_device() -> torch.device:
+    """The one of this machine's devices that this process will use."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    if local >= torch.accelerator.device_count():
+        raise WhetError(
+            f"this machine has {torch.accelerator.device_count()} {accelerator.type} devices, and process {local + 1} "
+            "wants one of its own. Start fewer: torchrun --nproc-per-node"
+        )
+    return torch.device(accelerator.type, local)
+
+
 def start_ranks() -> Ranks:
     """Join the other processes, if there are any, and take this one's device."""
     rank, world = who_am_i()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local)
-    if device.type != "cpu":
-        if local >= torch.accelerator.device_count():
-            raise WhetError(
-                f"this machine has {torch.accelerator.device_count()} {device.type} devices, and process {local + 1} "
-                "wants one of its own. Start fewer: torchrun --nproc-per-node"
-            )
-        torch.accelerator.set_device_index(local)
+    device = my_device()
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
     if world > 1:
         if device.type == "cpu":
             # More threads than cores make processes wait for each other: ten times slower, seen on two cores.

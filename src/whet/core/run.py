@@ -47,6 +47,8 @@ class RunFolder:
         self._started = read_status(path).get("started") or time.time()
         self._beat = 0.0
         self._step, self._steps = 0, 0
+        self.first_step: dict[str, float] | None = None
+        """How long this process took to its first step, and on what; None before it."""
 
     def holds_run(self) -> bool:
         """Whether a run was started here before."""
@@ -72,6 +74,7 @@ class RunFolder:
             {
                 "state": state, "step": step, "steps": steps, "host": socket.gethostname(), "pid": os.getpid(),
                 "started": self._started, "heartbeat": self._beat, "exit_code": exit_code,
+                "first_step": self.first_step,
             },
         )  # fmt: skip
 

@@ -6,10 +6,12 @@ forked: they start in milliseconds and find everything loaded. They live no long
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -20,6 +22,31 @@ from whet.core.errors import RunFailedError, WhetError
 
 _WATCH_S = 0.05
 _context = multiprocessing.get_context("fork")
+
+no_fork = threading.Lock()
+"""Held by a thread at work and by who forks. A forked process has the locks of all threads and none of the threads: one
+that was held, of a module being imported for example, is never let go there."""
+_beside: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def beside(begin: Callable[[], None]) -> Iterator[None]:
+    """Have `begin` called, perhaps several times, when this process only waits for others, and at the end.
+
+    What it begins, in a thread that holds `no_fork`, costs no time then and is in the way of no fork before.
+    """
+    _beside.append(begin)
+    try:
+        yield
+        begin()
+    finally:
+        _beside.remove(begin)
+
+
+def now_waiting() -> None:
+    """Said where other processes do the work from now on."""
+    for begin in _beside:
+        begin()
 
 
 class Share:
@@ -64,14 +91,16 @@ class Team:
     """Processes at work."""
 
     def __init__(self, work: Work, workers: int, share: Share) -> None:
-        """Start them. They are forked, so nothing that has threads (a progress bar) may be open."""
+        """Start them. They are forked, so nothing that has threads (a progress bar) may be open, `beside` apart."""
         self._failures = _context.SimpleQueue()
         self._processes = [
             _context.Process(target=_child, args=(work, worker, share, self._failures), daemon=True)
             for worker in range(workers)
         ]
-        for process in self._processes:
-            process.start()
+        with no_fork:
+            for process in self._processes:
+                process.start()
+        now_waiting()
 
     def wait(self, watch: Callable[[], None]) -> None:
         """Until all are done; `watch` is called a few times a second meanwhile.

@@ -15,6 +15,7 @@ from whet.data.chunks import Job, make
 from whet.data.config import DataConfig, Source
 from whet.data.containers.locate import locate
 from whet.data.merge import merge
+from whet.data.pool import now_waiting
 from whet.data.render import UnevenTemplateError
 from whet.data.settle import Rendering
 from whet.data.sources import Reader, fingerprint, size_of
@@ -57,7 +58,7 @@ def prepare(config: DataConfig, sources: Sequence[Source], use: str, language: L
     try:
         reused = _is_complete(folder, key)
         if not reused:
-            with waiting_lock(folder.with_name(f".{folder.name}.lock")):
+            with waiting_lock(folder.with_name(f".{folder.name}.lock"), now_waiting):
                 reused = _is_complete(folder, key)
                 if not reused:
                     _make(_job(folder, key, config, sources, language), folder, key, sources, use)

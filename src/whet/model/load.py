@@ -13,7 +13,8 @@ from whet.model.tokenizer import cannot_load, locate
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
-    """The model in `dtype`; `auto` is the type it was saved in. Random weights are made on `device`, if it is given."""
+    """The model in `dtype`; `auto` is the type it was saved in. Each weight goes from its file straight to `device`;
+    random ones are made there."""
     from transformers import AutoModelForCausalLM
 
     if is_random(config.path):
@@ -21,8 +22,10 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.devi
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype,
-            output_loading_info=True,
+            output_loading_info=True, device_map=None if device is None else {"": device},
         )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise  # the device is too small, and nothing is wrong with the files
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise cannot_load(config.path, "model", error) from None
     missing = sorted(found["missing_keys"])

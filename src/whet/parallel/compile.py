@@ -8,18 +8,25 @@ first layer behind frozen embeddings (its input needs no gradient), evaluation, 
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from whet.core.console import warn
+from whet.core.files import cache_dir
 
 Forward = Callable[..., Any]
 
+_PLACE = "TORCHINDUCTOR_CACHE_DIR"
 _VARIANTS = 32
 """Two kinds of layer × four lengths × training and evaluation × with and without a gradient of the input."""
 
@@ -48,8 +55,40 @@ def choose_kept(recompute: Literal["none", "selective", "full"]) -> None:
     torch._functorch.config.ban_recompute_materialized_backward = recompute != "selective"
 
 
+def import_compiler() -> None:
+    """What the first compile would import, which takes a second or two."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+
+@functools.cache
+def keep_compiled_code() -> None:
+    """Have torch keep what it compiles in whet's cache, where the next start finds it; said once if it cannot.
+
+    torch's own choice is a folder in /tmp, which a restart empties. Folders that the user has set stay.
+    """
+    if os.environ.get(_PLACE) in (None, default_cache_dir()):  # torch itself writes its own choice there
+        folder = cache_dir() / "compiled"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            warn(
+                f"{folder}: compiled code cannot be kept here ({error.strerror}), so the next start compiles again. "
+                f"Set WHET_CACHE or {_PLACE} to a folder that can be written"
+            )
+            return
+        os.environ[_PLACE] = str(folder)
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:
+        torch._inductor.config.fx_graph_cache = True
+    if "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
+        torch._functorch.config.enable_autograd_cache = True
+
+
 def compiled(forward: Forward, backend: Any = "inductor") -> Forward:
     """The same forward pass, compiled for batches of documents; anything else, as generating, runs as it is."""
+    keep_compiled_code()
     # torch would go on uncompiled in silence where something is compiled again and again
     torch._dynamo.config.recompile_limit = _VARIANTS
     torch._dynamo.config.fail_on_recompile_limit_hit = True

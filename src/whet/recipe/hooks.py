@@ -19,6 +19,7 @@ from whet.data.loader import Loader
 from whet.model.loss import LossModel
 from whet.recipe.data import Data
 from whet.recipe.fault import batch_of, event_of, message_of, write_batch, write_passed_over
+from whet.recipe.first_step import FirstStep, sentence
 from whet.recipe.folder import Files, go_on, kept_metrics
 from whet.recipe.measure import measure
 from whet.recipe.parts import Arithmetic
@@ -47,16 +48,27 @@ class RunHooks:
     trackers: Trackers
     loader: Loader
     guard: Guard
+    first_step: FirstStep
 
     def log(self, line: dict[str, Any]) -> None:
+        if not self.first_step.is_done:
+            self._tell(self.first_step.done(), line["step"])
         if self.files is not None and self.folder is not None:
             self.files.metrics.write(line)
             self.files.step_ended()
             self.trackers.write(line)
             self.folder.beat(line["step"], self.steps)
 
+    def _tell(self, seconds: dict[str, float], step: int) -> None:
+        say(sentence(seconds))
+        if self.folder is not None:
+            self.folder.first_step = {key: round(value, 3) for key, value in seconds.items()}
+            self.folder.set_status("running", step, self.steps)
+
     def evaluate(self, step: int) -> None:
         results, samples = measure(self.config, self.data, self.root, self.ranks, self.arithmetic)
+        if not self.first_step.is_done:
+            self.first_step.ends("measure_s")
         broken = [name for name, value in results.items() if not math.isfinite(value)]
         if broken:
             raise RunFailedError(

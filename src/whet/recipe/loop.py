@@ -21,6 +21,7 @@ from whet.model.loss import LossModel
 from whet.model.peaks import device_name, device_peak
 from whet.recipe.data import Data
 from whet.recipe.fault import read_passed_over
+from whet.recipe.first_step import FirstStep
 from whet.recipe.folder import Files, go_on, kept_metrics
 from whet.recipe.hooks import RunHooks
 from whet.recipe.parts import Arithmetic, make_loader
@@ -52,6 +53,7 @@ class Assembled:
     """The step after which this process ends."""
     keeps: bool
     """Whether checkpoints are written."""
+    first_step: FirstStep
 
 
 def learn(run: Assembled, trackers: list[str]) -> None:
@@ -76,7 +78,7 @@ def learn(run: Assembled, trackers: list[str]) -> None:
             stack.enter_context(contextlib.closing(part))
         hooks = RunHooks(
             config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.arithmetic, len(run.plan), run.keeps,
-            folder, files, shown, loader, guard,
+            folder, files, shown, loader, guard, run.first_step,
         )  # fmt: skip
         Trainer(
             model=run.root,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -72,12 +73,16 @@ class Arithmetic:
 
 
 def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
+    """What `arithmetic_of` says, with a word to the user where it is slow."""
+    arithmetic = arithmetic_of(config, device)
+    if arithmetic.name in ("bf16", "fp16") and device.type == "cpu":
+        warn(f"train.precision: {arithmetic.name} on a CPU is often many times slower than fp32")
+    return arithmetic
+
+
+def arithmetic_of(config: Config, device: torch.device) -> Arithmetic:
     """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in."""
-    name: str = config.train.precision
-    if name == "auto":
-        name = _best_precision(device)
-    elif name in ("bf16", "fp16") and device.type == "cpu":
-        warn(f"train.precision: {name} on a CPU is often many times slower than fp32")
+    name = _best_precision(device) if config.train.precision == "auto" else config.train.precision
     compute = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
     if config.model.dtype == "bf16" and name != "bf16":
         raise WhetError(
@@ -118,13 +123,18 @@ def _best_precision(device: torch.device) -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int) -> nn.Module:
-    """The model with its adapters on its device, attending by documents.
-
-    One that will be in 4 bits is loaded on the host, whatever the device: it may be too large for it in 16.
-    """
+def place_of_weights(config: Config, device: torch.device) -> torch.device:
+    """Where a model is loaded: one that will be in 4 bits on the host, because it may be too large for the device."""
     on_host = config.quantize is not None and not is_random(config.model.path)
-    model = load_model(config.model, arithmetic.weights, torch.device("cpu") if on_host else device)
+    return torch.device("cpu") if on_host else device
+
+
+def build_model(
+    config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int,
+    loaded: Callable[[], nn.Module] | None = None,
+) -> nn.Module:  # fmt: skip
+    """The model with its adapters on its device, attending by documents; `loaded` gives one that was loaded before."""
+    model = loaded() if loaded else load_model(config.model, arithmetic.weights, place_of_weights(config, device))
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
         raise VocabularyError(
@@ -135,7 +145,7 @@ def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vo
         quantize_(model.requires_grad_(False), device)
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
-    model = model.to(device)
+    model = model.to(device)  # what the adapters brought along
     plain = language_model(model)
     backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain))
     attention.install(plain, backend)

@@ -18,6 +18,7 @@ from whet.core.files import write_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan
+from whet.data.pool import beside
 from whet.infer.tasks import find_task
 from whet.model.quantize import MOST, need_bitsandbytes, plain_bytes, quantized_part
 from whet.model.shapes import is_random
@@ -26,8 +27,10 @@ from whet.parallel.compile import compiles
 from whet.parallel.narrow import narrow
 from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal, sum_in_fp32
+from whet.recipe.ahead import Loading
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.describe import describe_plan
+from whet.recipe.first_step import FirstStep
 from whet.recipe.folder import begin, frozen_date, run_folder
 from whet.recipe.loop import Assembled, end_of, learn
 from whet.recipe.measure import export_model
@@ -43,28 +46,34 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
 
     `until`: pause after that step, with the schedule of the whole run. `keeps`: write checkpoints and the export.
     """
+    first_step = FirstStep()
+    first_step.ends("import_s")
     rank, _ = who_am_i()
     if rank > 0:
         be_quiet()
     hush_libraries()
+    be_deterministic(config)  # before a thread uses the device
     for task in config.eval.tasks:
         find_task(task)
     trackers = check_trackers(config.track)
     if config.quantize is not None:
         need_bitsandbytes()
     finished = resume and read_status(config.folder).get("state") == "finished"
-    with _terminate_like_ctrl_c(), run_folder(config, resume, first=rank == 0) as folder:
+    with _terminate_like_ctrl_c(), _loading(config) as loading, run_folder(config, resume, first=rank == 0) as folder:
         if finished:
             say(f"{config.folder}: this run is finished; nothing to do")
             return
         if resume and folder is not None and not folder.holds_run():
             say(f"{config.folder}: there is nothing to resume; the run begins at its start")
-        data = prepare_data(config, frozen_date(config.folder))
+        with beside(loading.begin):
+            data = prepare_data(config, frozen_date(config.folder))
         if folder is not None:
             begin(folder, config, data)
         ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
+        first_step.ends("prepare_s")
         try:
-            run = _assemble(config, data, folder, ranks, until, keeps)
+            run = _assemble(config, data, loading, folder, ranks, until, keeps, first_step)
+            first_step.ends("load_s")
             learn(run, trackers)
             _finish(run)
         except torch.OutOfMemoryError as error:
@@ -91,19 +100,30 @@ def _terminate_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def _loading(config: Config) -> Iterator[Loading]:
+    """The model's thread ends with whatever ends the run."""
+    loading = Loading(config)
+    try:
+        yield loading
+    finally:
+        loading.give_up()
+
+
 def _assemble(
-    config: Config, data: Data, folder: RunFolder | None, ranks: Ranks, until: int | None, keeps: bool
-) -> Assembled:
+    config: Config, data: Data, loading: Loading, folder: RunFolder | None, ranks: Ranks, until: int | None,
+    keeps: bool, first_step: FirstStep,
+) -> Assembled:  # fmt: skip
     """Everything that the steps need, decided and checked before the first of them."""
     if data.validation is not None and not data.validation.targets[data.validation_documents].any():
         raise WhetError(
             "data.validation: none of its conversations has anything to learn, so there is nothing to measure. Give "
             "others, or leave it out"
         )
-    be_deterministic(config)
     arithmetic = choose_arithmetic(config, ranks.device)
-    model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
+    tokens = len(data.tokenizer)  # read while the model is loaded
+    model = build_model(config, arithmetic, ranks.device, tokens, loading.model)
+    root = make_root(config, model, arithmetic, ranks.device, tokens, data.longest)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
     with arithmetic.context(ranks.device):
         narrow(root)
@@ -119,6 +139,7 @@ def _assemble(
         config=config, data=data, plan=plan, ranks=ranks, arithmetic=arithmetic, model=model, root=root,
         optimizer=optimizer, loss_scale=LossScale.for_fp16() if arithmetic.name == "fp16" else LossScale(),
         folder=folder, last=min(until or len(plan), len(plan)), keeps=keeps,
+        first_step=first_step,
     )  # fmt: skip
     if folder is not None and keeps:
         export = plain_bytes(model) if config.export.at_end == "merged" else 0

@@ -42,17 +42,17 @@ def load_ready(reference: str) -> Ready:
     """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@latest), ready to answer."""
     hush_libraries()
     path, step = split_reference(reference)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if not (path / "config.yaml").exists():
         config = ModelConfig(path=reference)
-        model, tokenizer = load_model(config, "auto"), load_tokenizer(config)
+        model, tokenizer = load_model(config, "auto", device), load_tokenizer(config)
     else:
         run = load_run(path, step)
         # merged it would answer a little faster, but a model in 4 bits may be too large for that
         model = language_model(run.model) if run.config.quantize else merge(run.model)
         config, tokenizer = run.config.model, tokenizer_of(run.config)
         attention.leave(model)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    model = model.to(accelerator or torch.device("cpu")).eval()
+    model = model.to(device).eval()
     renderer = Renderer(tokenizer, "assistant")
     return Ready(model, renderer, answer_stops(renderer, config))
 
