@@ -6,6 +6,7 @@ from typing import Any
 
 from whet.data.plan import efficiency
 from whet.model import attention
+from whet.model.fp8 import in_fp8
 from whet.model.peaks import device_name, device_peak
 from whet.parallel.compile import compiles
 from whet.recipe.loop import Assembled
@@ -35,6 +36,7 @@ def describe_plan(run: Assembled) -> dict[str, Any]:
         "device_name": device_name(device),
         "peak_flops": device_peak(device, run.arithmetic.name),
         "precision": run.arithmetic.name,
+        "eight_bit_layers": in_fp8(run.root),
         "attention": attention.serving(run.root.language_model),
         "compiled": compiles(config.model.compile, device, run.arithmetic.compute),
         **config.parallel.model_dump(),

@@ -19,6 +19,7 @@ from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan
 from whet.infer.tasks import find_task
+from whet.model.fp8 import in_fp8
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
 from whet.parallel.offload import keep_state_on_host
@@ -131,6 +132,11 @@ def _say_what_matters(run: Assembled) -> None:
         say("dropout is on: it falls differently for other train.micro_rows and numbers of processes")
     if getattr(run.model.config, "output_router_logits", False):
         warn("the model's configuration asks for an auxiliary loss of its router; whet does not add it")
+    eight_bits = in_fp8(run.root)
+    if eight_bits:
+        say(f"{eight_bits} layers multiply in 8 bits; measuring and exporting do not")
+    if eight_bits and not compiles(config.model.compile, run.ranks.device, run.arithmetic.compute):
+        warn("train.precision: without compiling, rounding to 8 bits takes longer than it saves; see model.compile")
     room = getattr(run.model.config, "max_position_embeddings", plan.sizes.longest)
     if plan.sizes.longest > room:
         warn(
