@@ -26,6 +26,10 @@ _ROUTER = re.compile(r"\.(gate|router|wg|shared_expert_gate)(\.|$)")
 """What chooses experts: small, and a rounding there sends a token elsewhere."""
 
 
+class EightBitError(WhetError):
+    """This model, device or installation cannot be used for 8-bit training."""
+
+
 def pays(out_features: int, in_features: int, recipe: Recipe) -> bool:
     """Whether a matrix is large enough for 8 bits to be faster, rounding included.
 
@@ -53,7 +57,7 @@ def to_fp8_(
         if worth(module.out_features, module.in_features, recipe)
     }
     if not found:
-        raise WhetError(
+        raise EightBitError(
             f"train.precision: none of this model's matrices would be faster in 8 bits ({recipe}): they are too small, "
             f"or their sides are no multiples of {BLOCK}. Set train.precision=bf16"
         )
@@ -70,10 +74,10 @@ def in_fp8(model: nn.Module) -> int:
 
 
 def require_fp8(device: torch.device, precision: str) -> None:
-    """A WhetError where the device has no 8-bit products."""
+    """An error where the device has no 8-bit products."""
     reason = cannot_fp8(device)
     if reason is not None:
-        raise WhetError(f"train.precision: {precision} is not possible here: {reason}. Set train.precision=bf16")
+        raise EightBitError(f"train.precision: {precision} is not possible here: {reason}. Set train.precision=bf16")
 
 
 def cannot_fp8(device: torch.device) -> str | None:
@@ -114,7 +118,7 @@ def _rowwise(emulate: bool) -> Product:
             from torchao.float8.config import Float8LinearConfig
             from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
         except (ImportError, AttributeError) as error:
-            raise WhetError(
+            raise EightBitError(
                 f"train.precision: fp8-rowwise needs torchao ({error}): pip install 'whet[fp8]'. Or set "
                 "train.precision=fp8, which does not need it"
             ) from None
