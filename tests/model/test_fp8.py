@@ -1,4 +1,4 @@
-"""8-bit training with its roundings emulated: against torchao, against exact gradients, and what it must leave alone."""
+"""8-bit training with its roundings emulated: against torchao, against exact gradients, and what it leaves alone."""
 
 from __future__ import annotations
 
