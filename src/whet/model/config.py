@@ -25,7 +25,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field(
         default="auto",
         description="What weights are kept in: trained ones in fp32 and frozen ones in train.precision, unless said; "
-        "bf16 (with train.precision bf16) halves their memory; updates are rounded at random, so that none is lost.",
+        "bf16 (with train.precision bf16 or fp8) halves their memory; updates are rounded at random, so that none is "
+        "lost.",
     )
     attention: Literal["auto", "varlen", "short", "flex", "sdpa", "eager"] = Field(
         default="auto",

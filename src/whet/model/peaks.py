@@ -42,11 +42,15 @@ def peak_of(name: str, precision: str) -> float | None:
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """FLOP/s of this device in the arithmetic of the run; None for a CPU and for what is not known."""
+    """FLOP/s of this device in the arithmetic of the run; None for a CPU and for what is not known.
+
+    In 8 bits it is that of 8-bit products, although attention, head and small matrices are computed in 16.
+    """
     if device.type != "cuda":
         return None
     if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         precision = "tf32"
+    precision = precision.removesuffix("-rowwise")
     return peak_of(device_name(device), precision)
 
 

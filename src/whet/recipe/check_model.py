@@ -20,6 +20,7 @@ _UNUSED = 0.1
 def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     """Load it as training does and run it on two packed documents."""
     from whet.core.ranks import start_ranks
+    from whet.model.fp8 import EightBitError
     from whet.recipe.parts import VocabularyError, build_model, choose_arithmetic, make_root
 
     try:
@@ -45,6 +46,8 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
         known = "packed conversations would see each other in this model; unpacked, as here, it is trained right"
         packed = "another conversation in the row changes no logit of this model"
         yield Finding("leak", "ok", known if root.alone else packed)
+    except EightBitError as error:
+        yield Finding("model", "fault", str(error))
     except WhetError as error:
         yield Finding("leak", "fault", str(error))
     except (RuntimeError, ImportError, ArithmeticError, LookupError) as error:

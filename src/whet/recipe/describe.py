@@ -6,6 +6,7 @@ from typing import Any
 
 from whet.data.plan import efficiency
 from whet.model import attention
+from whet.model.fp8 import in_fp8
 from whet.model.peaks import device_name, device_peak
 from whet.model.quantize import numbers_in
 from whet.parallel.compile import compiles
@@ -37,6 +38,7 @@ def describe_plan(run: Assembled) -> dict[str, Any]:
         "peak_flops": device_peak(device, run.arithmetic.name),
         "precision": run.arithmetic.name,
         "quantize": config.quantize,
+        "eight_bit_layers": in_fp8(run.root),
         "attention": attention.serving(run.root.language_model),
         "compiled": compiles(config.model.compile, device, run.arithmetic.compute),
         **config.parallel.model_dump(),

@@ -19,6 +19,7 @@ from whet.data.loader import Loader
 from whet.data.plan import Plan
 from whet.data.store import Store
 from whet.model import attention
+from whet.model.fp8 import Recipe, cannot_fp8, require_fp8, to_fp8_
 from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
@@ -26,8 +27,10 @@ from whet.model.precision import HonestDouble
 from whet.model.probe import PackingError, probe, probe_alone
 from whet.model.quantize import quantize_
 from whet.model.shapes import is_random
+from whet.parallel.narrow import narrow
 
 _LENGTHS = 4
+_EIGHT_BITS: dict[str, Recipe] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
 
 
 class VocabularyError(WhetError):
@@ -67,24 +70,31 @@ class Arithmetic:
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
         """Mixed precision where weights and arithmetic differ; fp64 without the models' own excursions to fp32."""
-        if self.name in ("bf16", "fp16"):
+        if self.name in ("bf16", "fp16", *_EIGHT_BITS):
             return torch.autocast(device.type, self.compute)
         return HonestDouble() if self.name == "fp64" else nullcontext()
 
 
-def choose_arithmetic(config: Config, device: torch.device) -> Arithmetic:
+def choose_arithmetic(config: Config, device: torch.device, trains: bool = True) -> Arithmetic:
     """What `arithmetic_of` says, with a word to the user where it is slow."""
-    arithmetic = arithmetic_of(config, device)
-    if arithmetic.name in ("bf16", "fp16") and device.type == "cpu":
+    arithmetic = arithmetic_of(config, device, trains)
+    if arithmetic.name in ("bf16", "fp16") and device.type == "cpu" and config.train.precision == arithmetic.name:
         warn(f"train.precision: {arithmetic.name} on a CPU is often many times slower than fp32")
     return arithmetic
 
 
-def arithmetic_of(config: Config, device: torch.device) -> Arithmetic:
-    """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in."""
+def arithmetic_of(config: Config, device: torch.device, trains: bool = True) -> Arithmetic:
+    """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in.
+
+    Whoever does not train can use what was trained in 8 bits on any device: then it is bf16, as its weights are.
+    """
     name = _best_precision(device) if config.train.precision == "auto" else config.train.precision
-    compute = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    if config.model.dtype == "bf16" and name != "bf16":
+    if name in _EIGHT_BITS and trains:
+        require_fp8(device, name)
+    elif name in _EIGHT_BITS and cannot_fp8(device):
+        name = "bf16"
+    compute = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
+    if config.model.dtype == "bf16" and compute != torch.bfloat16:
         raise WhetError(
             f"model.dtype: bf16 weights are trained in bf16, and train.precision is {name} here. Leave model.dtype "
             "out, or set train.precision=bf16"
@@ -103,6 +113,7 @@ def make_root(
     in it; `tokens` is the size of the vocabulary.
 
     A model in which they would is trained unpacked, if the configuration puts one conversation into each batch.
+    8 bits come after the proof: with one scale for all tokens of a batch, conversations change each other's rounding.
     """
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
     with arithmetic.context(device):
@@ -114,6 +125,9 @@ def make_root(
             attention.leave(root.language_model)
             root.alone = True
             probe_alone(root, tokens, longest)
+        narrow(root)
+    if arithmetic.name in _EIGHT_BITS:
+        to_fp8_(root.language_model, _EIGHT_BITS[arithmetic.name])
     return root
 
 

@@ -64,7 +64,7 @@ class _File(Section):
     grad_norm: float | None
     checkpoint: str | None
     seed: int = Field(ge=0)
-    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]
     loss_scale: float = Field(gt=0)
     longest: int = Field(ge=1)
     shapes: list[_Size]
@@ -106,7 +106,7 @@ def replay(file: Path) -> dict[str, Any]:
     config = read_config(run / "config.yaml").at(run)
     be_deterministic(config)
     ranks = start_ranks()
-    arithmetic = choose_arithmetic(config, ranks.device)
+    arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     tokens = len(tokenizer_of(config))
     model = build_model(config, arithmetic, ranks.device, tokens)
     root = make_root(config, model, arithmetic, ranks.device, tokens, saved.step.longest).train()

@@ -20,11 +20,11 @@ from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan
 from whet.data.pool import beside
 from whet.infer.tasks import find_task
+from whet.model.fp8 import in_fp8
 from whet.model.quantize import MOST, need_bitsandbytes, plain_bytes, quantized_part
 from whet.model.shapes import is_random
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
-from whet.parallel.narrow import narrow
 from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal, sum_in_fp32
 from whet.recipe.ahead import Loading
@@ -125,8 +125,6 @@ def _assemble(
     model = build_model(config, arithmetic, ranks.device, tokens, loading.model)
     root = make_root(config, model, arithmetic, ranks.device, tokens, data.longest)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
-    with arithmetic.context(ranks.device):
-        narrow(root)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     start_equal(root, ranks)
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
@@ -167,6 +165,11 @@ def _say_what_matters(run: Assembled) -> None:
             f"quantize: only {part:.0%} of this model's weights are in {config.quantize}: embeddings, and experts "
             "fused into one weight, cannot be in it"
         )
+    eight_bits = in_fp8(run.root)
+    if eight_bits:
+        say(f"{eight_bits} layers multiply in 8 bits; measuring and exporting do not")
+    if eight_bits and not compiles(config.model.compile, run.ranks.device, run.arithmetic.compute):
+        warn("train.precision: without compiling, rounding to 8 bits takes longer than it saves; see model.compile")
     room = getattr(run.model.config, "max_position_embeddings", plan.sizes.longest)
     if plan.sizes.longest > room:
         warn(

@@ -81,7 +81,7 @@ def load_run(path: Path, step: str = "latest") -> LoadedRun:
         raise WhetError(f"{path}@{step}: no such checkpoint; there are: {', '.join(map(str, known))}, latest")
     number = known[-1] if step == "latest" else int(step)
     ranks = start_ranks()
-    arithmetic = choose_arithmetic(config, ranks.device)
+    arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     model = build_model(config, arithmetic, ranks.device, 0)
     checkpoints.load(folder / f"step-{number:06d}", LossModel(language_model(model)), None, ranks)
     return LoadedRun(config, model, number, arithmetic, ranks)

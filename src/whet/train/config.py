@@ -137,9 +137,10 @@ class TrainConfig(Section):
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig())
     schedule: ScheduleConfig = Field(default=ScheduleConfig())
-    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = Field(
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise"] = Field(
         default="auto",
-        description="Of the arithmetic: bf16 on CUDA, otherwise fp32; fp16 is for cards without bf16, fp64 for proofs.",
+        description="Of the arithmetic: bf16 on CUDA, otherwise fp32; fp16 is for cards without bf16, fp64 for proofs. "
+        "fp8 multiplies large matrices in 8 bits, fp8-rowwise with a scale for each row.",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="This part of each target is spread over all tokens; not part of `loss`."
