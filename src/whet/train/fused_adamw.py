@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 2048
-_WORD = 0xFFFFFFFF
+_WORD = 0x7FFFFFFF  # more bits would sometimes be another type, for which all is compiled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _rounded(x, noise):  # type: ignore[no-untyped-def]
     return tl.where((bits & 0x7F800000) == 0x7F800000, x, cut).to(tl.bfloat16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "other_seed"])  # they are other ones each time
 def _move(  # type: ignore[no-untyped-def]
     weight_at, gradient_at, mean_at, square_at, count, seed, other_seed,
     factor, beta1, rest1, beta2, rest2, eps, rate, root, keep,
@@ -68,9 +68,9 @@ def _move(  # type: ignore[no-untyped-def]
     weight = keep * weight - rate * mean / (tl.sqrt(square) / root + eps)
     if rounds_weight or rounds_states:
         number = at.to(tl.uint32) ^ ((at >> 32).to(tl.uint32) * 0x9E3779B9)
-        noise = _scrambled(number ^ seed)
+        noise = _scrambled(number ^ seed.to(tl.uint32))
     if rounds_states:
-        other = _scrambled(number ^ other_seed)
+        other = _scrambled(number ^ other_seed.to(tl.uint32))
         tl.store(mean_at + at, _rounded(mean, other & 0xFFFF), mask=known)
         tl.store(square_at + at, _rounded(square, other >> 16), mask=known)
     else:
