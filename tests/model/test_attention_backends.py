@@ -162,23 +162,31 @@ CAPPED, SUNK = Asked(Ask(1.0, softcap=50.0), 64), Asked(Ask(1.0, sinks=torch.zer
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "seen", "best"),
+    ("device", "dtype", "seen", "typical", "best"),
     [
-        (CPU, torch.float32, [CAPPED], "sdpa"),
-        (CPU, torch.bfloat16, [], "sdpa"),
-        (CUDA, torch.bfloat16, [Asked(Ask(1.0, window=4096), 256)], "varlen"),
-        (CUDA, torch.float16, [], "varlen"),
-        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 64), CAPPED], "flex"),
-        (CUDA, torch.bfloat16, [SUNK], "flex"),
-        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 512)], "flex"),
-        (CUDA, torch.float32, [SUNK], "sdpa"),
+        (CPU, torch.float32, [CAPPED], 300, "sdpa"),
+        (CPU, torch.bfloat16, [], 300, "sdpa"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0, window=4096), 256)], 300, "varlen"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0, window=4096), 128)], 300, "short"),
+        (CUDA, torch.float16, [], 300, "short"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 128)], 9000, "cudnn"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0, window=4096), 128)], 9000, "short"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 256)], 9000, "varlen"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 64), CAPPED], 300, "flex"),
+        (CUDA, torch.bfloat16, [SUNK], 9000, "flex"),
+        (CUDA, torch.bfloat16, [Asked(Ask(1.0), 512)], 300, "flex"),
+        (CUDA, torch.float32, [SUNK], 300, "sdpa"),
     ],
 )
-def test_the_best_backend_for_device_and_model_is_chosen(
-    device: torch.device, dtype: torch.dtype, seen: list[Asked], best: str
-) -> None:
-    assert attention.choose("auto", device, dtype, seen) == best
-    assert attention.choose("eager", device, dtype, seen) == "eager"
+def test_the_best_backend_for_device_model_and_documents_is_chosen(
+    device: torch.device, dtype: torch.dtype, seen: list[Asked], typical: float, best: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert attention.choose("eager", device, dtype, seen, typical) == "eager"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert attention.choose("auto", device, dtype, seen, typical) == best
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert attention.choose("auto", device, dtype, seen, typical) == ("varlen" if best == "short" else best)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +196,9 @@ def test_the_best_backend_for_device_and_model_is_chosen(
         ("varlen", CUDA, torch.float32, [], "needs a CUDA device"),
         ("varlen", CUDA, torch.bfloat16, [SUNK], "soft-caps nor sinks"),
         ("varlen", CUDA, torch.bfloat16, [Asked(Ask(1.0), 512)], "up to 256 wide; this model's are 512"),
+        ("cudnn", CPU, torch.bfloat16, [], "needs a CUDA device"),
+        ("cudnn", CUDA, torch.bfloat16, [Asked(Ask(1.0, window=9), 64)], "knows no windows"),
+        ("cudnn", CUDA, torch.bfloat16, [Asked(Ask(1.0), 192)], "up to 128 wide"),
         ("flex", CPU, torch.float32, [], "needs a CUDA device"),
         ("flex", CUDA, torch.float64, [], "no fp64"),
     ],

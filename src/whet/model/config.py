@@ -28,11 +28,11 @@ class ModelConfig(Section):
         "bf16 (with train.precision bf16 or fp8) halves their memory; updates are rounded at random, so that none is "
         "lost.",
     )
-    attention: Literal["auto", "varlen", "short", "flex", "sdpa", "eager"] = Field(
+    attention: Literal["auto", "short", "varlen", "cudnn", "flex", "sdpa", "eager"] = Field(
         default="auto",
-        description="How documents attend: on CUDA varlen, or flex for models with soft-caps or sinks; elsewhere and "
-        "in fp32 sdpa. short is for CUDA and documents of a few hundred tokens, the same bit by bit from run to run; "
-        "eager is the reference.",
+        description="How documents attend. On CUDA short, kernels of whet's own, the same bit by bit from run to run; "
+        "cudnn where documents are long; flex for models with soft-caps or sinks; varlen is flash attention's. "
+        "Elsewhere and in fp32 sdpa; eager is the reference.",
     )
     compile: Literal["auto"] | bool = Field(
         default="auto",

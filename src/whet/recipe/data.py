@@ -49,6 +49,13 @@ class Data:
         stores = [self.train.store, *([] if self.validation is None else [self.validation])]
         return max(int(store.lengths.max(initial=0)) for store in stores)
 
+    @property
+    def typical(self) -> float:
+        """Tokens of the document in which the typical token stands, as far as some documents tell."""
+        some = self.train_documents[:: max(1, len(self.train_documents) // 10_000)]
+        lengths = self.train.store.lengths[some].astype(np.float64)
+        return float((lengths**2).sum() / max(1.0, lengths.sum()))
+
     def stores(self) -> dict[str, str]:
         """Where the documents are, by use."""
         held = {} if self.validation is None else {"validation": str(self.validation.folder)}

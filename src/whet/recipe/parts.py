@@ -145,9 +145,10 @@ def place_of_weights(config: Config, device: torch.device) -> torch.device:
 
 def build_model(
     config: Config, arithmetic: Arithmetic, device: torch.device, vocabulary: int,
-    loaded: Callable[[], nn.Module] | None = None,
+    loaded: Callable[[], nn.Module] | None = None, typical: float = 0,
 ) -> nn.Module:  # fmt: skip
-    """The model with its adapters on its device, attending by documents; `loaded` gives one that was loaded before."""
+    """The model with its adapters on its device, attending by documents of `typical` length; `loaded` gives one that
+    was loaded before."""
     model = loaded() if loaded else load_model(config.model, arithmetic.weights, place_of_weights(config, device))
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
@@ -161,6 +162,6 @@ def build_model(
         model = add_adapter(model, config.adapter, config.run.seed)
     model = model.to(device)  # what the adapters brought along
     plain = language_model(model)
-    backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain))
+    backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain), typical)
     attention.install(plain, backend)
     return model

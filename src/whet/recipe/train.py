@@ -122,7 +122,7 @@ def _assemble(
         )
     arithmetic = choose_arithmetic(config, ranks.device)
     tokens = len(data.tokenizer)  # read while the model is loaded
-    model = build_model(config, arithmetic, ranks.device, tokens, loading.model)
+    model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical)
     root = make_root(config, model, arithmetic, ranks.device, tokens, data.longest)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too

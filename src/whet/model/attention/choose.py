@@ -8,24 +8,46 @@ from collections.abc import Sequence
 import torch
 
 from whet.core.errors import WhetError
+from whet.model.attention import long_documents
 from whet.model.attention.look import Asked
 from whet.model.attention.variable_length import WIDEST
 
+LONG = 8192
+"""Tokens from which on a document by itself is faster: cuDNN's kernels are a sixth faster than `short` at 32 768, and
+take a call for each document, filled up to the next of a few lengths."""
+_MEASURED = 128
+"""The head width up to which `short` is known to be faster than varlen."""
 
-def choose(wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[Asked] = ()) -> str:
-    """The back-end asked for, or the best for the device and for what the layers ask (`look`)."""
+
+def choose(
+    wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[Asked] = (), typical: float = 0
+) -> str:
+    """The back-end asked for, or the best for the device, for what the layers ask (`look`) and for documents of
+    `typical` length: of the document in which the typical token stands."""
     reasons = {
+        "cudnn": _against_cudnn(device, dtype, seen),
+        "short": _against_short(device, dtype, seen),
         "varlen": _against_varlen(device, dtype, seen),
         "flex": _against_flex(device, dtype),
-        "short": _against_short(device, dtype, seen),
     }
     if wanted == "auto":
         if dtype.itemsize > 2:  # nothing is gained over sdpa, which is exact
             return "sdpa"
-        return next((name for name in ("varlen", "flex") if reasons[name] is None), "sdpa")
+        better = {"cudnn": typical >= LONG, "short": all(layer.width <= _MEASURED for layer in seen)}
+        serving = (name for name, reason in reasons.items() if reason is None and better.get(name, True))
+        return next(serving, "sdpa")
     if reasons.get(wanted):
         raise WhetError(f"model.attention: {wanted} {reasons[wanted]}. Leave model.attention out to let whet choose")
     return wanted
+
+
+def _against_cudnn(device: torch.device, dtype: torch.dtype, seen: Sequence[Asked]) -> str | None:
+    against = _against_varlen(device, dtype, seen)
+    if against is None and any(layer.ask.window is not None for layer in seen):
+        return "knows no windows, which this model uses"
+    if against is None and any(layer.width > long_documents.WIDEST for layer in seen):
+        return f"knows heads up to {long_documents.WIDEST} wide; this model's are wider"
+    return against
 
 
 def _against_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[Asked]) -> str | None:

@@ -43,12 +43,16 @@ Kernel = Literal["forward", "d_query", "d_key_value"]
 
 TILES: dict[Kernel, dict[int, Tile]] = {
     "forward": {
-        64: Tile(128, 64, 8, 3, registers=128),
-        128: Tile(128, 32, 8, 3, registers=128),
+        64: Tile(64, 64, 4, 3, spare=True, registers=128),
+        128: Tile(64, 32, 4, 3, spare=True, registers=168),
         256: Tile(64, 32, 4, 2),
     },
-    "d_query": {64: Tile(128, 64, 8, 3, registers=128), 128: Tile(64, 32, 4, 3), 256: Tile(64, 16, 4, 2)},
-    "d_key_value": {64: Tile(32, 64, 4, 3, registers=168), 128: Tile(32, 64, 4, 3), 256: Tile(16, 64, 8, 2)},
+    "d_query": {
+        64: Tile(64, 32, 4, 3, spare=True),
+        128: Tile(128, 32, 8, 3, spare=True, registers=128),
+        256: Tile(64, 16, 4, 2),
+    },
+    "d_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 64, 4, 3), 256: Tile(16, 64, 8, 2)},
 }
 """By kernel and the widest head that they are for. `bench/attention.py` tries others."""
 _PLAIN = Tile(32, 32, 4, 1)
