@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -299,5 +298,4 @@ def test_a_missing_torchao_is_named_and_not_needed_for_tensorwise(
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(WhetError, match=r"whet\[fp8\]"):
         emulated_(make_model("Llama"), "rowwise")
-    assert logging.root.manager.disable == 0
     assert len(emulated_(make_model("Llama"))) == 14

@@ -103,6 +103,14 @@ def test_a_faulty_step_is_run_again_in_8_bits(whet: Callable[..., Any], recipe: 
     assert "this device computes in" not in again.err
 
 
+def test_an_installed_torchao_is_silent(start: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
+    """transformers imports it whether 8 bits are wanted or not, and it complains of extensions that do not fit."""
+    pytest.importorskip("torchao")
+    _, errors = start("train", recipe, f"run.dir={tmp_path / 'run'}", "--smoke").communicate()
+    assert "steps on" in errors
+    assert not [line for line in errors.splitlines() if "Failed to load" in line or "Enum" in line]
+
+
 @pytest.mark.usefixtures("emulated")
 def test_what_is_measured_is_what_is_shipped(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ["train.precision=fp8", "train.steps=4", "eval.every=4"]

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -112,16 +110,15 @@ def _product(recipe: Recipe, emulate: bool) -> Product:
 
 def _rowwise(emulate: bool) -> Product:
     """torchao's product; its layer is not used, because it knows neither evaluation nor odd numbers of tokens."""
-    with _hushed():
-        try:
-            from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
-            from torchao.float8.config import Float8LinearConfig
-            from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-        except (ImportError, AttributeError) as error:
-            raise EightBitError(
-                f"train.precision: fp8-rowwise needs torchao ({error}): pip install 'whet[fp8]'. Or set "
-                "train.precision=fp8, which does not need it"
-            ) from None
+    try:
+        from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
+        from torchao.float8.config import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    except (ImportError, AttributeError) as error:
+        raise EightBitError(
+            f"train.precision: fp8-rowwise needs torchao ({error}): pip install 'whet[fp8]'. Or set "
+            "train.precision=fp8, which does not need it"
+        ) from None
     _patch_inductor_min_max_codegen()  # as torchao's own entry does: triton wrote wrong bytes beside a clamp
     config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
     settings = Float8Linear(BLOCK, BLOCK, bias=False, config=config, device="meta").linear_mm_config
@@ -130,14 +127,3 @@ def _rowwise(emulate: bool) -> Product:
         return matmul_with_hp_or_float8_args.apply(input, weight.t(), settings, config)
 
     return rowwise
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """torchao complains of extensions of other kinds of numbers, which are not used, as it is imported."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
