@@ -31,9 +31,7 @@ class Documents:
     Not a dataclass, because the compiler reads all fields of those.
     """
 
-    def __init__(
-        self, cu_seqlens: Tensor, longest: int, edges: Sequence[int], spans: Tensor | None = None
-    ) -> None:
+    def __init__(self, cu_seqlens: Tensor, longest: int, edges: Sequence[int], spans: Tensor | None = None) -> None:
         self.cu_seqlens = cu_seqlens  # [D + 1] int32
         self.spans = spans  # [2 T] int32, see `spans_of`; for back-ends that want it, made once for all layers
         self.longest = longest

@@ -42,7 +42,11 @@ class Tile(NamedTuple):
 Kernel = Literal["forward", "d_query", "d_key_value"]
 
 TILES: dict[Kernel, dict[int, Tile]] = {
-    "forward": {64: Tile(128, 64, 8, 3, registers=128), 128: Tile(128, 32, 8, 3, registers=128), 256: Tile(64, 32, 4, 2)},
+    "forward": {
+        64: Tile(128, 64, 8, 3, registers=128),
+        128: Tile(128, 32, 8, 3, registers=128),
+        256: Tile(64, 32, 4, 2),
+    },
     "d_query": {64: Tile(128, 64, 8, 3, registers=128), 128: Tile(64, 32, 4, 3), 256: Tile(64, 16, 4, 2)},
     "d_key_value": {64: Tile(32, 64, 4, 3, registers=168), 128: Tile(32, 64, 4, 3), 256: Tile(16, 64, 8, 2)},
 }
@@ -328,7 +332,7 @@ def _settings(
     tile = tile_for(kernel, query, value, group)
     width, value_width = query.shape[-1], value.shape[-1]
     # from a tile's first number to its last, in any of the tensors
-    reach = max(max(abs(step) for step in states.stride()) for states in (query[0], key[0], value[0], other))
+    reach = max(max(states.stride()) for states in (query[0], key[0], value[0], other))
     settings = {
         "group": group, "width": width, "value_width": value_width, "has_window": window > 0,
         "far": reach * max(tile.rows, tile.keys) >= 2**31, "exact": query.dtype == torch.float32,
