@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from whet.model import attention
-from whet.model.attention import Ask, described, eager, flex, per_document_sdpa, varlen
+from whet.model.attention import Ask, described, eager, flex, per_document_sdpa, short, varlen
 from whet.model.loss import LossModel
 
 pytestmark = pytest.mark.gpu
@@ -33,17 +33,17 @@ def _random(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.float64, generator=generator)
 
 
-def _states(width=64, value_width=64):
+def _states(width=64, value_width=64, heads=8, key_heads=2):
     """What bf16 can hold, so that all back-ends get the same numbers."""
-    shapes = ((8, width), (2, width), (2, value_width))
+    shapes = ((heads, width), (key_heads, width), (key_heads, value_width))
     return [_random(1, heads, LENGTH, size).bfloat16() for heads, size in shapes]
 
 
-def _gradients(backend, states, dtype, window=None, softcap=None, sinks=None):
+def _gradients(backend, states, dtype, window=None, softcap=None, sinks=None, edges=EDGES):
     inputs = [state.to(dtype).requires_grad_() for state in states]
     if sinks is not None:
         sinks = sinks.detach().to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
-    out = backend(*inputs, Ask(0.125, window, softcap, sinks), _documents())
+    out = backend(*inputs, Ask(0.125, window, softcap, sinks), _documents(edges))
     out.double().pow(2).sum().backward()
     found = [out.detach().double(), *(state.grad.double() for state in inputs)]
     return found if sinks is None else [*found, sinks.grad.double()]
@@ -62,6 +62,72 @@ def _compare(backend, states, dtype=torch.bfloat16, **ask):
 @pytest.mark.parametrize("widths", [(64, 64), (64, 40), (20, 20)])
 def test_varlen_is_as_close_to_the_definition_as_sdpa_is(window, widths):
     _compare(varlen, _states(*widths), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 64, 300])
+@pytest.mark.parametrize("widths", [(64, 64), (64, 40), (20, 20), (80, 80), (128, 128), (192, 128), (256, 256)])
+def test_short_is_as_close_to_the_definition_as_sdpa_is(window, widths):
+    _compare(short, _states(*widths), window=window)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 2), (14, 2), (71, 1)])
+@pytest.mark.parametrize("width", [64, 80, 128])
+def test_short_takes_any_number_of_heads_that_share_a_key(heads, width):
+    _compare(short, _states(width, width, *heads), window=100)
+
+
+@pytest.mark.parametrize(
+    "edges", [tuple(range(LENGTH + 1)), (0, LENGTH), (0, 1, 2, 999, LENGTH, LENGTH), (0, 0, 128, 256, LENGTH)]
+)
+def test_short_takes_documents_of_any_length(edges):
+    _compare(short, _states(), edges=edges)
+
+
+def test_short_computes_in_fp16():
+    _compare(short, [state.half() for state in _states()], dtype=torch.float16)
+
+
+def test_short_reads_states_of_any_strides():
+    states = _states(128, 128)
+    by_token = [state.transpose(1, 2).contiguous().transpose(1, 2) for state in states]
+    by_number = [state.transpose(2, 3).contiguous().transpose(2, 3) for state in states]
+    wanted = _gradients(short, states, torch.bfloat16)
+    for others in (by_token, by_number):
+        for ours, exact in zip(_gradients(short, others, torch.bfloat16), wanted, strict=True):
+            assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("heads", [(8, 2), (9, 3)])  # three that share leave rows of a tile over
+def test_short_is_the_same_bit_by_bit_from_run_to_run(window, heads):
+    states = _states(128, 128, *heads)
+    first = _gradients(short, states, torch.bfloat16, window=window)
+    for _ in range(20):
+        for again, before in zip(_gradients(short, states, torch.bfloat16, window=window), first, strict=True):
+            assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "d_query", "d_key_value"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_short_leaves_the_mask_out_only_where_all_see_each_other(kernel, width, monkeypatch):
+    from whet.model.attention import short_kernels
+
+    for window in (None, 200):
+        tile = short_kernels.TILES[kernel][width]
+        monkeypatch.setitem(short_kernels.TILES[kernel], width, tile._replace(spare=not tile.spare))
+        _compare(short, _states(width, width), window=window)
+        _compare(short, _states(width, width), window=window, edges=(0, LENGTH))
+        monkeypatch.undo()
+
+
+def test_short_reads_behind_32_bits():
+    """Keys and values that lie further behind one another than an int32 counts, heads too."""
+    room = torch.zeros(3 * 2**30, device="cuda", dtype=torch.bfloat16)
+    shape, steps = (1, 2, LENGTH, 64), (0, 2**31 - 2**20, 1024, 1)
+    query = torch.as_strided(room, shape, steps).copy_(_states(64, 64, 2, 1)[0])
+    key, value = _states(64, 64, 1, 1)[1:]
+    wanted = short(query.contiguous(), key, value, Ask(0.125), _documents())
+    assert torch.equal(short(query, key, value, Ask(0.125), _documents()), wanted)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -90,6 +156,8 @@ def test_flex_computes_in_other_types(dtype):
     [
         (varlen, Ask(0.125)),
         (varlen, Ask(0.125, window=64)),
+        (short, Ask(0.125)),
+        (short, Ask(0.125, window=64)),
         (flex, Ask(0.125)),
         (flex, Ask(0.125, window=64, softcap=2.0)),
         (per_document_sdpa, Ask(0.125, window=64)),
@@ -107,7 +175,7 @@ def test_documents_do_not_see_each_other(backend, ask):
     assert not torch.equal(before[:, 131:512], after[:, 131:512])
 
 
-@pytest.mark.parametrize("backend", [varlen, flex])
+@pytest.mark.parametrize("backend", [varlen, short, flex])
 def test_no_gradient_goes_to_another_document(backend):
     states = [state.requires_grad_() for state in _states()]
     backend(*states, Ask(0.125, window=64), _documents())[:, 131:512].double().pow(2).sum().backward()
@@ -158,6 +226,8 @@ def _hidden(model, batch):
     [
         ("Llama", {}, "varlen"),
         ("Mistral", {"sliding_window": 6}, "varlen"),
+        ("Llama", {}, "short"),
+        ("Mistral", {"sliding_window": 6}, "short"),
         ("Gemma2", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5}, "flex"),
     ],
 )
@@ -165,7 +235,8 @@ def test_compiled_layers_are_compiled_once_for_all_documents(
     architecture, settings, backend, make_model, make_documents, pack
 ):
     model = make_model(architecture, dtype=torch.float32, **settings).cuda()
-    assert attention.choose("auto", torch.device("cuda"), torch.bfloat16, attention.look(model)) == backend
+    wanted = "short" if backend == "short" else "auto"
+    assert attention.choose(wanted, torch.device("cuda"), torch.bfloat16, attention.look(model)) == backend
     batches = [_batch(pack, make_documents, lengths) for lengths in ((3, 44, 1), (16, 16, 16), (1, 2, 45), (40, 7, 1))]
     attention.install(model, "eager")
     wanted = [_hidden(model, batch).detach() for batch in batches]

@@ -78,9 +78,10 @@ def test_attention_that_is_not_compiled_cuts_layers_into_pieces_but_none_is_comp
     assert counts[0] == counts[1] > 0
 
 
-def test_layers_with_the_cuda_kernel_are_one_compile(make_root: Make, make_batch: Make) -> None:
-    """On tensors without numbers: the kernel runs on CUDA alone, but the compiler's way to it is the same."""
-    root = make_root(dtype=torch.bfloat16, backend="varlen").to("meta")
+@pytest.mark.parametrize("backend", ["varlen", "short"])
+def test_layers_with_a_cuda_kernel_are_one_compile(make_root: Make, make_batch: Make, backend: str) -> None:
+    """On tensors without numbers: the kernels run on CUDA alone, but the compiler's way to them is the same."""
+    root = make_root(dtype=torch.bfloat16, backend=backend).to("meta")
     counter = CompileCounterWithBackend("eager")
     apply(root.language_model, ParallelConfig(), True, counter)
     for lengths in BATCHES:

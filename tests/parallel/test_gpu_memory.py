@@ -117,8 +117,9 @@ def test_dropout_is_the_same_when_compiled_layers_are_computed_again(make_root: 
     assert_close(again, once)
 
 
-def test_varlen_layers_are_one_compile_and_no_batch_makes_another(make_root: Make, make_batch: Make) -> None:
-    root = make_root(dtype=torch.float32, backend="varlen", **SIZES).cuda()
+@pytest.mark.parametrize("backend", ["varlen", "short"])
+def test_layers_are_one_compile_and_no_batch_makes_another(make_root: Make, make_batch: Make, backend: str) -> None:
+    root = make_root(dtype=torch.float32, backend=backend, **SIZES).cuda()
     counter = CompileCounterWithBackend("inductor")
     apply(root.language_model, ParallelConfig(), True, counter)
     for lengths in BATCHES:

@@ -110,9 +110,9 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("varlen", "meta")])
+@pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("varlen", "meta"), ("short", "meta")])
 def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device: str) -> None:
-    """The kernel for CUDA runs here on tensors without numbers."""
+    """The kernels for CUDA run here on tensors without numbers."""
     again: dict[str, Counter[str]] = {}
     for kind in ("none", "selective", "full"):
         root = make_root(dtype=torch.bfloat16, backend=backend).to(device)
@@ -123,9 +123,11 @@ def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device
         with Counted() as counted:
             hidden.sum().backward()
         again[kind] = counted.runs
-    [attention] = [name for name in again["full"] if name.endswith(("_varlen_attn", "attention_for_cpu"))]
+    [attention] = [
+        name for name in again["full"] if name.endswith(("_varlen_attn", "attention_for_cpu", ":short_attention"))
+    ]
     assert again["none"][attention] == again["selective"][attention] == 0
-    assert again["full"][attention] == 4 * (1 if backend == "varlen" else 4)  # layers × documents
+    assert again["full"][attention] == 4 * (4 if backend == "sdpa" else 1)  # layers × documents
     assert again["selective"]["aten::mm"] == again["none"]["aten::mm"]
     assert again["full"]["aten::mm"] == again["none"]["aten::mm"] + 4 * 6  # the seventh product is the layer's last
     assert again["selective"]["aten::silu"] == again["full"]["aten::silu"] == 4 > again["none"]["aten::silu"] == 0

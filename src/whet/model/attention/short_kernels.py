@@ -336,7 +336,7 @@ def _settings(
     tile = tile_for(kernel, query, value, group)
     width, value_width = query.shape[-1], value.shape[-1]
     # from a tile's first number to its last, in any of the tensors
-    reach = max(max(abs(step) for step in states.stride()) for states in (query[0], key[0], value[0], other))
+    reach = max(max(states.stride()) for states in (query[0], key[0], value[0], other))
     settings = {
         "group": group, "width": width, "value_width": value_width, "has_window": window > 0,
         "far": reach * max(tile.rows, tile.keys) >= 2**31, "exact": query.dtype == torch.float32,

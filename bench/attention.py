@@ -1,0 +1,223 @@
+"""How fast `short` is beside `varlen` on rows of packed documents, and with which tiles; on a CUDA machine.
+
+    python bench/attention.py [--quick] [--window N]     --quick: the tiles that whet uses, no others
+
+For each shape (tokens, heads, key heads, width) and mean length of documents: milliseconds of both back-ends' forward
+and backward kernels, the largest error of output and gradients against fp64 beside varlen's, relative to the largest
+number (on the first 4096 tokens of the row), and TFLOP/s of useful work (pairs that see each other; 5 / 2 of the
+forward's in the backward). Then the milliseconds of each kernel of `short` by tile: rows, keys, warps, stages, s where
+the mask is spared, registers; * marks the tile in use. Times are the median of 20 runs with a cold L2 cache. Tiles are
+compiled beforehand by several processes. The last line is a JSON object with everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.model.attention import Ask, Documents, described, eager, short, short_kernels, varlen
+from whet.model.attention.short_kernels import TILES, Kernel, Tile
+
+SHAPES = ((32768, 32, 8, 64), (16384, 32, 8, 128), (8192, 32, 8, 128))
+LENGTHS = (215, 1000, 4096)
+TRUE_TOKENS = 4096  # for which all scores fit in fp64
+TIMES = 20
+
+_TRIED: dict[Kernel, dict[int, list[Tile]]] = {
+    "forward": {
+        64: [
+            Tile(128, 64, 8, 3, registers=128), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, registers=128),
+            Tile(128, 32, 4, 3), Tile(128, 64, 4, 3), Tile(64, 32, 4, 4), Tile(128, 128, 8, 3),
+        ],
+        128: [
+            Tile(128, 32, 8, 3, registers=128), Tile(128, 32, 8, 4, registers=128), Tile(128, 64, 8, 2, registers=128),
+            Tile(128, 64, 8, 3), Tile(64, 32, 4, 3, registers=168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2),
+        ],
+    },
+    "d_query": {
+        64: [
+            Tile(128, 64, 8, 3, registers=128), Tile(64, 64, 4, 3, registers=168), Tile(64, 32, 4, 3),
+            Tile(64, 64, 4, 2), Tile(128, 32, 8, 3, registers=128),
+        ],
+        128: [
+            Tile(64, 32, 4, 3), Tile(64, 32, 4, 2, registers=168), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3),
+            Tile(128, 32, 8, 3, registers=128), Tile(128, 64, 8, 2),
+        ],
+    },
+    "d_key_value": {
+        64: [
+            Tile(32, 64, 4, 3, registers=168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 3),
+            Tile(32, 128, 8, 3),
+        ],
+        128: [
+            Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 8, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 3),
+            Tile(64, 128, 8, 2),
+        ],
+    },
+}  # fmt: skip
+
+
+def candidates_of(kernel: Kernel, width: int) -> list[Tile]:
+    """The tile in use first; each with the mask spared and not."""
+    tiles = dict.fromkeys([TILES[kernel][width], *_TRIED[kernel][width]])
+    return list(dict.fromkeys(tile._replace(spare=spare) for tile in tiles for spare in (tile.spare, not tile.spare)))
+
+
+class Case:
+    """States, documents, and what the kernels write, for one shape."""
+
+    def __init__(self, tokens: int, heads: int, key_heads: int, width: int, mean: int, window: int) -> None:
+        torch.manual_seed(0)
+        drawn = torch.distributions.Gamma(3.0, 3.0 / mean).sample((4 * tokens // mean + 8,)).long().clamp(1, tokens)
+        edges = [0, *(edge for edge in drawn.cumsum(0).tolist() if edge < tokens), tokens]
+        sizes = [b - a for a, b in itertools.pairwise(edges)]
+        self.longest = max(sizes)
+        pairs = sum(sum(min(i + 1, window or size) for i in range(size)) for size in sizes)
+        self.forward_flops = 4 * pairs * heads * width
+        self.documents = self.cut(edges)
+        self.tokens, self.window, self.ask = tokens, window, Ask(width**-0.5, window or None)
+        # as a linear layer and the rotation leave them: token by token
+        self.states = [
+            torch.randn(1, tokens, number, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for number in (heads, key_heads, key_heads)
+        ]
+        self.slope = torch.randn(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16)
+
+    def cut(self, edges: list[int]) -> Documents:
+        cu_seqlens = torch.tensor(edges, dtype=torch.int32, device="cuda")
+        return described(cu_seqlens, self.longest, edges, by_token=True)["documents"]
+
+    def kernels(self) -> dict[Kernel, Callable[[], None]]:
+        """The three kernels of `short`, each with its inputs."""
+        query, key, value = self.states
+        _, heads, tokens, width = query.shape
+        new = query.new_empty
+        out, dq = new(tokens, heads, width), new(tokens, heads, width)
+        dk, dv = (new(tokens, key.shape[1], width) for _ in range(2))
+        lse = new(key.shape[1], tokens, heads // key.shape[1], dtype=torch.float32)
+        delta, slope = torch.empty_like(lse), self.slope[0]
+        asked = (query, key, value, self.documents.spans, self.ask.scale, self.window)
+        return {
+            "forward": lambda: short_kernels.forward(*asked, out, lse),
+            "d_query": lambda: short_kernels.d_query(*asked, out, lse, slope, delta, dq),
+            "d_key_value": lambda: short_kernels.d_key_value(*asked, lse, slope, delta, dk, dv),
+        }
+
+    def results(self, backend: Any, dtype: torch.dtype) -> list[Tensor]:
+        """Output and gradients on the row's beginning."""
+        end = min(self.tokens, TRUE_TOKENS)
+        inputs = [state[:, :, :end].detach().to(dtype).requires_grad_() for state in self.states]
+        edges = [edge for edge in self.documents.edges if edge < end]
+        out = backend(*inputs, self.ask, self.cut([*edges, end]))
+        (out * self.slope[:, :end].to(dtype)).sum().backward()
+        return [result.double() for result in (out.detach(), *(state.grad for state in inputs))]
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    """The median of several runs, each with an L2 cache full of something else."""
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        work()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMES)]
+    for begin, end in events:
+        flush.zero_()
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def whole(case: Case, backend: Any) -> tuple[float, float]:
+    """Forward and backward of a back-end."""
+    inputs = [state.detach().requires_grad_() for state in case.states]
+    forward = milliseconds(lambda: backend(*inputs, case.ask, case.documents))
+    out = backend(*inputs, case.ask, case.documents)
+    backward = milliseconds(lambda: torch.autograd.grad(out, inputs, case.slope, retain_graph=True))
+    return forward, backward
+
+
+def errors(case: Case) -> dict[str, list[float]]:
+    """Of output, dQ, dK, dV."""
+    truth = case.results(eager, torch.float64)
+    found = {}
+    for name, backend in (("short", short), ("varlen", varlen)):
+        ours = case.results(backend, torch.bfloat16)
+        found[name] = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, truth, strict=True)]
+    return found
+
+
+def named(tile: Tile) -> str:
+    spared, registers = ("s" if tile.spare else ""), (f"r{tile.registers}" if tile.registers else "")
+    return f"{tile.rows}x{tile.keys}w{tile.warps}p{tile.stages}{spared}{registers}"
+
+
+def by_tile(case: Case, kernel: Kernel, tile: Tile, width: int) -> float | None:
+    """Milliseconds; None where the tile does not fit the GPU."""
+    usual = TILES[kernel][width]
+    TILES[kernel][width] = tile
+    try:
+        return milliseconds(case.kernels()[kernel])
+    except Exception as error:  # Triton has classes of its own for tiles that do not fit
+        print(f"    {kernel} {named(tile)}: {type(error).__name__}: {str(error)[:100]}")  # noqa: T201
+        return None
+    finally:
+        TILES[kernel][width] = usual
+
+
+def warm(kernel: Kernel, width: int, tile: Tile, window: int) -> None:
+    """Fills Triton's cache. Sizes are as divisible as the measured ones, which is what it compiles for."""
+    by_tile(Case(256, 32, 8, width, 100, window), kernel, tile, width)
+
+
+def main(*options: str) -> None:
+    quick = "--quick" in options
+    window = int(options[options.index("--window") + 1]) if "--window" in options else 0
+    candidates: dict[Kernel, dict[int, list[Tile]]] = {
+        kernel: {width: [TILES[kernel][width]] if quick else candidates_of(kernel, width) for width in by_width}
+        for kernel, by_width in _TRIED.items()
+    }
+    jobs = [(k, w, tile, window) for k, widths in candidates.items() for w, tiles in widths.items() for tile in tiles]
+    workers = min(12, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(warm, *zip(*jobs, strict=True)))
+    lines = []
+    for shape, mean in itertools.product(SHAPES, LENGTHS):
+        case = Case(*shape, mean, window)
+        line: dict[str, Any] = {"shape": shape, "mean": mean, "errors": errors(case)}
+        print(f"{shape}, documents of {mean}", flush=True)  # noqa: T201
+        for name, backend in (("varlen", varlen), ("short", short)):
+            times = whole(case, backend)
+            line[name] = times
+            rates = [case.forward_flops * share / ms / 1e9 for share, ms in zip((1, 2.5), times, strict=True)]
+            wrong = ", ".join(
+                f"{part} {error:.1e}"
+                for part, error in zip(("out", "dq", "dk", "dv"), line["errors"][name], strict=True)
+            )
+            print(  # noqa: T201
+                f"  {name:7} forward {times[0]:.3f} ms ({rates[0]:.0f} TFLOP/s), backward {times[1]:.3f} ms "
+                f"({rates[1]:.0f} TFLOP/s); errors {wrong}",
+                flush=True,
+            )
+        for kernel, by_width in candidates.items():
+            found = {tile: by_tile(case, kernel, tile, shape[3]) for tile in by_width[shape[3]]}
+            ranked = sorted((ms, named(tile), tile) for tile, ms in found.items() if ms is not None)
+            line[kernel] = {name: ms for ms, name, _ in ranked}
+            shown = (f"{name}{'*' * (tile == TILES[kernel][shape[3]])} {ms:.3f}" for ms, name, tile in ranked)
+            print(f"    {kernel}: {', '.join(shown)}", flush=True)  # noqa: T201
+        lines.append(line)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "lines": lines}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
