@@ -79,9 +79,7 @@ def _backward(  # type: ignore[no-untyped-def]
     up = tl.load(up_at + here, mask=inside, other=0.0).to(tl.float32)
     up = _add_thin(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
     d_h = tl.load(d_h_at + here, mask=inside, other=0.0).to(tl.float32)
-    d_h = _add_thin(
-        d_h, d_thin_at, rank_down, a_down_at, 1, columns, row, rows, column, columns, rank_down, block_down
-    )
+    d_h = _add_thin(d_h, d_thin_at, rank_down, a_down_at, 1, columns, row, rows, column, columns, rank_down, block_down)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     kind = d_gate_at.dtype.element_ty

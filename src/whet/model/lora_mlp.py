@@ -25,10 +25,11 @@ from whet.model.swiglu import Backward, Middle
 
 def lora_mlp(x: Tensor, gate: Adapted, up: Adapted, down: Adapted) -> Tensor:
     """The MLP's output for x [..., E], which is in the type to compute in."""
-    return _forward(  # type: ignore[no-any-return]
+    outputs: tuple[Tensor, ...] = _forward(
         x, gate.frozen, up.frozen, down.frozen, gate.bias, up.bias, down.bias,
         [gate.a, gate.b, up.a, up.b, down.a, down.b], [gate.scale, up.scale, down.scale],
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    return outputs[0]
 
 
 @torch.library.custom_op("whet::lora_mlp", mutates_args=())
@@ -140,7 +141,8 @@ def _scaled_inputs(adapters: Sequence[Tensor], scales: Sequence[float], dtype: t
 
 def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, adapters: Sequence[Tensor]) -> Middle:
     a_gate, b_gate, a_up, b_up, *_ = adapters
-    return Middle(gate0, up0, *thin.split([len(a_gate), len(a_up)], dim=1), b_gate.to(thin), b_up.to(thin))
+    thin_gate, thin_up = thin.split([len(a_gate), len(a_up)], dim=1)
+    return Middle(gate0, up0, thin_gate, thin_up, b_gate.to(thin.dtype), b_up.to(thin.dtype))
 
 
 def _swiglu(x: Tensor) -> tuple[Callable[[Middle], Tensor], Backward]:

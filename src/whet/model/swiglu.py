@@ -29,9 +29,7 @@ class Middle(NamedTuple):
 
 
 class Backward(Protocol):
-    def __call__(
-        self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> tuple[Tensor, Tensor, Tensor]:
         """From d h = d_h0 [T, F] + d_thin [T, R] · a_down [R, F] to d gate, d up, and h. May overwrite d_h0."""
 
 

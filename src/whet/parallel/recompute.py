@@ -32,7 +32,11 @@ _PRODUCTS = {
 }
 """Matrix products, and which argument their first matrix is."""
 _THIN = 8
-_ATTENTION = ("scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention")
+_WHOLE = (
+    "scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention",
+    "whet::lora_linear", "whet::lora_mlp",
+)  # fmt: skip
+"""Attention, and layers fused with their adapters."""
 
 
 def recomputed(forward: Forward, kind: Literal["selective", "full"]) -> Forward:
@@ -79,7 +83,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     """Keep what is dear to compute: matrix products and attention."""
     name = operation._schema.name if hasattr(operation, "_schema") else str(operation)
     first = _PRODUCTS.get(name)
-    dear = any(part in name for part in _ATTENTION) if first is None else _is_dear(args[first], args[first + 1])
+    dear = any(part in name for part in _WHOLE) if first is None else _is_dear(args[first], args[first + 1])
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -18,6 +18,7 @@ from whet.data.loader import Loader
 from whet.data.plan import Plan
 from whet.data.store import Store
 from whet.model import attention
+from whet.model.fused_lora import fuse_lora_
 from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
@@ -128,6 +129,8 @@ def build_model(config: Config, arithmetic: Arithmetic, device: torch.device, vo
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
     model = model.to(device)
+    if config.adapter is not None and device.type == "cuda":
+        fuse_lora_(model)
     plain = language_model(model)
     backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain))
     attention.install(plain, backend)
