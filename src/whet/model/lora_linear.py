@@ -31,7 +31,11 @@ def lora_linear(x: Tensor, *layers: Adapted) -> list[Tensor]:
     return outputs[: len(layers)]
 
 
-@torch.library.custom_op("whet::lora_linear", mutates_args=())
+@torch.library.custom_op(
+    "whet::lora_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] frozen, Tensor[] biases, Tensor[] adapters, float[] scales) -> Tensor[]",
+)
 def _forward(
     x: Tensor, frozen: Sequence[Tensor], biases: Sequence[Tensor], adapters: Sequence[Tensor], scales: Sequence[float]
 ) -> list[Tensor]:
@@ -56,7 +60,12 @@ def _(
     return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(len(a) for a in adapters[::2]))]
 
 
-@torch.library.custom_op("whet::lora_linear_backward", mutates_args=())
+@torch.library.custom_op(
+    "whet::lora_linear_backward",
+    mutates_args=(),
+    schema="(Tensor[] d_outputs, Tensor x, Tensor thin, Tensor[] frozen, Tensor[] adapters, float[] scales, "
+    "bool needs_x) -> Tensor[]",
+)
 def _backward(
     d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], adapters: Sequence[Tensor],
     scales: Sequence[float], needs_x: bool,

@@ -32,7 +32,12 @@ def lora_mlp(x: Tensor, gate: Adapted, up: Adapted, down: Adapted) -> Tensor:
     return outputs[0]
 
 
-@torch.library.custom_op("whet::lora_mlp", mutates_args=())
+@torch.library.custom_op(
+    "whet::lora_mlp",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor[] down, Tensor? gate_bias, Tensor? up_bias, "
+    "Tensor? down_bias, Tensor[] adapters, float[] scales) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _forward(
     x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
     gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None,
@@ -66,7 +71,12 @@ def _(
     return x.new_empty(*x.shape[:-1], len(b_down)), gate0, up0, thin, thin_down
 
 
-@torch.library.custom_op("whet::lora_mlp_backward", mutates_args=())
+@torch.library.custom_op(
+    "whet::lora_mlp_backward",
+    mutates_args=(),
+    schema="(Tensor d_y, Tensor x, Tensor gate0, Tensor up0, Tensor thin, Tensor thin_down, Tensor[] gate, "
+    "Tensor[] up, Tensor[] down, Tensor[] adapters, float[] scales, bool needs_x) -> Tensor[]",
+)
 def _backward(
     d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor, thin_down: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
