@@ -20,6 +20,7 @@ from whet.data.plan import Plan
 from whet.data.store import Store
 from whet.model import attention
 from whet.model.fp8 import Recipe, cannot_fp8, require_fp8, to_fp8_
+from whet.model.fused_lora import fuse_lora_
 from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
@@ -161,6 +162,8 @@ def build_model(
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
     model = model.to(device)  # what the adapters brought along
+    if config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS:
+        fuse_lora_(model)
     plain = language_model(model)
     backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain), typical)
     attention.install(plain, backend)

@@ -1,0 +1,136 @@
+"""Linear layers with the same input and their adapters as one operator: y = x·Wᵀ + bias + (x·(scale·A)ᵀ)·Bᵀ of each.
+
+The adapters' parts are added where the products stand, forward and backward, instead of being matrices of their own,
+and x meets the A of all layers at once. Kept are x and its thin products. To the compiler it is opaque. It computes in
+the type of x; gradients of A and B come in the type of A and B.
+
+Shape letters: T tokens, E width of the input, O of an output, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.model.frozen_weight import matrix_from
+from whet.model.lora_products import Adapted, precise, rows, scaled
+
+
+def lora_linear(x: Tensor, *layers: Adapted) -> list[Tensor]:
+    """The outputs for x [..., E], which is in the type to compute in. Either all layers have a bias or none has."""
+    outputs: list[Tensor] = _forward(
+        x,
+        [part for layer in layers for part in layer.frozen],
+        [layer.bias for layer in layers if layer.bias is not None],
+        [matrix for layer in layers for matrix in (layer.a, layer.b)],
+        [layer.scale for layer in layers],
+    )
+    return outputs[: len(layers)]
+
+
+@torch.library.custom_op(
+    "whet::lora_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] frozen, Tensor[] biases, Tensor[] adapters, float[] scales) -> Tensor[]",
+)
+def _forward(
+    x: Tensor, frozen: Sequence[Tensor], biases: Sequence[Tensor], adapters: Sequence[Tensor], scales: Sequence[float]
+) -> list[Tensor]:
+    """The outputs, and x·[scaled A of each]ᵀ."""
+    with torch.autocast(x.device.type, enabled=False):
+        x_te = rows(x)
+        thin = x_te @ _scaled_inputs(adapters, scales, x.dtype).T
+        outputs = []
+        for number, (b, part) in enumerate(zip(adapters[1::2], _split(thin, adapters), strict=True)):
+            matrix = _matrix(number, frozen, adapters, x.dtype)
+            y_to = torch.addmm(biases[number].to(x.dtype), x_te, matrix.T) if biases else x_te @ matrix.T
+            del matrix  # of a 4-bit layer: or the next would be made beside it
+            outputs.append(y_to.addmm_(part, b.to(x.dtype).T).view(*x.shape[:-1], len(b)))
+        return [*outputs, thin]
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, frozen: Sequence[Tensor], biases: Sequence[Tensor], adapters: Sequence[Tensor], scales: Sequence[float]
+) -> list[Tensor]:
+    outputs = [x.new_empty(*x.shape[:-1], len(b)) for b in adapters[1::2]]
+    return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(len(a) for a in adapters[::2]))]
+
+
+@torch.library.custom_op(
+    "whet::lora_linear_backward",
+    mutates_args=(),
+    schema="(Tensor[] d_outputs, Tensor x, Tensor thin, Tensor[] frozen, Tensor[] adapters, float[] scales, "
+    "bool needs_x) -> Tensor[]",
+)
+def _backward(
+    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], adapters: Sequence[Tensor],
+    scales: Sequence[float], needs_x: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of x (empty if it needs none) and of the adapters."""
+    with torch.autocast(x.device.type, enabled=False):
+        outer, bs = [rows(d_y) for d_y in d_outputs], adapters[1::2]
+        d_thin = torch.cat([d_y @ b.to(x.dtype) for d_y, b in zip(outer, bs, strict=True)], dim=1)
+        d_bs = [precise(d.T, part, b.dtype) for d, part, b in zip(outer, _split(thin, adapters), bs, strict=True)]
+        sums = precise(d_thin.T, rows(x), adapters[0].dtype).split([len(a) for a in adapters[::2]])
+        d_as = [total * scale for total, scale in zip(sums, scales, strict=True)]
+        d_x = x.new_empty(0)
+        if needs_x:
+            for number, d_y in enumerate(outer):
+                matrix = _matrix(number, frozen, adapters, x.dtype)
+                d_x = d_x.addmm_(d_y, matrix) if number else d_y @ matrix
+                del matrix
+            d_x = d_x.addmm_(d_thin, _scaled_inputs(adapters, scales, x.dtype)).view(x.shape)
+        return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
+
+
+@_backward.register_fake
+def _(
+    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], adapters: Sequence[Tensor],
+    scales: Sequence[float], needs_x: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, frozen, biases, adapters, ctx.scales = inputs
+    ctx.set_materialize_grads(False)  # nothing depends on the thin products but the outputs
+    ctx.sizes = len(biases), len(adapters)
+    ctx.save_for_backward(x, output[-1], *adapters, *frozen)
+
+
+def _gradients(ctx: Any, d_outputs: list[Tensor | None]) -> tuple[Any, ...]:
+    biases, count = ctx.sizes
+    x, thin, *others = ctx.saved_tensors
+    adapters, frozen = others[:count], others[count:]
+    outer = [
+        x.new_zeros(*x.shape[:-1], len(b)) if d_y is None else d_y
+        for d_y, b in zip(d_outputs[:-1], adapters[1::2], strict=True)
+    ]
+    needs_x = ctx.needs_input_grad[0]
+    d_x, *found = _backward(outer, x, thin, frozen, adapters, ctx.scales, needs_x)
+    return d_x if needs_x else None, [None] * len(frozen), [None] * biases, found, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def _matrix(number: int, frozen: Sequence[Tensor], adapters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """W [O, E] of a layer; it is as high and wide as its adapter says."""
+    size = 2 * len(frozen) // len(adapters)
+    a, b = adapters[2 * number : 2 * number + 2]
+    return matrix_from(frozen[number * size : (number + 1) * size], len(b), a.shape[1], dtype)
+
+
+def _split(thin: Tensor, adapters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The thin product of each layer."""
+    return thin.split([len(a) for a in adapters[::2]], dim=1)
+
+
+def _scaled_inputs(adapters: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """A of each, one above the other, with their scales in them."""
+    found = [scaled(a, scale, dtype) for a, scale in zip(adapters[::2], scales, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -1,0 +1,71 @@
+"""What the fused operators of adapters share: the adapter as they take it, and products of thin matrices.
+
+Shape letters: T tokens, E width of the input, R rank. An adapter adds scale · (x·Aᵀ)·Bᵀ; the scale is put into A.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from whet.model.frozen_weight import computes_in, has_known_weight, parts_of
+
+
+class Adapted(NamedTuple):
+    """A linear layer with one adapter, taken apart."""
+
+    frozen: list[Tensor]
+    bias: Tensor | None
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def adapted(layer: Any, dtype: torch.dtype | None = None) -> Adapted | None:
+    """`layer` taken apart if it is peft's and adds scale · (x·Aᵀ)·Bᵀ to an ordinary frozen layer, and nothing else now.
+
+    None where adapters are merged or switched off, where there are several, dropout, DoRA and the like, and where
+    the layer does not compute in `dtype` throughout (if that is given).
+    """
+    if not hasattr(layer, "lora_A") or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+        return None
+    name, base = layer.active_adapters[0], layer.base_layer
+    if name not in layer.lora_A or name in layer.lora_variant or layer.fan_in_fan_out or layer.lora_bias[name]:
+        return None
+    if getattr(layer.lora_dropout[name], "p", 0.0) != 0.0 or not has_known_weight(base):
+        return None
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return None
+    if dtype is not None and not computes_in(base) == a.dtype == b.dtype == dtype:
+        return None
+    return Adapted(parts_of(base), base.bias, a, b, layer.scaling[name])
+
+
+def mixed_type(x: Tensor) -> torch.dtype | None:
+    """The type that mixed precision computes in here; None where it is off. It leaves fp64 alone."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def scaled(a: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale · A, rounded once."""
+    return (a * scale).to(dtype)
+
+
+def rows(x: Tensor) -> Tensor:
+    """[T, E], whatever stood before the width."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`, summed over many tokens: from 16-bit numbers not rounded to 16 bits."""
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda and torch.version.hip is None and dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    exact = torch.promote_types(dtype, torch.float32)
+    return (left.to(exact) @ right.to(exact)).to(dtype)

@@ -1,0 +1,57 @@
+"""The middle of a gated MLP, with what adapters add to gate and up: the definition, by torch.
+
+    gate = gate0 + xg·Bgᵀ,  up = up0 + xu·Buᵀ,  h = silu(gate) · up
+
+Shape letters: T tokens, F width of the middle, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Middle(NamedTuple):
+    """What the middle is made from."""
+
+    gate0: Tensor
+    """[T, F] without its adapter's part."""
+    up0: Tensor
+    thin_gate: Tensor
+    """[T, R] what the adapter's B is multiplied with; may be a part of wider rows."""
+    thin_up: Tensor
+    b_gate: Tensor
+    """[F, R]"""
+    b_up: Tensor
+
+
+class Backward(Protocol):
+    def __call__(self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> tuple[Tensor, Tensor, Tensor]:
+        """From d h = d_h0 [T, F] + d_thin [T, R] · a_down [R, F] to d gate, d up, and h. May overwrite d_h0."""
+
+
+def swiglu(middle: Middle) -> Tensor:
+    """h [T, F], in the type that came in, computed in at least fp32."""
+    gate, up = _gate_up(middle)
+    return F.silu(gate, inplace=True).mul_(up).to(middle.gate0.dtype)
+
+
+def swiglu_backward(d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backward`."""
+    dtype = middle.gate0.dtype
+    gate, up = _gate_up(middle)
+    exact = gate.dtype
+    d_h = torch.addmm(d_h0.to(exact), d_thin.to(exact), a_down.to(exact))
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = d_h * up * (sigmoid + silu * (1 - sigmoid))
+    return d_gate.to(dtype), (d_h * silu).to(dtype), (silu * up).to(dtype)
+
+
+def _gate_up(middle: Middle) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(middle.gate0.dtype, torch.float32)
+    gate0, up0, thin_gate, thin_up, b_gate, b_up = (tensor.to(exact) for tensor in middle)
+    return torch.addmm(gate0, thin_gate, b_gate.T), torch.addmm(up0, thin_up, b_up.T)
