@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,12 +33,12 @@ def fuse_lora_(model: nn.Module) -> int:
             _become(module, fused)
     inside = {module.get_submodule(name) for module in attentions for name in _QKV}
     inside.update(layer for mlp in mlps for layer in mlp.children())
-    count = len(mlps) + len(attentions) + sum(layer not in inside for layer in layers)
-    if count:
-        # The compiler may make the input of an operator again, where that takes no product: what norms give is then
-        # not kept, twice E numbers a token and layer. By itself it never does for what an operator is given whole.
-        torch._functorch.config.ban_recompute_materialized_backward = False
-    return count
+    return len(mlps) + len(attentions) + sum(layer not in inside for layer in layers)
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether some of its layers are computed together with their adapters."""
+    return any(isinstance(module, _FusedLinear) for module in model.modules())
 
 
 class _FusedLinear(nn.Module):
