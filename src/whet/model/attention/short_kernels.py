@@ -277,7 +277,9 @@ def tile_for(kernel: Kernel, query: Tensor, value: Tensor, group: int) -> Tile:
     else:
         width = max(query.shape[-1], value.shape[-1])
         tile = next(tile for widest, tile in TILES[kernel].items() if width <= widest)
-    return tile._replace(rows=max(tile.rows, triton.next_power_of_2(group)))
+    if group > tile.rows:  # rare; what it takes more of shared memory and registers, it takes less of elsewhere
+        return tile._replace(rows=triton.next_power_of_2(group), warps=8, stages=1, registers=None)
+    return tile
 
 
 def forward(
