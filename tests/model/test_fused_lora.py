@@ -85,7 +85,7 @@ def operators(model: Any) -> list[str]:
     """The fused operators that a forward pass calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
         model(input_ids=torch.arange(9)[None])
-    return [event.name for event in profile.events() if event.name in ("whet::lora_linear", "whet::lora_mlp")]
+    return [event.name for event in profile.events() if event.name in ("whet::lora_linear", "whet::lora_mlp_inward")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,11 +310,16 @@ def test_the_operators_keep_torchs_rules(make_model: Make, shape: tuple[int, ...
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     gate, up, down = (adapted(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     q, k, v = (adapted(model.get_submodule(f"{attention}.{name}_proj")) for name in "qkv")
-    torch.library.opcheck(
-        lora_mlp._forward,
-        (x, gate.frozen, up.frozen, down.frozen, gate.bias, up.bias, down.bias,
-         [gate.a, gate.b, up.a, up.b, down.a, down.b], [1.5, 2.0, 0.5]),
-    )  # fmt: skip
+    adapters = [part.detach() for layer in (gate, up, down) for part in (layer.a, layer.b)]
+    into, scales = (x.detach(), gate.frozen, up.frozen, gate.bias, up.bias, adapters[:4], [1.5, 2.0]), [1.5, 2.0, 0.5]
+    kept = lora_mlp._inward(*into)
+    frozen = (gate.frozen, up.frozen, down.frozen)
+    torch.library.opcheck(lora_mlp._inward, into)
+    torch.library.opcheck(lora_mlp._outward, (*kept, down.frozen, down.bias, adapters, 0.5))
+    for needs_x in (True, False):
+        torch.library.opcheck(
+            lora_mlp._backward, (torch.ones_like(x), x.detach(), *kept, *frozen, adapters, scales, needs_x)
+        )
     for layers in ([q, k, v], [gate]):
         frozen, biases = (
             [layer.frozen[0] for layer in layers],

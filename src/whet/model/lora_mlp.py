@@ -1,8 +1,8 @@
-"""A gated MLP and its three adapters as one operator: y = down(silu(gate(x)) · up(x)).
+"""A gated MLP and its three adapters as one function: y = down(silu(gate(x)) · up(x)).
 
 Kept for the backward pass are x, gate and up without their adapters' parts, and thin matrices; neither gate and up as
-they are multiplied, nor their product, which one kernel makes again on its way (see swiglu.py). To the compiler it is
-opaque. It computes in the type of x; gradients of adapters come in the adapters' type.
+they are multiplied, nor their product, which one kernel makes again on its way (see swiglu.py). To the compiler its
+operators are opaque. It computes in the type of x; gradients of adapters come in the adapters' type.
 
 Shape letters: T tokens, E width, F width of the middle, R rank.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,118 +23,159 @@ from whet.model.frozen_weight import matrix_from
 from whet.model.lora_products import Adapted, precise, rows, scaled
 from whet.model.swiglu import Backward, Middle
 
+_AT_A_TIME = 8192
+"""Tokens of the backward pass: what is as wide as the middle exists for so many of them at once."""
+
 
 def lora_mlp(x: Tensor, gate: Adapted, up: Adapted, down: Adapted) -> Tensor:
     """The MLP's output for x [..., E], which is in the type to compute in."""
-    outputs: tuple[Tensor, ...] = _forward(
-        x, gate.frozen, up.frozen, down.frozen, gate.bias, up.bias, down.bias,
-        [gate.a, gate.b, up.a, up.b, down.a, down.b], [gate.scale, up.scale, down.scale],
+    layers = (gate, up, down)
+    result: Tensor = _LoraMLP.apply(
+        x, [len(layer.frozen) for layer in layers], [layer.scale for layer in layers], gate.bias, up.bias, down.bias,
+        *(part for layer in layers for part in (layer.a, layer.b)),
+        *(part for layer in layers for part in layer.frozen),
     )  # fmt: skip
-    return outputs[0]
+    return result
+
+
+class _LoraMLP(torch.autograd.Function):
+    """Two operators forward, of which the backward pass needs the first one's results alone: computed again, the
+    product with down, a quarter of a layer, is left out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sizes: list[int], scales: list[float], gate_bias: Tensor | None, up_bias: Tensor | None,
+        down_bias: Tensor | None, *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        adapters, (gate, up, down) = tensors[:6], _split(tensors[6:], sizes)
+        gate0, up0, thin = _inward(x, gate, up, gate_bias, up_bias, adapters[:4], scales[:2])
+        y: Tensor = _outward(gate0, up0, thin, down, down_bias, adapters, scales[2])
+        ctx.save_for_backward(x, gate0, up0, thin, *tensors)
+        ctx.sizes, ctx.scales = sizes, scales
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate0, up0, thin, *tensors = ctx.saved_tensors
+        needs_x = ctx.needs_input_grad[0]
+        frozen = _split(tensors[6:], ctx.sizes)
+        d_x, *found = _backward(grads[0], x, gate0, up0, thin, *frozen, tensors[:6], ctx.scales, needs_x)
+        return d_x if needs_x else None, *[None] * 5, *found, *[None] * sum(ctx.sizes)
+
+
+def _split(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    ends = list(itertools.accumulate(sizes))
+    return [list(parts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 @torch.library.custom_op(
-    "whet::lora_mlp",
+    "whet::lora_mlp_inward",
     mutates_args=(),
-    schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor[] down, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, Tensor[] adapters, float[] scales) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor? gate_bias, Tensor? up_bias, Tensor[] adapters, "
+    "float[] scales) -> (Tensor, Tensor, Tensor)",
 )
-def _forward(
-    x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None,
+def _inward(
+    x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], gate_bias: Tensor | None, up_bias: Tensor | None,
     adapters: Sequence[Tensor], scales: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, gate without its adapter's part, up likewise, x·[scaled A of gate; of up]ᵀ, h·(scaled A of down)ᵀ."""
-    dtype, b_down = x.dtype, adapters[5]
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gate without its adapter's part, up likewise, x·[scaled A of gate; of up]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
-        x_te, a_both, a_down = rows(x), *_scaled_inputs(adapters, scales, dtype)
-        thin = x_te @ a_both.T
+        x_te = rows(x)
         gate0 = _product(x_te, gate, adapters[0:2], gate_bias)
         up0 = _product(x_te, up, adapters[2:4], up_bias)
-        h_tf = _swiglu(x)[0](_middle(gate0, up0, thin, adapters))
-        y_te = _product(h_tf, down, adapters[4:6], down_bias)
-        thin_down = h_tf @ a_down.T
-        del h_tf
-        y_te.addmm_(thin_down, b_down.to(dtype).T)
-        return y_te.view(*x.shape[:-1], len(b_down)), gate0, up0, thin, thin_down
+        return gate0, up0, x_te @ _both(adapters, scales, x.dtype).T
 
 
-@_forward.register_fake
+@_inward.register_fake
 def _(
-    x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None,
+    x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], gate_bias: Tensor | None, up_bias: Tensor | None,
     adapters: Sequence[Tensor], scales: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    a_gate, b_gate, a_up, b_up, a_down, b_down = adapters
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    a_gate, b_gate, a_up, b_up = adapters
     tokens = x.shape[:-1].numel()
-    shapes = (tokens, len(b_gate)), (tokens, len(b_up)), (tokens, len(a_gate) + len(a_up)), (tokens, len(a_down))
-    gate0, up0, thin, thin_down = (x.new_empty(shape) for shape in shapes)
-    return x.new_empty(*x.shape[:-1], len(b_down)), gate0, up0, thin, thin_down
+    sizes = (len(b_gate), len(b_up), len(a_gate) + len(a_up))
+    gate0, up0, thin = (x.new_empty(tokens, size) for size in sizes)
+    return gate0, up0, thin
+
+
+@torch.library.custom_op(
+    "whet::lora_mlp_outward",
+    mutates_args=(),
+    schema="(Tensor gate0, Tensor up0, Tensor thin, Tensor[] down, Tensor? down_bias, Tensor[] adapters, "
+    "float scale) -> Tensor",
+)
+def _outward(
+    gate0: Tensor, up0: Tensor, thin: Tensor, down: Sequence[Tensor], down_bias: Tensor | None,
+    adapters: Sequence[Tensor], scale: float,
+) -> Tensor:  # fmt: skip
+    """y [T, E]"""
+    dtype, a_down, b_down = gate0.dtype, adapters[4], adapters[5]
+    with torch.autocast(gate0.device.type, enabled=False):
+        h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, adapters))
+        y_te = _product(h_tf, down, adapters[4:6], down_bias)
+        return y_te.addmm_(h_tf @ scaled(a_down, scale, dtype).T, b_down.to(dtype).T)
+
+
+@_outward.register_fake
+def _(
+    gate0: Tensor, up0: Tensor, thin: Tensor, down: Sequence[Tensor], down_bias: Tensor | None,
+    adapters: Sequence[Tensor], scale: float,
+) -> Tensor:  # fmt: skip
+    return gate0.new_empty(len(gate0), len(adapters[5]))
 
 
 @torch.library.custom_op(
     "whet::lora_mlp_backward",
     mutates_args=(),
-    schema="(Tensor d_y, Tensor x, Tensor gate0, Tensor up0, Tensor thin, Tensor thin_down, Tensor[] gate, "
-    "Tensor[] up, Tensor[] down, Tensor[] adapters, float[] scales, bool needs_x) -> Tensor[]",
+    schema="(Tensor d_y, Tensor x, Tensor gate0, Tensor up0, Tensor thin, Tensor[] gate, Tensor[] up, Tensor[] down, "
+    "Tensor[] adapters, float[] scales, bool needs_x) -> Tensor[]",
 )
 def _backward(
-    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor, thin_down: Tensor,
+    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
     adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x (empty if it needs none) and of the adapters."""
     dtype, (a_gate, b_gate, a_up, b_up, a_down, b_down) = x.dtype, adapters
     with torch.autocast(x.device.type, enabled=False):
-        x_te, d_te, (a_both, a_down_scaled) = rows(x), rows(d_y), _scaled_inputs(adapters, scales, dtype)
-        middle = _middle(gate0, up0, thin, adapters)
-        d_thin_down = d_te @ b_down.to(dtype)
-        d_b_down = precise(d_te.T, thin_down, b_down.dtype)
-        d_h0 = d_te @ matrix_from(down, len(b_down), a_down.shape[1], dtype)
-        d_gate, d_up, h_tf = _swiglu(x)[1](d_h0, d_thin_down, a_down_scaled, middle)
-        del d_h0
-        d_a_down = precise(d_thin_down.T, h_tf, a_down.dtype).mul_(scales[2])
-        del h_tf
-        d_b_gate = precise(d_gate.T, middle.thin_gate, b_gate.dtype)
-        d_b_up = precise(d_up.T, middle.thin_up, b_up.dtype)
-        d_thin = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
-        d_x = x.new_empty(0)
+        a_both, a_down_scaled = _both(adapters, scales, dtype), scaled(a_down, scales[2], dtype)
+        down_matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
+        d_x = torch.empty_like(rows(x)) if needs_x else x.new_empty(0)
         if needs_x:
-            d_x = d_gate @ matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
-            del d_gate
-            d_x.addmm_(d_up, matrix_from(up, len(b_up), a_up.shape[1], dtype))
-            del d_up
-            d_x = d_x.addmm_(d_thin, a_both).view(x.shape)
-        d_a_gate, d_a_up = precise(d_thin.T, x_te, a_gate.dtype).split([len(a_gate), len(a_up)])
-        return [d_x, d_a_gate * scales[0], d_b_gate, d_a_up * scales[1], d_b_up, d_a_down, d_b_down]
+            gate_matrix = matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
+            up_matrix = matrix_from(up, len(b_up), a_up.shape[1], dtype)
+        found = [torch.zeros_like(part) for part in (torch.cat([a_gate, a_up]), b_gate, b_up, a_down, b_down)]
+        for start in range(0, len(gate0), _AT_A_TIME):
+            part = slice(start, start + _AT_A_TIME)
+            x_te, d_te = rows(x)[part], rows(d_y)[part]
+            middle = _middle(gate0[part], up0[part], thin[part], adapters)
+            d_thin_down = d_te @ b_down.to(dtype)
+            d_gate, d_up, h_tf = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_scaled, middle)
+            found[4] += precise(d_te.T, h_tf @ a_down_scaled.T, b_down.dtype)
+            found[3] += precise(d_thin_down.T, h_tf, a_down.dtype)
+            del h_tf
+            found[1] += precise(d_gate.T, middle.thin_gate, b_gate.dtype)
+            found[2] += precise(d_up.T, middle.thin_up, b_up.dtype)
+            d_thin = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
+            found[0] += precise(d_thin.T, x_te, a_gate.dtype)
+            if needs_x:
+                torch.mm(d_gate, gate_matrix, out=d_x[part])
+                d_x[part].addmm_(d_up, up_matrix).addmm_(d_thin, a_both)
+        d_both, d_b_gate, d_b_up, d_a_down, d_b_down = found
+        d_a_gate, d_a_up = d_both.split([len(a_gate), len(a_up)])
+        return [
+            d_x.view(x.shape) if needs_x else d_x,
+            d_a_gate * scales[0], d_b_gate, d_a_up * scales[1], d_b_up, d_a_down * scales[2], d_b_down,
+        ]  # fmt: skip
 
 
 @_backward.register_fake
 def _(
-    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor, thin_down: Tensor,
+    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
     adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, *frozen, _, _, _, adapters, ctx.scales = inputs
-    ctx.set_materialize_grads(False)  # nothing depends on the other outputs but y
-    ctx.sizes = [len(parts) for parts in frozen]
-    ctx.save_for_backward(x, *output[1:], *adapters, *(part for parts in frozen for part in parts))
-
-
-def _gradients(ctx: Any, d_y: Tensor, *_: None) -> tuple[Any, ...]:
-    x, gate0, up0, thin, thin_down, *others = ctx.saved_tensors
-    adapters, parts = others[:6], iter(others[6:])
-    frozen = [[next(parts) for _ in range(size)] for size in ctx.sizes]
-    needs_x = ctx.needs_input_grad[0]
-    d_x, *found = _backward(d_y, x, gate0, up0, thin, thin_down, *frozen, adapters, ctx.scales, needs_x)
-    return d_x if needs_x else None, *([None] * size for size in ctx.sizes), None, None, None, found, None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -143,10 +185,9 @@ def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bia
     return x @ matrix.T if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T)
 
 
-def _scaled_inputs(adapters: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A of gate and of up, one above the other, and A of down, with their scales in them."""
-    both = torch.cat([scaled(adapters[0], scales[0], dtype), scaled(adapters[2], scales[1], dtype)])
-    return both, scaled(adapters[4], scales[2], dtype)
+def _both(adapters: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """A of gate and of up, one above the other, with their scales in them."""
+    return torch.cat([scaled(adapters[0], scales[0], dtype), scaled(adapters[2], scales[1], dtype)])
 
 
 def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, adapters: Sequence[Tensor]) -> Middle:
