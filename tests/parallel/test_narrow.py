@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from whet.model import attention
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.parallel.apply import apply
@@ -108,3 +109,17 @@ def test_a_model_that_gets_conversations_one_by_one_is_left_alone(make_root: Mak
     root = make_root()
     root.alone = True
     assert not narrow(root)
+
+
+def test_generating_is_not_narrowed(make_root: Make, make_batch: Make) -> None:
+    """It goes through the same layers without documents, also right after a step."""
+    plain, few = make_root(), make_root()
+    with HonestDouble():
+        assert narrow(few)
+    gradients(few, half_supervised(make_batch))
+    tokens = torch.arange(3, 12)[None]
+    found = []
+    for root in (plain, few):
+        with torch.no_grad(), HonestDouble(), attention.plain(root.language_model):
+            found.append(root.language_model(input_ids=tokens, use_cache=False).logits)
+    assert torch.equal(found[0], found[1])

@@ -41,7 +41,7 @@ def make_model() -> nn.Sequential:
 def test_each_gradient_becomes_the_sum_over_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicate, "_BUCKET_BYTES", bucket_bytes)
     model, ranks = make_model(), ManyAlike(3)
-    sum_gradients(model, ranks)  # type: ignore[arg-type]
+    sum_gradients(trainable(model), ranks)  # type: ignore[arg-type]
     for number, parameter in enumerate(trainable(model), 1):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.full_like(parameter, 3 * number))
@@ -54,7 +54,7 @@ def test_each_gradient_becomes_the_sum_over_the_ranks(bucket_bytes: int, monkeyp
 def test_a_rank_whose_rows_did_not_touch_a_weight_takes_part_with_zero() -> None:
     model, ranks = make_model(), ManyAlike(2)
     model[0].bias.grad = None
-    sum_gradients(model, ranks)  # type: ignore[arg-type]
+    sum_gradients(trainable(model), ranks)  # type: ignore[arg-type]
     assert sum(tensor.numel() for tensor in ranks.sent) == sum(parameter.numel() for parameter in trainable(model))
     assert torch.equal(model[0].bias.grad, torch.zeros(4))
 
@@ -69,7 +69,7 @@ def test_a_weight_that_no_row_touched_is_treated_alike_by_one_rank_and_by_many()
         for touched in (True, False, False):
             if not touched:
                 model[0].bias.grad = None
-            sum_gradients(model, ranks)  # type: ignore[arg-type]
+            sum_gradients(trainable(model), ranks)  # type: ignore[arg-type]
             optimizer.step()
         ends.append(model[0].bias.detach().clone())
     assert torch.allclose(*ends, rtol=0, atol=1e-6)  # AdamW does not see that three ranks have three times as much
@@ -88,14 +88,14 @@ def test_gradients_of_bf16_weights_are_summed_in_fp32_when_told() -> None:
     assert model.weight.grad.dtype == torch.float32
     assert (model.weight.grad - exact).norm() <= 1e-3 * exact.norm()
     model.weight.grad = None
-    sum_gradients(model, Ranks(0, 1, torch.device("cpu")))
+    sum_gradients(trainable(model), Ranks(0, 1, torch.device("cpu")))
     assert model.weight.grad.dtype == torch.float32
 
 
 def test_one_rank_sends_nothing_and_keeps_its_gradients() -> None:
     model = make_model()
     before = [parameter.grad for parameter in trainable(model)]
-    sum_gradients(model, Ranks(0, 1, torch.device("cpu")))
+    sum_gradients(trainable(model), Ranks(0, 1, torch.device("cpu")))
     assert all(a is b for a, b in zip(before, (p.grad for p in trainable(model)), strict=True))
 
 

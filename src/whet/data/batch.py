@@ -10,8 +10,8 @@ Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -57,9 +57,16 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self, device: torch.device) -> PackedBatch:
+        """The same batch in pages that `device`, a GPU, reads by itself, while nobody waits for it."""
+        with torch.cuda.device(device):
+            return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors: dict[str, Any] = {
-            name: None if getattr(self, name) is None else getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at", "learned_at")
+            field.name: change(held) for field in fields(self) if isinstance(held := getattr(self, field.name), Tensor)
         }
         return replace(self, **tensors)
 

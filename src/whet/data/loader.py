@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from whet.data.batch import STEP, PackedBatch, Shape, buckets, pack_batch, smallest
 from whet.data.plan import Plan
@@ -41,13 +42,15 @@ class Loader:
 
     def __init__(
         self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None,
-        lengths: int = 1,
+        lengths: int = 1, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         """`padded_to`: the constant row length where padding pays (compiled devices); None: rows as they are.
-        `lengths`: how many different lengths micro-batches may be padded to; full rows need one."""
+        `lengths`: how many different lengths micro-batches may be padded to; full rows need one. `device`: for which
+        batches are made ready."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
         self._padded_to, self._lengths = padded_to, lengths
+        self._device = device if device is not None and device.type == "cuda" else None
         self._batches = Prefetch(self._make, self._following, _AHEAD)
 
     def documents(self, step: int) -> NDArray[np.integer]:
@@ -119,7 +122,8 @@ class Loader:
         step, number = key
         places = self._places(number, self._rank)
         documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(place)) for place in places)])
-        return int(places[0]), self._pack(documents)
+        batch = self._pack(documents)
+        return int(places[0]), batch if self._device is None else batch.pinned(self._device)
 
     def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))

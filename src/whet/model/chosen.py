@@ -16,8 +16,7 @@ Forward = Callable[..., Any]
 
 
 class Chosen:
-    """Which positions the running forward pass is about. It stays set for the backward pass, which may compute a layer
-    again."""
+    """Which positions the running forward pass of a layer is about."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
@@ -32,6 +31,20 @@ def on_chosen(forward: Forward, chosen: Chosen) -> Forward:
         if chosen.rows is None:
             return forward(hidden)
         return _Spread.apply(forward(_Pick.apply(hidden, chosen.rows)), chosen.rows, hidden.shape[-2])
+
+    return run
+
+
+def choosing(forward: Forward, chosen: Chosen) -> Forward:
+    """The same forward pass of the layer around that module, which it tells what the pass was told of its documents.
+    Set anew each time: the backward pass may compute the layer again, and generating passes know of no documents."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        chosen.rows = getattr(kwargs.get("documents"), "chosen", None)
+        result = forward(*args, **kwargs)
+        chosen.rows = None
+        return result
 
     return run
 

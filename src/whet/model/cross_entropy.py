@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from whet.model.head import Head
@@ -74,13 +75,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), count):
                 part = slice(start, start + count)
-                chunk = hidden[part].to(compute)
+                chunk = _whole_tiles(hidden[part].to(compute))
                 rows = _rows_of(chunk, matrix, bias, targets[part], terms, gradient)
                 nll[part], cost[part], hits[part] = rows.nll, rows.cost, rows.hits
                 if rows.d_logits is None:
                     continue
                 if d_hidden is not None:
-                    d_hidden[part] = _product(rows.d_logits, matrix).mul_(scale / terms.boost)
+                    here = _product(rows.d_logits, matrix)[: len(rows.nll)]
+                    d_hidden[part] = here.mul_(scale / terms.boost)
                 if d_weight is not None:
                     _add_product(d_weight, rows.d_logits.T, chunk)
                 if d_bias is not None:
@@ -130,14 +132,27 @@ def _rows_at_a_time(hidden: Tensor, bytes_of_row: int) -> int:
     return count if count < _TILE else count // _TILE * _TILE
 
 
+def _whole_tiles(chunk: Tensor) -> Tensor:
+    """With rows of zeros at the end, on a GPU: what is left for the last chunk differs from step to step, and for each
+    new size of a product the host would look for the best kernel again, a millisecond or two each."""
+    missing = -len(chunk) % _TILE if chunk.is_cuda else 0
+    return F.pad(chunk, (0, 0, 0, missing)) if missing else chunk
+
+
 def _rows_of(
     chunk: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, terms: Terms, gradient: torch.dtype | None
 ) -> Rows:
+    """Of the first rows, as many as there are targets; the gradient of the others, which are filling, is zero."""
     logits = _product(chunk, matrix.T)
-    if bias is not None:
-        logits += bias
     fused = _fused() if logits.is_cuda and logits.dtype == torch.float32 else None
-    return (fused or rows_torch)(logits, targets, terms, gradient)
+    if bias is not None:
+        logits[: len(targets)] += bias
+    if fused is not None or len(targets) == len(logits):
+        return (fused or rows_torch)(logits, targets, terms, gradient)
+    rows = rows_torch(logits[: len(targets)], targets, terms, gradient)
+    if rows.d_logits is None:
+        return rows
+    return rows._replace(d_logits=F.pad(rows.d_logits, (0, 0, 0, len(logits) - len(targets))))
 
 
 @functools.cache

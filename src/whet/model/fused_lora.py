@@ -36,11 +36,6 @@ def fuse_lora_(model: nn.Module) -> int:
     return len(mlps) + len(attentions) + sum(layer not in inside for layer in layers)
 
 
-def is_fused(model: nn.Module) -> bool:
-    """Whether some of its layers are computed together with their adapters."""
-    return any(isinstance(module, _FusedLinear) for module in model.modules())
-
-
 class _FusedLinear(nn.Module):
     ready: tuple[Tensor, Tensor] | None = None
     """An input, and the output for it that was made together with others'. Taken once."""

@@ -78,8 +78,8 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 def rows_triton(logits: Tensor, targets: Tensor, terms: Terms, gradient: torch.dtype | None) -> Rows:
-    """Computes in fp32."""
-    count, vocabulary = logits.shape
+    """Computes in fp32. Rows beyond those that have a target are zeros, and so is their gradient."""
+    count, vocabulary = len(targets), logits.shape[1]
     nll = torch.empty(count, dtype=torch.float32, device=logits.device)
     cost, hits = torch.empty_like(nll), torch.empty_like(nll, dtype=torch.uint8)
     if gradient is None:
@@ -89,7 +89,7 @@ def rows_triton(logits: Tensor, targets: Tensor, terms: Terms, gradient: torch.d
         d_logits = logits.view(gradient)[:, :vocabulary]
     else:  # rows begin where matrix products are fast
         room = triton.cdiv(vocabulary, 8) * 8
-        d_logits = torch.empty(count, room, dtype=gradient, device=logits.device)[:, :vocabulary]
+        d_logits = torch.zeros(len(logits), room, dtype=gradient, device=logits.device)[:, :vocabulary]
     if count:
         _rows[(count,)](
             logits, targets, nll, cost, hits, d_logits, logits.stride(0), d_logits.stride(0), vocabulary,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
 
 from whet.model.attention import described, wants_spans
-from whet.model.chosen import Chosen
 from whet.model.cross_entropy import LossSum, linear_cross_entropy
 from whet.model.head import head_of
 
@@ -22,28 +22,36 @@ class LossModel(nn.Module):
         self.z_loss = z_loss
         self.alone = False
         """Each batch is one document, and the model attends as it likes."""
-        self.chosen = Chosen()
-        """What the last layer is told of the positions that the loss looks at."""
+
+    @functools.cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are learned. Looked for once: a model with adapters has thousands of modules, and in every
+        step a GPU would wait meanwhile."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, batch: Any, weight: float = 1.0) -> LossSum:
         """`batch` is a PackedBatch. `weight`: 1 ÷ the supervised tokens of the whole step, so that gradients of all
         micro-batches and ranks need only be summed."""
-        self.chosen.rows = None if self.alone else batch.learned_at
         if self.alone:  # without the padding, whose positions could change how positions are turned
             hidden = self.hidden_alone(batch.tokens[: batch.edges[1]])
         else:
-            hidden = self.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
+            hidden = self.hidden(
+                batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges, batch.learned_at
+            )
         chosen = hidden.index_select(0, batch.supervised_at)
         targets = batch.labels.index_select(0, batch.supervised_at)
         head = head_of(self.language_model)
         return linear_cross_entropy(chosen, head, targets, weight, self.smoothing, self.z_loss)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any) -> Tensor:
-        """[T, E] of a row of packed documents."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any,
+        chosen: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, E] of a row of packed documents; with `chosen`, only those positions need be right."""
         body = self.language_model.base_model
         output = body(  # type: ignore[operator]
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            **described(cu_seqlens, longest, edges, by_token=wants_spans(self.language_model)),
+            **described(cu_seqlens, longest, edges, by_token=wants_spans(self.language_model), chosen=chosen),
         )  # fmt: skip
         return output.last_hidden_state[0]
 

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from whet.model.attention import compiles_through
-from whet.model.fused_lora import is_fused
 from whet.parallel.compile import choose_kept, compiled
 from whet.parallel.config import ParallelConfig
 from whet.parallel.layers import decoder_layers
@@ -21,8 +20,8 @@ def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, back
     if not (compile or offload or config.recompute != "none"):
         return
     by_compiler = compile and compiles_through(language_model)
-    if by_compiler:
-        choose_kept(config.recompute, is_fused(language_model))
+    if compile:
+        choose_kept(full=by_compiler and config.recompute == "full")
     for layer in decoder_layers(language_model):
         forward = layer.forward
         if compile:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whet.core.errors import WhetError
-from whet.model.chosen import Chosen, on_chosen
+from whet.model.chosen import Chosen, choosing, on_chosen
 from whet.model.loss import LossModel
 from whet.model.modes import evaluating
 from whet.parallel.layers import decoder_layers
@@ -29,35 +29,29 @@ def narrow(root: LossModel) -> bool:
     part = next((child for name, child in last.named_children() if name in _NAMES), None)
     if part is None:
         return False
-    before, chosen = part.forward, Chosen()
-    part.forward = on_chosen(before, chosen)
-    if _is_the_same(root, chosen):
-        root.chosen = chosen
+    chosen, before = Chosen(), (last.forward, part.forward)
+    last.forward, part.forward = choosing(last.forward, chosen), on_chosen(part.forward, chosen)
+    if _is_the_same(root):
         return True
-    part.forward = before
+    last.forward, part.forward = before
     return False
 
 
 @torch.no_grad()
-def _is_the_same(root: LossModel, chosen: Chosen) -> bool:
+def _is_the_same(root: LossModel) -> bool:
     """What the model says of the chosen positions does not change when only they are computed."""
     device = next(root.parameters()).device
     rows = torch.arange(1, _TOKENS, 3, device=device)
-    found: list[Tensor] = []
     with evaluating(root):
-        for chosen.rows in (None, rows):
-            try:
-                found.append(_hidden(root, device)[rows].float())
-            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                return False  # it takes or gives something else than hidden states
-            finally:
-                chosen.rows = None
-    whole, few = found
+        try:
+            whole, few = (_hidden(root, device, chosen)[rows].float() for chosen in (None, rows))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False  # it takes or gives something else than hidden states
     is_coarse = torch.is_autocast_enabled(device.type) or next(root.parameters()).dtype.itemsize < 4
     return bool((whole - few).norm() <= (0.02 if is_coarse else 1e-5) * whole.norm())
 
 
-def _hidden(root: LossModel, device: torch.device) -> Tensor:
+def _hidden(root: LossModel, device: torch.device, chosen: Tensor | None) -> Tensor:
     tokens = torch.arange(_TOKENS, device=device)
     cu_seqlens = torch.tensor((0, _TOKENS), device=device, dtype=torch.int32)
-    return root.hidden(tokens, tokens, cu_seqlens, _TOKENS, (0, _TOKENS))
+    return root.hidden(tokens, tokens, cu_seqlens, _TOKENS, (0, _TOKENS), chosen)

@@ -20,14 +20,14 @@ def start_equal(model: nn.Module, ranks: Ranks) -> None:
             ranks.copy_from_first_(parameter)
 
 
-def sum_gradients(model: nn.Module, ranks: Ranks) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
     """Replace each gradient by its sum over the ranks, several tensors at a time.
 
     Called once a step, after the last micro-batch: the loss is divided by the count of the whole step already, so
     the sum is the gradient. A weight that no row touched has a gradient of zero, for one rank as for many: without one
     an optimizer would leave it alone, with a sum of zeros it would not.
     """
-    gradients = [_gradient(parameter) for parameter in trainable(model)]
+    gradients = [_gradient(parameter) for parameter in parameters]
     if ranks.world == 1:
         return
     for bucket in _buckets(gradients):

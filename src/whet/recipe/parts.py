@@ -45,7 +45,7 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loade
     """
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
     lengths = _LENGTHS if config.data.packing == "none" else 1
-    return Loader(store, plan, config.train.micro_rows, ranks.rank, ranks.world, padded, lengths)
+    return Loader(store, plan, config.train.micro_rows, ranks.rank, ranks.world, padded, lengths, ranks.device)
 
 
 def be_deterministic(config: Config) -> None:

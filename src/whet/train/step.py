@@ -17,7 +17,7 @@ from whet.core.ranks import Ranks
 from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
-from whet.parallel.replicate import sum_gradients, trainable
+from whet.parallel.replicate import sum_gradients
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def find_gradients(
     waited for once, at the end."""
     supervised = loader.totals(step).supervised
     weight = loss_scale / supervised if supervised else math.nan
-    parameters = trainable(model)
+    parameters = model.trained
     for parameter in parameters:
         parameter.grad = None
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
@@ -66,7 +66,7 @@ def find_gradients(
         sums[0] += result.loss
         sums[1] += result.hits.sum()
     sums[2] = float(stop)
-    sum_gradients(model, ranks)
+    sum_gradients(parameters, ranks)
     ranks.sum_(sums)
     sums[3] = _norm(parameters)
     loss, hits, stops, norm = sums.tolist()

@@ -142,6 +142,7 @@ class Trainer:
     def _from(self, place: Place, signals: list[int]) -> Place | None:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
+        self.model.train()  # once: whatever looks at the model in between leaves it as it was
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         smoothed = Ema()
@@ -177,7 +178,6 @@ class Trainer:
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
         rates = self._rates(step, seen, after)
-        self.model.train()
         result = find_gradients(
             self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
             arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop,
