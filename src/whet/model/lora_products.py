@@ -46,9 +46,10 @@ def adapted(layer: Any, dtype: torch.dtype | None = None) -> Adapted | None:
 
 def mixed_type(x: Tensor) -> torch.dtype | None:
     """The type that mixed precision computes in here; None where it is off. It leaves fp64 alone."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:  # torch knows none there
         return None
-    return torch.get_autocast_dtype(x.device.type)
+    return torch.get_autocast_dtype(kind)
 
 
 def scaled(a: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
