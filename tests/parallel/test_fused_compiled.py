@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from whet.model.fused_lora import fuse_lora_
 from whet.model.loss import LossModel
@@ -108,8 +111,7 @@ def test_a_compiled_layer_keeps_gate_and_up_and_neither_their_product_nor_what_n
     make_root: Make, make_batch: Make
 ) -> None:
     """Of the width of a token: the layer's input, attention's result, their sum, and here a copy of q for eager
-    attention's products; of the MLP's width two matrices instead of three."""
-    sizes = []
+    attention's products; of the MLP's width two matrices."""
     for fuse in (False, True):
         torch._dynamo.reset()
         root = make_root(dtype=torch.bfloat16, dropout=0.0, backend="eager", intermediate_size=80)
@@ -117,5 +119,23 @@ def test_a_compiled_layer_keeps_gate_and_up_and_neither_their_product_nor_what_n
             fuse_lora_(root)
         apply(root.language_model, ParallelConfig(), True, "aot_eager_decomp_partition")  # divides as inductor does
         shapes = kept_by_a_layer(root, make_batch)
-        sizes.append([sum(shape[-1] == width for shape in shapes) for width in (80, 32)])
-    assert sizes == [[3, 5], [2, 3]]
+        assert [sum(shape[-1] == width for shape in shapes) for width in (80, 32)] == [2, 3]
+
+
+def test_a_fused_mlp_is_computed_again_without_its_last_product(make_root: Make, make_batch: Make) -> None:
+    torch._dynamo.reset()
+    calls: list[str] = []
+
+    def listed(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls.append(" ".join(str(node.target) for node in graph.graph.nodes if "whet" in str(node.target)))
+        return make_boxed_func(graph.forward)
+
+    root = make_root(dropout=0.0, backend="eager")
+    fuse_lora_(root)
+    backend = aot_autograd(fw_compiler=listed, bw_compiler=listed, partition_fn=min_cut_rematerialization_partition)
+    apply(root.language_model, ParallelConfig(recompute="full"), True, backend)
+    with HonestDouble():
+        root(make_batch([9, 20, 8])).objective.backward()
+    backward = [graph for graph in calls if "lora_mlp_backward" in graph]
+    assert backward
+    assert all("lora_mlp_inward" in graph and "lora_mlp_outward" not in graph for graph in backward)

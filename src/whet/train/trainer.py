@@ -142,9 +142,9 @@ class Trainer:
     def _from(self, place: Place, signals: list[int]) -> Place | None:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
-        self.model.train()  # once: whatever looks at the model in between leaves it as it was
         if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
+        self.model.train()
         smoothed = Ema()
         with _noted(signals), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
@@ -171,6 +171,7 @@ class Trainer:
                     )
                 if self.cadence.evaluates_after(done):
                     self.hooks.evaluate(done)
+                    self.model.train()  # not in every step: a model with adapters has thousands of modules
         return None
 
     def _one(self, step: int, seen: Seen, stop: bool) -> _Done:
