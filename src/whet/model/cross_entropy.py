@@ -18,7 +18,8 @@ from whet.model.head import Head
 from whet.model.rows import Rows, RowsFunction, Terms, rows_torch
 
 _CHUNK_BYTES = 64 * 2**20  # logits and their gradient alive at a time
-_CHUNK_BYTES_GPU = 2**30  # each chunk reads and writes the whole gradient of the weight: fewer are faster
+_CHUNK_BYTES_GPU = 2**29
+_CHUNK_BYTES_TRAINED = 2**30  # each chunk reads and writes the whole gradient of the weight: fewer are faster
 _TILE = 256  # of rows, on a GPU: products of whole tiles are faster
 
 
@@ -71,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore[arg-type]
         matrix = weight.to(compute)
-        count = _rows_at_a_time(hidden, len(weight) * exact.itemsize)
+        count = _rows_at_a_time(hidden, len(weight) * exact.itemsize, needs_weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), count):
                 part = slice(start, start + count)
@@ -125,10 +126,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
-def _rows_at_a_time(hidden: Tensor, bytes_of_row: int) -> int:
+def _rows_at_a_time(hidden: Tensor, bytes_of_row: int, needs_weight: bool) -> int:
     if not hidden.is_cuda:
         return max(1, _CHUNK_BYTES // bytes_of_row)
-    count = max(1, _CHUNK_BYTES_GPU // bytes_of_row)
+    count = max(1, (_CHUNK_BYTES_TRAINED if needs_weight else _CHUNK_BYTES_GPU) // bytes_of_row)
     return count if count < _TILE else count // _TILE * _TILE
 
 

@@ -23,7 +23,7 @@ from whet.model.frozen_weight import matrix_from
 from whet.model.lora_products import Adapted, precise, rows, scaled
 from whet.model.swiglu import Backward, Middle
 
-_AT_A_TIME = 8192
+_AT_A_TIME = 4096
 """Tokens of the backward pass: what is as wide as the middle exists for so many of them at once."""
 
 
