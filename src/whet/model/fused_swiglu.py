@@ -12,36 +12,27 @@ from torch import Tensor
 
 from whet.model.swiglu import Middle
 
-_ROWS, _COLUMNS, _WARPS = 32, 128, 8
-_FEW = 16
-"""The rank up to which thin products are added number by number: tensor cores would want both matrices, and the sum,
-laid out anew, which costs more than the product."""
+_ROWS, _COLUMNS, _WARPS = 64, 128, 8
 _MOST_RANK = 64  # of a thin product at a time; the least that tensor cores take is 16
 
 
 @triton.jit
 def _add_thin(  # type: ignore[no-untyped-def]
-    total, left_at, left_row, right_at, row, rows, column, columns,
-    rank: tl.constexpr, block: tl.constexpr, few: tl.constexpr,
+    total, left_at, left_row, right_at, right_column, right_lane, row, rows, column, columns,
+    rank: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """total [rows, columns] + left [rows, rank] · right [rank, columns]"""
-    if rank <= few:
-        for lane in tl.static_range(rank):
-            left = tl.load(left_at + row * left_row + lane, mask=row < rows, other=0.0).to(tl.float32)
-            right = tl.load(right_at + lane * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-            total += left[:, None] * right[None, :]
-    else:
-        for start in tl.static_range(0, rank, block):
-            lane = start + tl.arange(0, block)
-            left = tl.load(
-                left_at + row[:, None] * left_row + lane[None, :],
-                mask=(row < rows)[:, None] & (lane < rank)[None, :], other=0.0,
-            )  # fmt: skip
-            right = tl.load(
-                right_at + lane[:, None] * columns + column[None, :],
-                mask=(lane < rank)[:, None] & (column < columns)[None, :], other=0.0,
-            )  # fmt: skip
-            total = tl.dot(left, right, total)
+    """total [rows, columns] + left [rows, rank] · right [rank, columns], which may lie in memory either way."""
+    for start in tl.static_range(0, rank, block):
+        lane = start + tl.arange(0, block)
+        left = tl.load(
+            left_at + row[:, None] * left_row + lane[None, :],
+            mask=(row < rows)[:, None] & (lane < rank)[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            right_at + column[None, :] * right_column + lane[:, None] * right_lane,
+            mask=(column < columns)[None, :] & (lane < rank)[:, None], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(left, right, total)
     return total
 
 
@@ -50,7 +41,7 @@ def _forward(  # type: ignore[no-untyped-def]
     gate_at, up_at, thin_gate_at, thin_up_at, b_gate_at, b_up_at, h_at,
     thin_gate_row, thin_up_row, rows, columns,
     rank_gate: tl.constexpr, rank_up: tl.constexpr, block_gate: tl.constexpr, block_up: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr, few: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile of h."""
     across = tl.cdiv(columns, block_columns)
@@ -60,10 +51,10 @@ def _forward(  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     gate = tl.load(gate_at + here, mask=inside, other=0.0).to(tl.float32)
     gate = _add_thin(
-        gate, thin_gate_at, thin_gate_row, b_gate_at, row, rows, column, columns, rank_gate, block_gate, few
+        gate, thin_gate_at, thin_gate_row, b_gate_at, rank_gate, 1, row, rows, column, columns, rank_gate, block_gate
     )
     up = tl.load(up_at + here, mask=inside, other=0.0).to(tl.float32)
-    up = _add_thin(up, thin_up_at, thin_up_row, b_up_at, row, rows, column, columns, rank_up, block_up, few)
+    up = _add_thin(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
     tl.store(h_at + here, (gate * tl.sigmoid(gate) * up).to(h_at.dtype.element_ty), mask=inside)
 
 
@@ -73,7 +64,7 @@ def _backward(  # type: ignore[no-untyped-def]
     d_gate_at, d_up_at, h_at, thin_gate_row, thin_up_row, rows, columns,
     rank_gate: tl.constexpr, rank_up: tl.constexpr, rank_down: tl.constexpr,
     block_gate: tl.constexpr, block_up: tl.constexpr, block_down: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr, few: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile. d_up may be written where d_h stands: a program reads its tile before."""
     across = tl.cdiv(columns, block_columns)
@@ -83,12 +74,12 @@ def _backward(  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     gate = tl.load(gate_at + here, mask=inside, other=0.0).to(tl.float32)
     gate = _add_thin(
-        gate, thin_gate_at, thin_gate_row, b_gate_at, row, rows, column, columns, rank_gate, block_gate, few
+        gate, thin_gate_at, thin_gate_row, b_gate_at, rank_gate, 1, row, rows, column, columns, rank_gate, block_gate
     )
     up = tl.load(up_at + here, mask=inside, other=0.0).to(tl.float32)
-    up = _add_thin(up, thin_up_at, thin_up_row, b_up_at, row, rows, column, columns, rank_up, block_up, few)
+    up = _add_thin(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
     d_h = tl.load(d_h_at + here, mask=inside, other=0.0).to(tl.float32)
-    d_h = _add_thin(d_h, d_thin_at, rank_down, a_down_at, row, rows, column, columns, rank_down, block_down, few)
+    d_h = _add_thin(d_h, d_thin_at, rank_down, a_down_at, 1, columns, row, rows, column, columns, rank_down, block_down)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     kind = d_gate_at.dtype.element_ty
@@ -102,11 +93,10 @@ def swiglu_triton(middle: Middle) -> Tensor:
     h = torch.empty_like(middle.gate0)
     if h.numel():
         _forward[_grid(h)](
-            *_turned(middle), h, middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape,
+            *middle, h, middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape,
             rank_gate=middle.b_gate.shape[1], rank_up=middle.b_up.shape[1],
             block_gate=_block(middle.b_gate.shape[1]), block_up=_block(middle.b_up.shape[1]),
-            block_rows=_ROWS, block_columns=_COLUMNS, few=_FEW,
-            num_warps=_WARPS,
+            block_rows=_ROWS, block_columns=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
     return h
 
@@ -118,19 +108,13 @@ def swiglu_triton_backward(
     d_gate, h = torch.empty_like(middle.gate0), torch.empty_like(middle.gate0)
     if h.numel():
         _backward[_grid(h)](
-            d_h0, *_turned(middle), d_thin, a_down, d_gate, d_h0, h,
+            d_h0, *middle, d_thin, a_down, d_gate, d_h0, h,
             middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape,
             rank_gate=middle.b_gate.shape[1], rank_up=middle.b_up.shape[1], rank_down=len(a_down),
             block_gate=_block(middle.b_gate.shape[1]), block_up=_block(middle.b_up.shape[1]),
-            block_down=_block(len(a_down)), block_rows=_ROWS, block_columns=_COLUMNS, few=_FEW,
-            num_warps=_WARPS,
+            block_down=_block(len(a_down)), block_rows=_ROWS, block_columns=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
     return d_gate, d_h0, h
-
-
-def _turned(middle: Middle) -> Middle:
-    """With B as [R, F], so that neighbours in a row are read together."""
-    return middle._replace(b_gate=middle.b_gate.T.contiguous(), b_up=middle.b_up.T.contiguous())
 
 
 def _grid(h: Tensor) -> tuple[int]:
