@@ -24,11 +24,9 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    before = torch._functorch.config.ban_recompute_materialized_backward
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    torch._functorch.config.ban_recompute_materialized_backward = before
 
 
 def made(make_model: Make, architecture: str, dtype: torch.dtype, rank: int, **settings: Any) -> Any:
@@ -41,7 +39,7 @@ def made(make_model: Make, architecture: str, dtype: torch.dtype, rank: int, **s
 
 
 def _as_loaded(model: Any) -> Any:
-    """Models are loaded in any type, but what turns positions stays in fp32; older versions of transformers fail else."""
+    """Whatever type a model is loaded in, what turns positions stays in fp32; transformers 5.17 fails otherwise."""
     for module in model.modules():
         for name in ("inv_freq", "original_inv_freq"):
             if isinstance(getattr(module, name, None), Tensor):
