@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -104,6 +105,9 @@ def _measured(
     except ContenderError as error:
         say(f"{contender.title} {version}: failed after {time.time() - began:.0f} s: {error}", style="yellow")
         return account | {"state": "failed", "error": str(error), "log": f"{contender.name}.log"}
+    if "waited" in found:
+        part = statistics.fmean(found["waited"][terms.warm :])
+        account["notes"].append(f"it waited for data for {part:.2%} of the time")
     measured = speed(steps, terms.warm, started, material.load)
     uneven = spread(steps, terms.warm)
     if uneven > UNSTEADY:
@@ -133,6 +137,7 @@ def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tupl
             line["supervised_tokens"] - last["supervised_tokens"] for last, line in zip(before, lines, strict=False)
         ],
         "peak_gib": lines[-1]["peak_gib"],
+        "waited": [line["data_s"] / line["step_s"] for line in lines],
         "config": "whet.yaml",
     }
 

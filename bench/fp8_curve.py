@@ -1,0 +1,70 @@
+"""Whether training in 8 bits learns what training in 16 bits learns: the same real model, data and order, side by side.
+
+    python bench/fp8_curve.py DATA [STEPS] [MODEL]      default: 500 steps of builtin:smollm2; a CUDA card with fp8
+
+Four runs: bf16 with two seeds, whose difference is what chance does, then fp8 and fp8-rowwise with the first seed.
+Every matrix of the decoder multiplies in 8 bits, also those that whet itself would leave in 16, because they are too
+small for 8 bits to be faster. Prints the mean loss over each fifth of the run and the validation loss at the end; the
+last line is a JSON object.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from whet.config import read_config
+from whet.core.console import be_quiet
+from whet.core.yaml import dump_yaml
+from whet.model import fp8
+from whet.recipe import parts
+from whet.recipe import train as recipe_train
+
+RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8-rowwise", 1)]
+FIFTHS = 5
+
+
+def main(data: str, steps: str = "500", model: str = "builtin:smollm2") -> None:
+    be_quiet()
+    parts.to_fp8_ = functools.partial(fp8.to_fp8_, worth=lambda *shape: True)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for precision, seed in RUNS:
+            name = f"{precision}, seed {seed}"
+            found[name] = curve(Path(scratch), data, int(steps), model, precision, seed)
+            numbers = " ".join(f"{loss:.4f}" for loss in found[name]["losses"])
+            print(f"{name:22} {numbers} | validation {found[name]['validation']:.4f}", flush=True)  # noqa: T201
+    print(json.dumps(found))  # noqa: T201
+
+
+def curve(scratch: Path, data: str, steps: int, model: str, precision: str, seed: int) -> dict[str, Any]:
+    folder = scratch / f"{precision}-{seed}"
+    recipe = {
+        "run": {"dir": str(folder), "seed": seed},
+        "model": {"path": model},
+        "data": {"sources": [{"path": data}], "validation": {"fraction": 0.05}, "max_length": 1024},
+        "train": {
+            "steps": steps, "batch": {"conversations": 32}, "micro_rows": 8, "precision": precision,
+            "optimizer": {"lr": 3e-4}, "schedule": {"name": "cosine"},
+        },
+        "eval": {"at_start": False},
+        "export": {"at_end": "none"},
+    }  # fmt: skip
+    (scratch / "recipe.yaml").write_text(dump_yaml(recipe))
+    recipe_train.train(read_config(scratch / "recipe.yaml"), resume=False, keeps=False)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    size = len(losses) // FIFTHS
+    return {
+        "losses": [statistics.fmean(losses[part * size : (part + 1) * size]) for part in range(FIFTHS)],
+        "validation": next(line["val_loss"] for line in reversed(lines) if "val_loss" in line),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
