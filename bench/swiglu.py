@@ -5,7 +5,6 @@ python bench/swiglu.py [tokens] [width] [rank]     (needs a GPU)
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import torch
@@ -13,6 +12,9 @@ from triton.testing import do_bench
 
 from whet.model import fused_swiglu
 from whet.model.swiglu import Middle
+
+TILES = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (64, 256, 8), (128, 64, 4), (128, 64, 8), (32, 64, 4), (32, 128, 4))
+"""Rows, columns, warps."""
 
 
 def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
@@ -31,7 +33,7 @@ def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
     d_h, d_thin, a_down = drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
     copying = do_bench(lambda: d_h.copy_(middle.gate0)) / 2  # one wide matrix, read or written
     sys.stdout.write(f"reading and writing alone: {3 * copying:.3f} ms forward, {6 * copying:.3f} ms backward\n")
-    for rows, columns, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8)):
+    for rows, columns, warps in TILES:
         fused_swiglu._ROWS, fused_swiglu._COLUMNS, fused_swiglu._WARPS = rows, columns, warps
         try:
             forward = do_bench(lambda: fused_swiglu.swiglu_triton(middle))
