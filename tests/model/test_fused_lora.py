@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,6 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gelu": ("Gemma", 5, {"head_dim": 8}),  # q k v, o, and the three of an MLP that is no SwiGLU
     "one matrix for q k v": ("GPTNeoX", 4, {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler_settings() -> Iterator[None]:
-    before = torch._functorch.config.ban_recompute_materialized_backward
-    yield
-    torch._functorch.config.ban_recompute_materialized_backward = before
 
 
 def with_adapters(model: nn.Module, **settings: Any) -> Any:

@@ -42,7 +42,7 @@ def _forward(
     """The outputs, and x·[scaled A of each]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = rows(x)
-        thin = x_te @ _scaled_inputs(adapters, scales, x.dtype).T
+        thin = x_te @ scaled(adapters[::2], scales, x.dtype).T
         outputs = []
         for number, (b, part) in enumerate(zip(adapters[1::2], _split(thin, adapters), strict=True)):
             matrix = _matrix(number, frozen, adapters, x.dtype)
@@ -83,7 +83,7 @@ def _backward(
                 matrix = _matrix(number, frozen, adapters, x.dtype)
                 d_x = d_x.addmm_(d_y, matrix) if number else d_y @ matrix
                 del matrix
-            d_x = d_x.addmm_(d_thin, _scaled_inputs(adapters, scales, x.dtype)).view(x.shape)
+            d_x = d_x.addmm_(d_thin, scaled(adapters[::2], scales, x.dtype)).view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
 
 
@@ -128,9 +128,3 @@ def _matrix(number: int, frozen: Sequence[Tensor], adapters: Sequence[Tensor], d
 def _split(thin: Tensor, adapters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The thin product of each layer."""
     return thin.split([len(a) for a in adapters[::2]], dim=1)
-
-
-def _scaled_inputs(adapters: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """A of each, one above the other, with their scales in them."""
-    found = [scaled(a, scale, dtype) for a, scale in zip(adapters[::2], scales, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whet.model import swiglu as by_torch
 from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, precise, rows, scaled
+from whet.model.lora_products import Adapted, add_precise_, rows, scaled
 from whet.model.swiglu import Backward, Middle
 
 _AT_A_TIME = 4096
@@ -83,7 +83,7 @@ def _inward(
         x_te = rows(x)
         gate0 = _product(x_te, gate, adapters[0:2], gate_bias)
         up0 = _product(x_te, up, adapters[2:4], up_bias)
-        return gate0, up0, x_te @ _both(adapters, scales, x.dtype).T
+        return gate0, up0, x_te @ scaled(adapters[::2], scales, x.dtype).T
 
 
 @_inward.register_fake
@@ -113,7 +113,7 @@ def _outward(
     with torch.autocast(gate0.device.type, enabled=False):
         h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, adapters))
         y_te = _product(h_tf, down, adapters[4:6], down_bias)
-        return y_te.addmm_(h_tf @ scaled(a_down, scale, dtype).T, b_down.to(dtype).T)
+        return y_te.addmm_(h_tf @ scaled([a_down], [scale], dtype).T, b_down.to(dtype).T)
 
 
 @_outward.register_fake
@@ -138,26 +138,28 @@ def _backward(
     """Gradients of x (empty if it needs none) and of the adapters."""
     dtype, (a_gate, b_gate, a_up, b_up, a_down, b_down) = x.dtype, adapters
     with torch.autocast(x.device.type, enabled=False):
-        a_both, a_down_scaled = _both(adapters, scales, dtype), scaled(a_down, scales[2], dtype)
+        a_both = scaled([a_gate, a_up], scales[:2], dtype)
+        a_down_scaled = scaled([a_down], scales[2:], dtype)
         down_matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
         d_x = torch.empty_like(rows(x)) if needs_x else x.new_empty(0)
         if needs_x:
             gate_matrix = matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
             up_matrix = matrix_from(up, len(b_up), a_up.shape[1], dtype)
-        found = [torch.zeros_like(part) for part in (torch.cat([a_gate, a_up]), b_gate, b_up, a_down, b_down)]
+        both = a_gate.new_zeros(len(a_gate) + len(a_up), a_gate.shape[1])
+        found = [both, *(torch.zeros_like(part) for part in (b_gate, b_up, a_down, b_down))]
         for start in range(0, len(gate0), _AT_A_TIME):
             part = slice(start, start + _AT_A_TIME)
             x_te, d_te = rows(x)[part], rows(d_y)[part]
             middle = _middle(gate0[part], up0[part], thin[part], adapters)
             d_thin_down = d_te @ b_down.to(dtype)
             d_gate, d_up, h_tf = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_scaled, middle)
-            found[4] += precise(d_te.T, h_tf @ a_down_scaled.T, b_down.dtype)
-            found[3] += precise(d_thin_down.T, h_tf, a_down.dtype)
+            add_precise_(found[4], d_te.T, h_tf @ a_down_scaled.T)
+            add_precise_(found[3], d_thin_down.T, h_tf)
             del h_tf
-            found[1] += precise(d_gate.T, middle.thin_gate, b_gate.dtype)
-            found[2] += precise(d_up.T, middle.thin_up, b_up.dtype)
+            add_precise_(found[1], d_gate.T, middle.thin_gate)
+            add_precise_(found[2], d_up.T, middle.thin_up)
             d_thin = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
-            found[0] += precise(d_thin.T, x_te, a_gate.dtype)
+            add_precise_(found[0], d_thin.T, x_te)
             if needs_x:
                 torch.mm(d_gate, gate_matrix, out=d_x[part])
                 d_x[part].addmm_(d_up, up_matrix).addmm_(d_thin, a_both)
@@ -183,11 +185,6 @@ def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bia
     a, b = adapter
     matrix = matrix_from(frozen, len(b), a.shape[1], x.dtype)
     return x @ matrix.T if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T)
-
-
-def _both(adapters: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """A of gate and of up, one above the other, with their scales in them."""
-    return torch.cat([scaled(adapters[0], scales[0], dtype), scaled(adapters[2], scales[1], dtype)])
 
 
 def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, adapters: Sequence[Tensor]) -> Middle:

@@ -5,6 +5,7 @@ Shape letters: T tokens, E width of the input, R rank. An adapter adds scale · 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +53,13 @@ def mixed_type(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def scaled(a: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale · A, rounded once."""
-    return (a * scale).to(dtype)
+def scaled(matrices: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """scale · A of each, one above the other, rounded once."""
+    sizes = [len(a) for a in matrices]
+    whole = matrices[0].new_empty(sum(sizes), matrices[0].shape[1], dtype=dtype)
+    for part, a, scale in zip(whole.split(sizes), matrices, scales, strict=True):
+        torch.mul(a, scale, out=part)
+    return whole
 
 
 def rows(x: Tensor) -> Tensor:
@@ -70,3 +75,13 @@ def precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     exact = torch.promote_types(dtype, torch.float32)
     return (left.to(exact) @ right.to(exact)).to(dtype)
+
+
+def add_precise_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without rounding what is added first."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and torch.version.hip is None and total.dtype == torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += precise(left, right, total.dtype)
