@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from whet.core.ranks import Ranks
-from whet.data.batch import Shape, pack_batch
+from whet.data.batch import PackedBatch, Shape, pack_batch
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.fused_lora import fuse_lora_
@@ -21,7 +24,9 @@ from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
 from whet.parallel.narrow import narrow
 from whet.parallel.replicate import sum_gradients
-from whet.train.step import _norm
+from whet.train.config import OptimizerConfig
+from whet.train.optim import make_optimizer, take_step
+from whet.train.step import _norm, find_gradients
 
 NOWHERE = torch.device("meta")
 
@@ -66,3 +71,46 @@ def test_forward_backward_and_norm_ask_the_device_nothing(
 def test_whoever_asked_would_fail() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.ones(3, device=NOWHERE).sum().item()
+
+
+class OneStep:
+    """A loader of one step with two micro-batches."""
+
+    def totals(self, step: int) -> SimpleNamespace:
+        return SimpleNamespace(supervised=sum(len(batch.supervised_at) for _, batch in self.micro_batches(step)))
+
+    def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
+        for row in range(2):
+            batch = pack_batch(Documents(), np.arange(4), 20, Shape(64, 6, 32))
+            yield row, batch.pinned(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+def test_a_step_on_the_device_waits_for_it_once(adapter: bool) -> None:
+    device = torch.device("cuda", 0)
+    model = load_model(ModelConfig(path="builtin:tiny"), torch.bfloat16, device)
+    if adapter:
+        model = add_adapter(model, AdapterConfig(rank=4), 0).to(device)
+        assert fuse_lora_(model)
+    root = LossModel(language_model(model)).train()
+    attention.install(root.language_model, "short")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert narrow(root)
+    apply(root.language_model, ParallelConfig(), True)
+    optimizer = make_optimizer(root, OptimizerConfig(), 0)
+    loader: Any = OneStep()
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                result = find_gradients(
+                    root, loader, 0, ranks=Ranks(0, 1, device), seed=0, clip_norm=1.0,
+                    arithmetic=torch.autocast("cuda", torch.bfloat16), loss_scale=1.0, stop=False,
+                )  # fmt: skip
+                take_step(optimizer, result.factor)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    waits = [str(one.message) for one in said if "synchroniz" in str(one.message)]
+    assert len(waits) == 1, waits  # where loss and norm are read, at the end
