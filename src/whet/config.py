@@ -69,10 +69,12 @@ class Config(Section):
                 f"{kind}, but weights in 4 bits cannot be trained. Add an adapter section, such as adapter.rank=16, or "
                 "leave quantize out",
             )
-        if self.train.precision == "fp64":
+        if self.train.precision == "fp64" or self.train.precision.startswith("fp8"):
+            other = "fp32" if self.train.precision == "fp64" else "bf16"
             raise impossible(
                 "quantize",
-                f"{kind} does not compute in train.precision = fp64. Set train.precision=fp32, or leave quantize out",
+                f"{kind} does not compute in train.precision = {self.train.precision}. Set train.precision={other}, or "
+                "leave quantize out",
             )
         if self.model.dtype != "auto":
             raise impossible(

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.model import lora_linear, lora_mlp
+from whet.model import fused_lora, lora_linear, lora_mlp
 from whet.model.config import AdapterConfig
 from whet.model.flops import work_of
 from whet.model.fused_lora import fuse_lora_
+from whet.model.head import head_of
 from whet.model.lora import add_adapter, language_model, merge
 from whet.model.lora_products import adapted
 from whet.model.precision import HonestDouble
@@ -320,3 +321,36 @@ def test_the_operators_keep_torchs_rules(make_model: Make, shape: tuple[int, ...
         )
         matrices = [matrix for layer in layers for matrix in (layer.a, layer.b)]
         torch.library.opcheck(lora_linear._forward, (x, frozen, biases, matrices, [0.5] * len(layers)))
+
+
+class Limited(nn.Module):
+    """A gated MLP that limits gate and up, as some models do."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            own.gate_proj,
+            own.up_proj,
+            own.down_proj,
+            own.act_fn,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x).clamp(max=7), self.up_proj(x).clamp(-7, 7)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def test_an_mlp_that_limits_its_middle_is_left_alone(make_model: Make) -> None:
+    model = with_adapters(make_model("Llama"))
+    for layer in model.base_model.model.model.layers:
+        layer.mlp = Limited(layer.mlp)
+    fuse_lora_(model)
+    assert not any(isinstance(layer.mlp, fused_lora._FusedMLP) for layer in model.base_model.model.model.layers)
+
+
+def test_an_adapted_head_stays_what_the_loss_knows(make_model: Make) -> None:
+    settings = AdapterConfig(rank=4, targets=["q_proj", "lm_head"])
+    model = add_adapter(make_model("Llama", tie_word_embeddings=False), settings, seed=0)
+    before = head_of(language_model(model)).weight
+    fuse_lora_(model)
+    assert torch.equal(head_of(language_model(model)).weight, before)

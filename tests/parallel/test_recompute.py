@@ -22,6 +22,7 @@ from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
+from whet.parallel.recompute import draws
 
 Make = Callable[..., Any]
 Kind = Literal["none", "selective", "full"]
@@ -156,6 +157,48 @@ def test_a_whole_run_has_the_losses_of_one_without(
     ours, theirs = steps(tmp_path / "run"), steps(tiny_run)
     assert len(ours) == 60
     assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.3], ids=["whole", "lora", "dropout"])
+def test_compiled_layers_too_compute_the_same_again(make_root: Make, make_batch: Make, dropout: float | None) -> None:
+    """A compiler that computes dropout again would draw other numbers, and nothing but gradients would show it."""
+    torch._dynamo.reset()
+    found = []
+    for recompute in ("none", "full"):
+        root = make_root(dropout=dropout, backend="eager")
+        config = ParallelConfig(recompute=recompute)
+        apply(root.language_model, config, True, "aot_eager_decomp_partition")  # divides as inductor does
+        torch.manual_seed(5)
+        with HonestDouble():
+            root(make_batch([9, 20, 8])).objective.backward()
+        found.append([weight.grad for weight in root.parameters() if weight.grad is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "drawn"),
+    [("Llama", {}, False), ("Llama", {"dropout": 0.1}, True), ("GPT2", {"resid_pdrop": 0.1}, True),
+     ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}, False)],
+)  # fmt: skip
+def test_random_numbers_in_layers_are_noticed(
+    make_root: Make, architecture: str, settings: dict[str, Any], drawn: bool
+) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} if architecture == "GPT2" else {}
+    assert draws(make_root(architecture, **sizes, **settings).language_model) == drawn
+
+
+def test_layers_that_run_uncompiled_for_once_keep_as_little(make_root: Make, make_batch: Make) -> None:
+    """As when a fault is looked for, in a run that only fits because layers are computed again."""
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "backend": "eager"}
+    kept = []
+    for compile in (False, True):
+        torch._dynamo.reset()
+        root = make_root(dtype=torch.float32, **sizes)
+        apply(root.language_model, ParallelConfig(recompute="full"), compile, "aot_eager")
+        with torch.compiler.set_stance("force_eager"):
+            kept.append(kept_bytes(root, make_batch([40, 30, 50], total=128)))
+    assert kept[1] <= 1.1 * kept[0]
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 6)])

@@ -44,8 +44,10 @@ class Terms:
                 f"--steps {self.steps}: the first {self.warm} (--warm) are not counted, so nothing would be measured. "
                 f"Give more than {self.warm}"
             )
-        if self.mode == "qlora" and self.precision == "fp32":
-            raise WhetError("--mode qlora: 4-bit weights are computed with in bf16 or fp8, not in --precision fp32")
+        if self.mode == "qlora" and self.precision != "bf16":
+            raise WhetError(
+                f"--mode qlora: 4-bit weights are computed with in bf16, not in --precision {self.precision}"
+            )
 
     @property
     def is_adapter(self) -> bool:

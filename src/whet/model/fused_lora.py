@@ -19,13 +19,17 @@ from whet.model.lora_mlp import lora_mlp
 from whet.model.lora_products import adapted, mixed_type
 
 _QKV = ("q_proj", "k_proj", "v_proj")
+_LOUD = 1000
+"""So many times as large, inputs reach limits that some MLPs set to gate and up."""
 
 
 def fuse_lora_(model: nn.Module) -> int:
     """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many."""
     mlps = [module for module in model.modules() if _is_gated_mlp(module)]
     attentions = [module for module in model.modules() if _shares_input(module)]
-    layers = [module for module in model.modules() if _is_adapted_linear(module)]
+    outer: Any = next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
+    head = outer.get_output_embeddings()  # which the loss asks for its weights, and does not call
+    layers = [module for module in model.modules() if _is_adapted_linear(module) and module is not head]
     for layer in layers:  # those inside of others too, for when something calls them by themselves
         _become(layer, _FusedLinear)
     for modules, fused in ((mlps, _FusedMLP), (attentions, _FusedAttention)):
@@ -138,9 +142,13 @@ def _computes_swiglu(module: Any) -> bool:
     x = torch.sin(torch.arange(3 * width, device=device)).to(computes_in(base)).view(1, 3, width)  # nothing is drawn
     was_training = module.training
     with torch.no_grad(), torch.random.fork_rng([device] if x.is_cuda else []):
-        try:  # in training, so that a dropout shows
-            found = module.train()(x)
-            own = module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
+        try:  # in training, so that a dropout shows, and loud, so that a limit does
+            return all(_is_swiglu_for(module.train(), x * volume) for volume in (1, _LOUD))
         finally:
             module.train(was_training)
+
+
+def _is_swiglu_for(module: Any, x: Tensor) -> bool:
+    found = module(x)
+    own = module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
     return found.shape == own.shape and bool((found - own).norm() <= 1e-2 * own.norm())

@@ -11,7 +11,7 @@ from whet.parallel.compile import choose_kept, compiled
 from whet.parallel.config import ParallelConfig
 from whet.parallel.layers import decoder_layers
 from whet.parallel.offload import offloaded
-from whet.parallel.recompute import recomputed
+from whet.parallel.recompute import draws, recomputed, recomputed_uncompiled
 
 
 def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, backend: Any = "inductor") -> None:
@@ -19,18 +19,23 @@ def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, back
     offload = config.offload in ("activations", "both")
     if not (compile or offload or config.recompute != "none"):
         return
-    by_compiler = compile and compiles_through(language_model)
+    full = config.recompute == "full"
+    by_compiler = full and compile and compiles_through(language_model) and not draws(language_model)
     if compile:
-        choose_kept(full=by_compiler and config.recompute == "full")
+        choose_kept(full=by_compiler)
     for layer in decoder_layers(language_model):
         forward = layer.forward
+        if by_compiler:
+            forward = recomputed_uncompiled(forward)
         if compile:
             # innermost: the compiler sees the layer alone, which is the same for all, and no hooks around it
             forward = compiled(forward, backend)
-        if (config.recompute == "full" and not by_compiler) or (config.recompute == "selective" and not compile):
+        if full and not by_compiler:
             # around what is compiled in pieces, so that the same compiled code runs again: each piece by itself would
             # keep what it gets
-            forward = recomputed(forward, config.recompute)
+            forward = recomputed(forward, "full")
+        elif config.recompute == "selective" and not compile:
+            forward = recomputed(forward, "selective")
         if offload:
             # outermost: sees only what is kept after recomputing, with `full` the input of the layer
             forward = offloaded(forward, layer)

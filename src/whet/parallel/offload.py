@@ -108,6 +108,14 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, piece: int = _PIECE) ->
     optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
+def send_away(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state of a weight with what is large in the host's memory: for optimizers that make theirs at once."""
+    for key, value in _large(state).items():
+        if value.is_cuda:
+            _put(state, key, _host_like(value).copy_(value))
+    return state
+
+
 def _pieces(groups: list[list[Tensor]], limit: int) -> Iterator[tuple[int, list[Tensor]]]:
     """(group, some of its weights), in order; a weight larger than the limit is a piece of its own."""
     for number, weights in enumerate(groups):

@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -55,6 +56,28 @@ def recomputed(forward: Forward, kind: Literal["selective", "full"]) -> Forward:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
+
+
+def recomputed_uncompiled(forward: Forward) -> Forward:
+    """The same forward pass for the compiler, which is to compute it again by itself; wherever it runs uncompiled, as
+    when a fault is looked for, it is computed again in full."""
+    again = recomputed(forward, "full")
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if torch.compiler.is_compiling() else again(*args, **kwargs)
+
+    return run
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether random numbers are drawn in its layers, as for dropout. Where compiled code computes something again, it
+    would draw others, and gradients would be wrong; `recomputed` draws the same."""
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+        return True
+    config: Any = getattr(model, "config", None)
+    settings = {} if config is None else config.to_dict()
+    return any("drop" in name and isinstance(value, float | int) and value > 0 for name, value in settings.items())
 
 
 def _contexts(kind: str, modes: list[Any]) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

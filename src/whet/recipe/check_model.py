@@ -27,7 +27,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
         tokens = len(tokenizer_of(config) if data is None else data.tokenizer)
         device = start_ranks().device
         arithmetic = choose_arithmetic(config, device)
-        model = build_model(config, arithmetic, device, tokens)
+        model = build_model(config, arithmetic, device, tokens, typical=0 if data is None else data.typical)
     except VocabularyError as error:
         yield Finding("vocabulary", "fault", str(error))
         return

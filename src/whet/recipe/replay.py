@@ -20,6 +20,7 @@ from whet.core.files import read_json
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.data.batch import Shape
 from whet.data.saved_step import SavedDocument, SavedStep
+from whet.model import attention
 from whet.model.loss import LossModel
 from whet.recipe.data import hush_libraries, tokenizer_of
 from whet.recipe.fault import shortened
@@ -49,6 +50,7 @@ class _MicroBatch(Section):
 class _Size(Section):
     tokens: int = Field(ge=1)
     documents: int = Field(ge=0)
+    supervised: int = Field(default=0, ge=0)
 
 
 class _File(Section):
@@ -108,7 +110,7 @@ def replay(file: Path) -> dict[str, Any]:
     ranks = start_ranks()
     arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     tokens = len(tokenizer_of(config))
-    model = build_model(config, arithmetic, ranks.device, tokens)
+    model = build_model(config, arithmetic, ranks.device, tokens, typical=_typical(run))
     root = make_root(config, model, arithmetic, ranks.device, tokens, saved.step.longest).train()
     if saved.step.highest_id >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise WhetError(f"{file}: it holds ids that this run's model does not know. Was the file edited?")
@@ -154,6 +156,15 @@ def _restore(saved: Saved, run: Path, root: LossModel, ranks: Ranks) -> str | No
         warn(f"the state after step {wanted} was not saved; the nearest before it is {name}")
     checkpoints.load(run / "checkpoints" / name, root, None, ranks)
     return name
+
+
+def _typical(run: Path) -> float:
+    """A length of documents for which attention is chosen as it was for this run."""
+    try:
+        served = str(read_json(run / "plan.json").get("attention", ""))
+    except WhetError:
+        return 0
+    return attention.LONG if served == "cudnn" else 0
 
 
 def _again(

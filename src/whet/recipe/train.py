@@ -127,8 +127,9 @@ def _assemble(
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     start_equal(root, ranks)
-    optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
-    if config.parallel.offload in ("optimizer", "both"):
+    away = config.parallel.offload in ("optimizer", "both")
+    optimizer = make_optimizer(root, config.train.optimizer, config.run.seed, away)
+    if away:
         keep_state_on_host(optimizer)
     plan = Plan.load(config.folder / "plan")
     if arithmetic.weights == torch.bfloat16 and most_micro_batches(config, plan, ranks) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.parallel.offload import send_away
 from whet.train.rounding import Chance, put
 from whet.train.states import In8Bits, Keep, arithmetic_of, keep_in, parts
 
@@ -23,8 +24,9 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, seed: int,
-        bits: int = 32,
+        bits: int = 32, away: bool = False,
     ) -> None:  # fmt: skip
+        """`away`: states begin in the host's memory (`keep_state_on_host` fetches them)."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._chance = Chance(seed)
         self.factor = 1.0
@@ -35,7 +37,8 @@ class AdamW(torch.optim.Optimizer):
             for weight in group["params"]:
                 self._keeps[weight] = keep_in(bits, group["name"], weight)
                 self._numbers[weight] = len(self._numbers)
-                self.state[weight] = {"step": torch.zeros((), dtype=torch.int64), **self._start(group, weight)}
+                state = {"step": torch.zeros((), dtype=torch.int64), **self._start(group, weight)}
+                self.state[weight] = send_away(state) if away else state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -15,18 +15,21 @@ from whet.train.muon import Muon
 _BITS = {"adamw": 32, "adamw16bit": 16, "adamw8bit": 8}
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, seed: int) -> torch.optim.Optimizer:
-    """The rule over the trainable weights, in groups. AdamW is torch's fused one unless something has few bits."""
+def make_optimizer(model: nn.Module, config: OptimizerConfig, seed: int, away: bool = False) -> torch.optim.Optimizer:
+    """The rule over the trainable weights, in groups. AdamW is torch's fused one unless something has few bits.
+
+    `away`: what it remembers will be kept in the host's memory, and must not be made on the device all at once.
+    """
     groups = make_groups(model, config)
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "muon":
         return Muon(
             groups, momentum=config.momentum, momentum_start=config.momentum_start,
-            momentum_warmup=config.momentum_warmup, seed=seed, **adamw,
+            momentum_warmup=config.momentum_warmup, seed=seed, away=away, **adamw,
         )  # fmt: skip
     if config.name == "adamw" and all(w.dtype.itemsize >= 4 for group in groups for w in group["params"]):
         return torch.optim.AdamW(groups, fused=True, **adamw)
-    return AdamW(groups, bits=_BITS[config.name], seed=seed, **adamw)
+    return AdamW(groups, bits=_BITS[config.name], seed=seed, away=away, **adamw)
 
 
 def take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -6,7 +6,7 @@ documents begin comes with each forward pass as a keyword argument, which transf
 """
 
 from whet.model.attention.ask import Ask, Documents, described
-from whet.model.attention.choose import choose
+from whet.model.attention.choose import LONG, choose
 from whet.model.attention.flexible import flex
 from whet.model.attention.install import compiles_through, install, leave, name_of, plain, serving, wants_spans
 from whet.model.attention.long_documents import cudnn
@@ -17,6 +17,7 @@ from whet.model.attention.short_documents import short
 from whet.model.attention.variable_length import varlen
 
 __all__ = [
+    "LONG",
     "Ask",
     "Asked",
     "Documents",
