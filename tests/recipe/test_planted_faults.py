@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from whet.data.batch import Shape
 from whet.data.plan import Plan
 from whet.model.builtin import builtin_folder
 from whet.recipe.hooks import RunHooks
@@ -344,6 +346,17 @@ def test_an_edited_file_is_an_error_that_says_where(
     ended = whet("train", "--replay", edited)
     assert ended.code == 1, ended.err
     assert str(edited) in ended.err
+
+
+def test_a_step_of_padded_batches_is_run_again_too(whet: Any, tmp_path: Path, faulty: Path) -> None:
+    """As a GPU leaves them: their sizes are constant, and are saved with the step."""
+    content = json.loads(faulty.read_text())
+    assert content["shapes"] == []
+    padded = tmp_path / "padded.json"
+    padded.write_text(json.dumps(content | {"shapes": [asdict(Shape(4096, 64, 2048))]}))
+    ended = whet("train", "--replay", padded, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["reproduced"] is True
 
 
 @pytest.fixture(scope="module")
