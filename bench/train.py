@@ -23,10 +23,8 @@ from whet.core.config import validate
 from whet.core.ranks import start_ranks
 from whet.core.yaml import parse_yaml
 from whet.model import attention
-from whet.model.lora import language_model
-from whet.model.loss import LossModel
 from whet.recipe.data import hush_libraries, prepare_data
-from whet.recipe.parts import build_model, choose_arithmetic, make_loader
+from whet.recipe.parts import build_model, choose_arithmetic, make_loader, make_root
 from whet.recipe.plan import make_plan
 from whet.train.optim import make_optimizer, take_step
 from whet.train.step import find_gradients
@@ -49,7 +47,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     plan = make_plan(config, data)
     arithmetic = choose_arithmetic(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = LossModel(language_model(model))
+    root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
     loader = make_loader(config, data.train.store, plan, ranks)
     context = arithmetic.context(ranks.device)
