@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+
+from whet.core.interrupt import terminate_like_ctrl_c
 
 _PATIENCE_S = 5.0
 
@@ -33,7 +34,7 @@ class Ended:
 
 def run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
     """Run a command to its end. stderr goes to `log`; stdout is given back. Ctrl-C and SIGTERM end it with us."""
-    with log.open("wb") as words, _terminate_like_ctrl_c():
+    with log.open("wb") as words, terminate_like_ctrl_c():
         began = time.time()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=dict(environment),
@@ -68,15 +69,3 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """To it and to all that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-@contextlib.contextmanager
-def _terminate_like_ctrl_c() -> Iterator[None]:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

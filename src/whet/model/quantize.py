@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
+from whet.model.frozen_weight import computes_in, matrix_from, parts_of
 
 MOST = 0.5
 """A model with a smaller part of its weights in 4 bits saves less than whoever asked for it expects."""
@@ -83,17 +84,7 @@ def dequantized(layer: Any) -> Tensor:
 
     Nothing here waits for the device.
     """
-    state = layer.weight.quant_state
-    scales = state.absmax
-    if state.nested:
-        inner = state.state2
-        scales = torch.ops.bitsandbytes.dequantize_blockwise(
-            scales, inner.absmax, inner.code, inner.blocksize, torch.float32
-        )
-        scales = scales + state.offset
-    return torch.ops.bitsandbytes.dequantize_4bit(
-        layer.weight.data, scales, state.blocksize, state.quant_type, state.shape, layer.compute_dtype or state.dtype
-    )
+    return matrix_from(parts_of(layer), layer.out_features, layer.in_features, computes_in(layer))
 
 
 def plain_linear(layer: Any) -> nn.Linear:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
-from types import FrameType
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from whet.config import Config
 from whet.core.console import be_quiet, say, warn
 from whet.core.errors import RunFailedError, WhetError
 from whet.core.files import write_json
+from whet.core.interrupt import terminate_like_ctrl_c
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
 from whet.data.plan import Plan
@@ -59,7 +58,7 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
     if config.quantize is not None:
         need_bitsandbytes()
     finished = resume and read_status(config.folder).get("state") == "finished"
-    with _terminate_like_ctrl_c(), _loading(config) as loading, run_folder(config, resume, first=rank == 0) as folder:
+    with terminate_like_ctrl_c(), _loading(config) as loading, run_folder(config, resume, first=rank == 0) as folder:
         if finished:
             say(f"{config.folder}: this run is finished; nothing to do")
             return
@@ -84,20 +83,6 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
             ) from None
         finally:
             ranks.leave()
-
-
-@contextlib.contextmanager
-def _terminate_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends preparing, measuring and exporting in good order too; the loop of steps has its own way."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
