@@ -26,10 +26,10 @@ def _run(folder: Path, *overrides: str) -> list[float]:
     return _losses(folder)
 
 
-def test_bf16_with_varlen_learns_what_fp32_with_the_reference_attention_learns(tmp_path):
+def test_bf16_learns_what_fp32_with_the_reference_attention_learns(tmp_path):
     exact = _run(tmp_path / "exact", "train.precision=fp32", "model.attention=eager")
     fast = _run(tmp_path / "fast")
-    assert json.loads((tmp_path / "fast" / "plan.json").read_text())["attention"] == "varlen"
+    assert json.loads((tmp_path / "fast" / "plan.json").read_text())["attention"] == "short"
     assert fast == pytest.approx(exact, rel=0.02)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whet.model.swiglu import Middle
 
-_ROWS, _COLUMNS, _WARPS = 64, 64, 4
+_ROWS, _COLUMNS, _WARPS = 32, 64, 4
 _MOST_RANK = 64  # of a thin product at a time; the least that tensor cores take is 16
 
 

@@ -111,7 +111,7 @@ def _outward(
     """y [T, E]"""
     dtype, a_down, b_down = gate0.dtype, adapters[4], adapters[5]
     with torch.autocast(gate0.device.type, enabled=False):
-        h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, adapters))
+        h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, adapters[1].to(dtype), adapters[3].to(dtype)))
         y_te = _product(h_tf, down, adapters[4:6], down_bias)
         return y_te.addmm_(h_tf @ scaled([a_down], [scale], dtype).T, b_down.to(dtype).T)
 
@@ -145,13 +145,14 @@ def _backward(
         if needs_x:
             gate_matrix = matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
             up_matrix = matrix_from(up, len(b_up), a_up.shape[1], dtype)
+        b_gate_here, b_up_here, b_down_here = (b.to(dtype) for b in (b_gate, b_up, b_down))
         both = a_gate.new_zeros(len(a_gate) + len(a_up), a_gate.shape[1])
         found = [both, *(torch.zeros_like(part) for part in (b_gate, b_up, a_down, b_down))]
         for start in range(0, len(gate0), _AT_A_TIME):
             part = slice(start, start + _AT_A_TIME)
             x_te, d_te = rows(x)[part], rows(d_y)[part]
-            middle = _middle(gate0[part], up0[part], thin[part], adapters)
-            d_thin_down = d_te @ b_down.to(dtype)
+            middle = _middle(gate0[part], up0[part], thin[part], b_gate_here, b_up_here)
+            d_thin_down = d_te @ b_down_here
             d_gate, d_up, h_tf = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_scaled, middle)
             add_precise_(found[4], d_te.T, h_tf @ a_down_scaled.T)
             add_precise_(found[3], d_thin_down.T, h_tf)
@@ -187,10 +188,9 @@ def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bia
     return x @ matrix.T if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T)
 
 
-def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, adapters: Sequence[Tensor]) -> Middle:
-    a_gate, b_gate, a_up, b_up, *_ = adapters
-    thin_gate, thin_up = thin.split([len(a_gate), len(a_up)], dim=1)
-    return Middle(gate0, up0, thin_gate, thin_up, b_gate.to(thin.dtype), b_up.to(thin.dtype))
+def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, b_gate: Tensor, b_up: Tensor) -> Middle:
+    thin_gate, thin_up = thin.split([b_gate.shape[1], b_up.shape[1]], dim=1)
+    return Middle(gate0, up0, thin_gate, thin_up, b_gate, b_up)
 
 
 def _swiglu(x: Tensor) -> tuple[Callable[[Middle], Tensor], Backward]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from whet.train.adamw import AdamW
 from whet.train.config import OptimizerConfig
@@ -36,10 +36,20 @@ def take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Move the weights by their gradients times `factor` (of StepResult)."""
     if isinstance(optimizer, AdamW):
         optimizer.factor = factor
-    elif factor != 1:
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        torch._foreach_mul_([weight.grad for weight in weights if weight.grad is not None], factor)
+    else:
+        optimizer.grad_scale = _scale(optimizer, factor)  # type: ignore[attr-defined]
     optimizer.step()
+
+
+def _scale(optimizer: torch.optim.Optimizer, factor: float) -> Tensor | None:
+    """What torch's AdamW divides gradients by in its one kernel, in fp32. Elsewhere they are multiplied here."""
+    if factor == 1:
+        return None
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
+        return torch.full((), 1 / factor, device=weights[0].device)
+    torch._foreach_mul_([weight.grad for weight in weights if weight.grad is not None], factor)
+    return None
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:

@@ -21,6 +21,8 @@ from whet.parallel.replicate import sum_gradients
 
 T = TypeVar("T")
 
+_TOGETHER = 2**27  # gradients, in numbers, that are put together on a GPU to find their norm
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -80,6 +82,8 @@ def find_gradients(
 def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     exact = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
+    if gradients[0].is_cuda and sum(map(torch.numel, gradients)) <= _TOGETHER:  # of hundreds of adapters: asked at once
+        return torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]), dtype=exact)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=exact)))
 
 
