@@ -97,7 +97,9 @@ def test_a_compiled_layer_computes_what_an_uncompiled_one_does(make_model: Make,
         return [output.detach().double(), *(each.double() for each in found)]
 
     plain, eager, fast = run(False, False), run(True, False), run(True, True)
-    assert all(error < 0.1 for error in errors(fast, eager))  # what is not rounded to bf16 between is scaled otherwise
+    # what is not rounded to bf16 between is scaled otherwise, so bits differ; the distance from 16 bits does not
+    by_layer = zip(errors(fast, plain), errors(eager, plain), strict=True)
+    assert all(compiled < 1.1 * uncompiled + 0.01 for compiled, uncompiled in by_layer)
     assert all(error < 0.15 for error in errors(fast, plain))
     assert max(errors(fast, plain)) > 0.02  # it was 8 bits
 

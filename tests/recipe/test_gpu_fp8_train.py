@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 OPTIONS = (
-    "train.steps=20", "train.optimizer.lr=2e-4", "data.max_length=1000", "train.batch.conversations=32",
+    "train.steps=20", "train.optimizer.lr=5e-5", "data.max_length=1000", "train.batch.conversations=32",
     "checkpoint.every=20", "eval.every=20",
 )  # fmt: skip
 

@@ -59,6 +59,7 @@ def find_gradients(
     for parameter in parameters:
         parameter.grad = None
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    sums[2].fill_(stop)  # an assignment would wait for the device
     batches = Timed(loader.micro_batches(step))
     for row, batch in batches:
         torch.manual_seed(seed_of(seed, step, row))
@@ -67,7 +68,6 @@ def find_gradients(
         result.objective.backward()
         sums[0] += result.loss
         sums[1] += result.hits.sum()
-    sums[2] = float(stop)
     sum_gradients(parameters, ranks)
     ranks.sum_(sums)
     sums[3] = _norm(parameters)

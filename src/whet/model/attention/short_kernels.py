@@ -77,7 +77,7 @@ def _here(known, width: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-un
     return here
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])  # layers have several
 def _forward(  # type: ignore[no-untyped-def]
     q_at, k_at, v_at, spans_at, out_at, lse_at,
     q_head, q_token, q_unit, k_head, k_token, k_unit, v_head, v_token, v_unit,
@@ -138,7 +138,7 @@ def _forward(  # type: ignore[no-untyped-def]
     tl.store(out_at + out_spots, out, mask=_here(known, value_width, value_wide))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])  # layers have several
 def _d_query(  # type: ignore[no-untyped-def]
     q_at, k_at, v_at, spans_at, out_at, lse_at, d_out_at, delta_at, dq_at,
     q_head, q_token, q_unit, k_head, k_token, k_unit, v_head, v_token, v_unit, d_head, d_token, d_unit,
@@ -202,7 +202,7 @@ def _d_query(  # type: ignore[no-untyped-def]
     tl.store(dq_at + dq_spots, (dq * scale).to(dq_at.dtype.element_ty), mask=_here(known, width, wide))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])  # layers have several
 def _d_key_value(  # type: ignore[no-untyped-def]
     q_at, k_at, v_at, spans_at, lse_at, d_out_at, delta_at, dk_at, dv_at,
     q_head, q_token, q_unit, k_head, k_token, k_unit, v_head, v_token, v_unit, d_head, d_token, d_unit,
