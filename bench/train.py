@@ -1,8 +1,8 @@
 """How fast a training step is, beside a plain loop: the same model, adapters, conversations and optimizer.
 
 The plain loop is what one writes by hand: conversations padded to the longest of the batch, the model's own attention
-and its own loss over all positions. Both are warmed up and then timed in turns in this one process; the last line is
-a JSON object.
+and its own loss over all positions. Both take all conversations of a step at once, are warmed up and then timed in
+turns in this one process; the last line is a JSON object.
 
     python bench/train.py [MODEL] [STEPS]      default: builtin:smollm2 5
 """
@@ -34,7 +34,7 @@ run: {seed: 1}
 model: {path: "%s"}
 adapter: {rank: 16}
 data: {sources: [{path: "builtin:orders", max_samples: 400}], max_length: 512}
-train: {steps: %d, batch: {conversations: 8}, optimizer: {lr: 1e-4}}
+train: {steps: %d, batch: {conversations: 8}, micro_rows: 8, optimizer: {lr: 1e-4}}
 """
 WARM = 2
 

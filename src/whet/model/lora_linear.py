@@ -1,6 +1,6 @@
 """Linear layers with the same input and their adapters as one operator: y = x·Wᵀ + bias + (x·(scale·A)ᵀ)·Bᵀ of each.
 
-The adapters' parts are added where the products stand, forward and backward, instead of being matrices of their own,
+Adapters give what the products are added to, forward and backward, which then cost no further pass over memory,
 and x meets the A of all layers at once. Kept are x and its thin products. To the compiler it is opaque. It computes in
 the type of x; gradients of A and B come in the type of A and B.
 
@@ -45,10 +45,11 @@ def _forward(
         thin = x_te @ scaled(adapters[::2], scales, x.dtype).T
         outputs = []
         for number, (b, part) in enumerate(zip(adapters[1::2], _split(thin, adapters), strict=True)):
+            b_here = b.to(x.dtype).T
+            y_to = torch.addmm(biases[number].to(x.dtype), part, b_here) if biases else part @ b_here
             matrix = _matrix(number, frozen, adapters, x.dtype)
-            y_to = torch.addmm(biases[number].to(x.dtype), x_te, matrix.T) if biases else x_te @ matrix.T
+            outputs.append(y_to.addmm_(x_te, matrix.T).view(*x.shape[:-1], len(b)))
             del matrix  # of a 4-bit layer: or the next would be made beside it
-            outputs.append(y_to.addmm_(part, b.to(x.dtype).T).view(*x.shape[:-1], len(b)))
         return [*outputs, thin]
 
 
@@ -79,11 +80,12 @@ def _backward(
         d_as = [total * scale for total, scale in zip(sums, scales, strict=True)]
         d_x = x.new_empty(0)
         if needs_x:
+            d_x = d_thin @ scaled(adapters[::2], scales, x.dtype)
             for number, d_y in enumerate(outer):
                 matrix = _matrix(number, frozen, adapters, x.dtype)
-                d_x = d_x.addmm_(d_y, matrix) if number else d_y @ matrix
+                d_x.addmm_(d_y, matrix)
                 del matrix
-            d_x = d_x.addmm_(d_thin, scaled(adapters[::2], scales, x.dtype)).view(x.shape)
+            d_x = d_x.view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
 
 

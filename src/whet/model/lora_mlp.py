@@ -112,8 +112,9 @@ def _outward(
     dtype, a_down, b_down = gate0.dtype, adapters[4], adapters[5]
     with torch.autocast(gate0.device.type, enabled=False):
         h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, adapters[1].to(dtype), adapters[3].to(dtype)))
-        y_te = _product(h_tf, down, adapters[4:6], down_bias)
-        return y_te.addmm_(h_tf @ scaled([a_down], [scale], dtype).T, b_down.to(dtype).T)
+        thin_down, b_here = h_tf @ scaled([a_down], [scale], dtype).T, b_down.to(dtype).T
+        y_te = thin_down @ b_here if down_bias is None else torch.addmm(down_bias.to(dtype), thin_down, b_here)
+        return y_te.addmm_(h_tf, matrix_from(down, len(b_down), a_down.shape[1], dtype).T)
 
 
 @_outward.register_fake
@@ -162,8 +163,8 @@ def _backward(
             d_thin = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
             add_precise_(found[0], d_thin.T, x_te)
             if needs_x:
-                torch.mm(d_gate, gate_matrix, out=d_x[part])
-                d_x[part].addmm_(d_up, up_matrix).addmm_(d_thin, a_both)
+                torch.mm(d_thin, a_both, out=d_x[part])
+                d_x[part].addmm_(d_gate, gate_matrix).addmm_(d_up, up_matrix)
         d_both, d_b_gate, d_b_up, d_a_down, d_b_down = found
         d_a_gate, d_a_up = d_both.split([len(a_gate), len(a_up)])
         return [
