@@ -26,7 +26,7 @@ from whet.parallel.narrow import narrow
 from whet.parallel.replicate import sum_gradients
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, take_step
-from whet.train.step import _norm, find_gradients
+from whet.train.step import _squares, find_gradients
 
 NOWHERE = torch.device("meta")
 
@@ -65,7 +65,7 @@ def test_forward_backward_and_norm_ask_the_device_nothing(
     result.objective.backward()
     result.hits.sum()
     sum_gradients(root.trained, Ranks(0, 1, NOWHERE))
-    assert _norm(root.trained).is_meta
+    assert _squares(root.trained, Ranks(0, 1, NOWHERE)).is_meta
 
 
 def test_whoever_asked_would_fail() -> None:

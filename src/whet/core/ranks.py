@@ -21,11 +21,28 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    slices: int = 1
+    """How many neighbours compute each row together, every one a slice of its tokens."""
 
     @property
     def is_first(self) -> bool:
         """The one that writes files and speaks."""
         return self.rank == 0
+
+    @property
+    def slice(self) -> int:
+        """The number of this one's slice of its rows."""
+        return self.rank % self.slices
+
+    @property
+    def team(self) -> int:
+        """The number of those that compute the same rows as this one."""
+        return self.rank // self.slices
+
+    @property
+    def teams(self) -> int:
+        """Among how many a step's rows are dealt."""
+        return self.world // self.slices
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its sum over all ranks."""

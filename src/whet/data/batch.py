@@ -54,6 +54,7 @@ class PackedBatch:
     learned_at: Tensor | None  # the same, filled up to a constant size with one position that is none of them
     edges: tuple[int, ...]  # cu_seqlens on the host
     documents: NDArray[np.integer]  # which documents of the store these are, in order; padding is not among them
+    start: int = 0  # where T begins in the row that edges describe, if it is a slice of that
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device."""
@@ -63,6 +64,22 @@ class PackedBatch:
         """The same batch in pages that `device`, a GPU, reads by itself, while nobody waits for it."""
         with torch.cuda.device(device):
             return self._each(Tensor.pin_memory)
+
+    def slice(self, number: int, count: int) -> PackedBatch:
+        """The `number`-th of `count` equal parts: tokens of its own, edges of the whole row. For those who compute a
+        row together."""
+        if count == 1:
+            return self
+        width = len(self.tokens) // count
+        start = number * width
+        here = slice(start, start + width)
+        places = self.supervised_at.numpy() - start
+        places = places[(places >= 0) & (places < width)]
+        room = 0 if self.learned_at is None else min(len(self.learned_at), width)
+        return replace(
+            self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], start=start,
+            supervised_at=torch.from_numpy(places), learned_at=_filled_up(places, width, room),
+        )  # fmt: skip
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors: dict[str, Any] = {
@@ -98,15 +115,18 @@ def smallest(shapes: Sequence[Shape], tokens: int) -> Shape | None:
     return next((shape for shape in shapes if shape.tokens >= tokens), None)
 
 
-def pack_batch(store: Shelf, documents: NDArray[np.integer], longest: int, shape: Shape | None) -> PackedBatch:
-    """Concatenate documents; fill up to `shape` with padding documents. No documents: padding alone.
+def pack_batch(
+    store: Shelf, documents: NDArray[np.integer], longest: int, shape: Shape | None, slices: int = 1
+) -> PackedBatch:
+    """Concatenate documents; fill up to `shape`, and to a multiple of `slices`, with padding documents. No documents:
+    padding alone.
 
     Padding is cut into documents that are no longer than the `longest` real one: attention's work grows with the
     square of a length, and one document of padding could cost more than all that is learned from.
     """
     edges = edges_of(store.lengths[documents].astype(np.int64))
     filled = int(edges[-1])
-    total = shape.tokens if shape else max(1, filled)
+    total = -(-(shape.tokens if shape else max(1, filled)) // slices) * slices
     longest = max(1, longest)
     if total > filled:
         edges = np.concatenate([edges, np.arange(filled + longest, total, longest), [total]])
@@ -136,8 +156,8 @@ def pack_batch(store: Shelf, documents: NDArray[np.integer], longest: int, shape
 def _filled_up(places: NDArray[np.int64], total: int, count: int) -> Tensor | None:
     """`count` positions: these, and as often as it takes the first that is none of them."""
     missing = count - len(places)
-    if missing < 0 or not count:
+    if missing < 0 or not count or len(places) == total:  # of a slice, all may be supervised
         return None
-    gaps = np.flatnonzero(places != np.arange(len(places)))  # there is one: the last of a document is never supervised
+    gaps = np.flatnonzero(places != np.arange(len(places)))
     other = gaps[0] if len(gaps) else len(places)
     return torch.from_numpy(np.concatenate([places, np.full(missing, other)]))

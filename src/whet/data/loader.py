@@ -42,14 +42,15 @@ class Loader:
 
     def __init__(
         self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None,
-        lengths: int = 1, device: torch.device | None = None,
+        lengths: int = 1, device: torch.device | None = None, part: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
         """`padded_to`: the constant row length where padding pays (compiled devices); None: rows as they are.
         `lengths`: how many different lengths micro-batches may be padded to; full rows need one. `device`: for which
-        batches are made ready."""
+        batches are made ready. `part`: (which, of how many) slices of a batch's tokens is this process's."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
         self._padded_to, self._lengths = padded_to, lengths
+        self._slice, self._slices = part
         self._device = device if device is not None and device.type == "cuda" else None
         self._batches = Prefetch(self._make, self._following, _AHEAD)
 
@@ -127,7 +128,9 @@ class Loader:
 
     def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
-        return pack_batch(self._store, documents, self._plan.sizes.longest, smallest(self.shapes, tokens))
+        shape = smallest(self.shapes, tokens)
+        batch = pack_batch(self._store, documents, self._plan.sizes.longest, shape, self._slices)
+        return batch.slice(self._slice, self._slices)
 
     def _room(self) -> int:
         """For the supervised positions of micro-batches: of the fullest, as far as some steps tell. Where there is a

@@ -57,6 +57,9 @@ class SavedStep:
         lengths = np.array([len(document.ids) for document in dealt], dtype=np.int64)
         return StepTotals(len(lengths), int(lengths.sum()), supervised, lengths)
 
+    def count(self, step: int) -> int:
+        return len(self._layout)
+
     def layout(self, step: int) -> list[tuple[int, list[int]]]:
         return [(row, list(documents)) for row, documents in self._layout]
 

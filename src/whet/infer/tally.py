@@ -44,7 +44,7 @@ class Tally:
     def add(self, batch: PackedBatch, result: LossSum) -> None:
         """Take in a batch; it is the one on the host."""
         at = batch.supervised_at.numpy()
-        place = np.searchsorted(np.array(batch.edges), at, side="right") - 1
+        place = np.searchsorted(np.array(batch.edges), batch.start + at, side="right") - 1
         owner = np.searchsorted(self._documents, batch.documents[place])
         nats = result.nll.double().cpu().numpy()
         bytes_ = np.zeros(len(at))

@@ -52,10 +52,14 @@ def find_task(name: str) -> Task:
 
 
 def score(
-    task: Task, count: int, model: nn.Module, renderer: Renderer, stop_ids: Sequence[int], ranks: Ranks
-) -> tuple[float, list[Sample]]:
-    """The part of `count` examples that the model answers exactly right, and all answers; ranks share the work."""
-    mine = task.examples(count)[ranks.rank :: ranks.world]
+    task: Task, count: int, model: nn.Module, renderer: Renderer, stop_ids: Sequence[int], ranks: Ranks,
+    together: bool = False,
+) -> tuple[float, list[Sample]]:  # fmt: skip
+    """The part of `count` examples that the model answers exactly right, and all answers; ranks share the work.
+
+    `together`: they share the model instead, so each token is computed by all of them, and all do the same examples.
+    """
+    mine = task.examples(count) if together else task.examples(count)[ranks.rank :: ranks.world]
     prompts = [renderer.prompt_ids([{"role": "user", "content": prompt}]) for prompt, _ in mine]
     pad = renderer.tokenizer.pad_token_id
     sampling = Sampling(max_new_tokens=task.max_new_tokens)
@@ -65,5 +69,5 @@ def score(
     for (prompt, expected), ids in zip(mine, answers, strict=True):
         answer = renderer.tokenizer.decode(ids, skip_special_tokens=True).strip()
         samples.append(Sample(task.name, prompt, expected, answer, answer == expected))
-    everyone = ranks.gather(samples)
+    everyone = samples if together else ranks.gather(samples)
     return sum(sample.right for sample in everyone) / len(everyone), everyone

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from whet.model.attention import described, wants_spans
 from whet.model.cross_entropy import LossSum, linear_cross_entropy
 from whet.model.head import head_of
+
+T = TypeVar("T")
 
 
 class LossModel(nn.Module):
@@ -42,6 +45,11 @@ class LossModel(nn.Module):
         targets = batch.labels.index_select(0, batch.supervised_at)
         head = head_of(self.language_model)
         return linear_cross_entropy(chosen, head, targets, weight, self.smoothing, self.z_loss)
+
+    def within(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives, with this module's own weights whole: divided among processes, they are only inside
+        its methods."""
+        return compute()
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any,

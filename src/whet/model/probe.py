@@ -7,6 +7,7 @@ wrong.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -31,12 +32,16 @@ class PackingError(WhetError):
     """This model must not be given several documents at once."""
 
 
-@torch.no_grad()
 def probe(root: LossModel, vocabulary: int, longest: int) -> None:
     """Compare two packed documents with what the model itself makes of each alone; refuse where they differ.
 
     `longest`: the most tokens of a document in training.
     """
+    root.within(functools.partial(_probe, root, vocabulary, longest))
+
+
+@torch.no_grad()
+def _probe(root: LossModel, vocabulary: int, longest: int) -> None:
     model = root.language_model
     rope = changing_rope(model, longest)
     if rope is not None:  # not to be seen in documents as short as those below
@@ -70,9 +75,13 @@ def probe(root: LossModel, vocabulary: int, longest: int) -> None:
     _compare(head, hidden, own, largest)
 
 
-@torch.no_grad()
 def probe_alone(root: LossModel, vocabulary: int, longest: int) -> None:
     """The same for a model that gets one document at a time and attends as it likes: are its logits whet's?"""
+    root.within(functools.partial(_probe_alone, root, vocabulary, longest))
+
+
+@torch.no_grad()
+def _probe_alone(root: LossModel, vocabulary: int, longest: int) -> None:
     model = root.language_model
     if changing_rope(model, longest) == "dynamic":
         raise WhetError(

@@ -12,6 +12,23 @@ from whet.core.config import Section
 class ParallelConfig(Section):
     """How a run uses its devices. It changes memory and speed, not what is learned."""
 
+    replicate: int | None = Field(
+        default=None,
+        ge=1,
+        description="Copies of the model, each with its share of a step's rows; absent: as many as the processes make.",
+    )
+    shard: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes among which each copy's weights, gradients and optimizer states are divided (FSDP2); "
+        "absent: every process holds all of them.",
+    )
+    context: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that compute each row together, every one a slice of its tokens (Ulysses): for "
+        "conversations that are too long for one device.",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="What the backward pass computes again instead of keeping it: selective keeps matrix products and "

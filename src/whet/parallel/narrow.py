@@ -5,6 +5,8 @@ With 60 % of the tokens supervised it saves 2 % of a 16-layer model's work and 1
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,9 @@ def _is_the_same(root: LossModel) -> bool:
     rows = torch.arange(1, _TOKENS, 3, device=device)
     with evaluating(root):
         try:
-            whole, few = (_hidden(root, device, chosen)[rows].float() for chosen in (None, rows))
+            whole, few = (
+                root.within(functools.partial(_hidden, root, device, chosen))[rows].float() for chosen in (None, rows)
+            )
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return False  # it takes or gives something else than hidden states
     is_coarse = torch.is_autocast_enabled(device.type) or next(root.parameters()).dtype.itemsize < 4

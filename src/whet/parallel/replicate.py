@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 from whet.core.ranks import Ranks
 
@@ -30,7 +31,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
     gradients = [_gradient(parameter) for parameter in parameters]
     if ranks.world == 1:
         return
-    for bucket in _buckets(gradients):
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]  # others are summed already
+    for bucket in _buckets(whole):
         flat = ranks.sum_(_flatten_dense_tensors(bucket))
         for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 
 from torch import nn
@@ -20,6 +21,7 @@ from whet.model.config import ModelConfig
 from whet.model.loss import LossModel
 from whet.model.token_bytes import token_bytes
 from whet.model.tokenizer import stop_ids
+from whet.parallel.shard import give_back, is_sharded
 from whet.recipe.data import Data
 from whet.recipe.parts import Arithmetic, make_loader
 
@@ -44,13 +46,15 @@ def measure(
             results["val_part"] = len(plan.documents) / len(data.validation_documents)
     renderer = Renderer(data.tokenizer, config.data.train_on)
     for name in config.eval.tasks:
+        scored = functools.partial(
+            score, find_task(name), config.eval.examples, root.language_model, renderer,
+            answer_stops(renderer, config.model), ranks, together=is_sharded(root),
+        )  # fmt: skip
         with context:
-            found, answers = score(
-                find_task(name), config.eval.examples, root.language_model, renderer,
-                answer_stops(renderer, config.model), ranks,
-            )  # fmt: skip
+            found, answers = root.within(scored)
         results[f"task/{name}"] = found
         samples += answers
+    give_back(root)
     return results, samples
 
 

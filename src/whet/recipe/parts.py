@@ -45,7 +45,10 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loade
     """
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
     lengths = _LENGTHS if config.data.packing == "none" else 1
-    return Loader(store, plan, config.train.micro_rows, ranks.rank, ranks.world, padded, lengths, ranks.device)
+    return Loader(
+        store, plan, config.train.micro_rows, ranks.team, ranks.teams, padded, lengths, ranks.device,
+        (ranks.slice, ranks.slices),
+    )  # fmt: skip
 
 
 def be_deterministic(config: Config) -> None:
@@ -58,7 +61,7 @@ def be_deterministic(config: Config) -> None:
 def most_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
     """In a step of one process."""
     most_rows = int(np.diff(plan.steps).max(initial=0))
-    return -(-most_rows // (ranks.world * config.train.micro_rows))
+    return -(-most_rows // (ranks.teams * config.train.micro_rows))
 
 
 @dataclass(frozen=True, slots=True)

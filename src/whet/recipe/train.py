@@ -24,8 +24,11 @@ from whet.model.quantize import MOST, need_bitsandbytes, plain_bytes, quantized_
 from whet.model.shapes import is_random
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
+from whet.parallel.mesh import Mesh, arrange
 from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal, sum_in_fp32
+from whet.parallel.shard import is_sharded, shard_
+from whet.parallel.ulysses import work_together
 from whet.recipe.ahead import Loading
 from whet.recipe.data import Data, hush_libraries, prepare_data
 from whet.recipe.describe import describe_plan
@@ -34,6 +37,7 @@ from whet.recipe.folder import begin, frozen_date, run_folder
 from whet.recipe.loop import Assembled, end_of, learn
 from whet.recipe.measure import export_model
 from whet.recipe.parts import be_deterministic, build_model, choose_arithmetic, make_root, most_micro_batches
+from whet.recipe.use import model_after
 from whet.train.loss_scale import LossScale
 from whet.train.optim import make_optimizer, state_bytes
 from whet.train.schedule import never_falls
@@ -71,10 +75,10 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
         ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
         first_step.ends("prepare_s")
         try:
-            run = _assemble(config, data, loading, folder, ranks, until, keeps, first_step)
+            mesh = arrange(config.parallel, ranks)
+            run = _assemble(config, data, loading, folder, mesh, until, keeps, first_step)
             first_step.ends("load_s")
             learn(run, trackers)
-            _finish(run)
         except torch.OutOfMemoryError as error:
             raise RunFailedError(
                 f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
@@ -83,6 +87,8 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
             ) from None
         finally:
             ranks.leave()
+        if folder is not None:  # alone: nobody waits for what one process writes
+            _finish(run, folder)
 
 
 @contextlib.contextmanager
@@ -96,10 +102,11 @@ def _loading(config: Config) -> Iterator[Loading]:
 
 
 def _assemble(
-    config: Config, data: Data, loading: Loading, folder: RunFolder | None, ranks: Ranks, until: int | None,
+    config: Config, data: Data, loading: Loading, folder: RunFolder | None, mesh: Mesh, until: int | None,
     keeps: bool, first_step: FirstStep,
 ) -> Assembled:  # fmt: skip
     """Everything that the steps need, decided and checked before the first of them."""
+    ranks = mesh.ranks
     if data.validation is not None and not data.validation.targets[data.validation_documents].any():
         raise WhetError(
             "data.validation: none of its conversations has anything to learn, so there is nothing to measure. Give "
@@ -110,14 +117,17 @@ def _assemble(
     model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical)
     root = make_root(config, model, arithmetic, ranks.device, tokens, data.longest)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
+    work_together(root, mesh)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     start_equal(root, ranks)
+    if mesh.weights is not None:
+        shard_(root, mesh, arithmetic.compute)
     away = config.parallel.offload in ("optimizer", "both")
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed, away)
     if away:
         keep_state_on_host(optimizer)
     plan = Plan.load(config.folder / "plan")
-    if arithmetic.weights == torch.bfloat16 and most_micro_batches(config, plan, ranks) > 1:
+    if mesh.weights is None and arithmetic.weights == torch.bfloat16 and most_micro_batches(config, plan, ranks) > 1:
         sum_in_fp32(root)
     run = Assembled(
         config=config, data=data, plan=plan, ranks=ranks, arithmetic=arithmetic, model=model, root=root,
@@ -176,16 +186,15 @@ def _say_what_matters(run: Assembled) -> None:
     )
 
 
-def _finish(run: Assembled) -> None:
+def _finish(run: Assembled, folder: RunFolder) -> None:
     """Ship what was learned; a run that pauses before its end ships nothing yet."""
     steps, kind = len(run.plan), run.config.export.at_end
     if run.last < steps:
         say(f"paused after step {run.last} of {steps}, as asked; --resume goes on")
-        if run.folder is not None:
-            run.folder.set_status("stopped", run.last, steps, exit_code=0)
+        folder.set_status("stopped", run.last, steps, exit_code=0)
         return
-    if run.folder is not None and run.keeps and kind != "none":
-        export_model(run.config, run.data, run.model, kind, steps, kind)
-    run.ranks.wait()
-    if run.folder is not None:
-        run.folder.set_status("finished", steps, steps, exit_code=0)
+    if run.keeps and kind != "none":
+        alone = Ranks(0, 1, torch.device("cpu"))
+        model = model_after(run.config, steps, alone) if is_sharded(run.root) else run.model
+        export_model(run.config, run.data, model, kind, steps, kind)
+    folder.set_status("finished", steps, steps, exit_code=0)

@@ -26,7 +26,7 @@ from whet.model.tokenizer import load_tokenizer
 from whet.recipe.data import hush_libraries, prepare_data, recorded_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
-from whet.recipe.parts import Arithmetic, build_model, choose_arithmetic, make_root
+from whet.recipe.parts import Arithmetic, arithmetic_of, build_model, choose_arithmetic, make_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,18 @@ def load_run(path: Path, step: str = "latest") -> LoadedRun:
         raise WhetError(f"{path}@{step}: no such checkpoint; there are: {', '.join(map(str, known))}, latest")
     number = known[-1] if step == "latest" else int(step)
     ranks = start_ranks()
+    return LoadedRun(
+        config, model_after(config, number, ranks), number, arithmetic_of(config, ranks.device, False), ranks
+    )
+
+
+def model_after(config: Config, step: int, ranks: Ranks) -> nn.Module:
+    """A run's model as the checkpoint after `step` has it, whole, on the device of `ranks`."""
     arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     model = build_model(config, arithmetic, ranks.device, 0)
-    checkpoints.load(folder / f"step-{number:06d}", LossModel(language_model(model)), None, ranks)
-    return LoadedRun(config, model, number, arithmetic, ranks)
+    folder = config.folder / "checkpoints" / f"step-{step:06d}"
+    checkpoints.load(folder, LossModel(language_model(model)), None, ranks)
+    return model
 
 
 def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from whet.parallel.offload import send_away
+from whet.parallel.shard import local
 from whet.train.rounding import Chance, put
 from whet.train.states import In8Bits, Keep, arithmetic_of, keep_in, parts
 
@@ -53,14 +55,17 @@ class AdamW(torch.optim.Optimizer):
 
     def _generator(self, weight: Tensor, step: int) -> torch.Generator:
         """Of the random numbers that round this weight in this step."""
-        return self._chance.of(step, self._numbers[weight], weight.device)
+        return self._chance.of(step, self._numbers[weight], weight.device, _part(weight))
 
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         keep = self._keeps[weight]
         return keep.start("exp_avg", weight) | keep.start("exp_avg_sq", weight)
 
     def _move(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
-        keep, state, arithmetic = self._keeps[weight], self.state[weight], arithmetic_of(weight)
+        """Number by number, or block by block of a row: of a divided weight, each process moves its part."""
+        keep, arithmetic, whole = self._keeps[weight], arithmetic_of(weight), weight
+        state = {key: local(value) for key, value in self.state[weight].items()}
+        weight, gradient = local(weight), local(gradient)
         beta1, beta2 = group["betas"]
         rate = group["lr"] / (1 - beta1**step)
         root = (1 - beta2**step) ** 0.5
@@ -68,10 +73,10 @@ class AdamW(torch.optim.Optimizer):
         fused = _fused() if weight.is_cuda and arithmetic == torch.float32 and not isinstance(keep, In8Bits) else None
         if fused is not None and weight.is_contiguous() and gradient.is_contiguous():
             motion = fused.Motion(self.factor, beta1, beta2, group["eps"], rate, root, decayed)
-            seed = self._chance.seed(step, self._numbers[weight])
+            seed = self._chance.seed(step, self._numbers[whole], _part(whole))
             fused.move(weight, gradient, state["exp_avg"], state["exp_avg_sq"], motion, seed)
             return
-        chance = self._generator(weight, step)
+        chance = self._generator(whole, step)
         for rows in parts(weight):
             slope, moved = self._slope(gradient[rows], arithmetic), weight[rows].to(arithmetic)
             mean = keep.read(state, "exp_avg", rows, arithmetic).lerp_(slope, 1 - beta1)
@@ -87,6 +92,11 @@ class AdamW(torch.optim.Optimizer):
         """What is learned from, in the type of the arithmetic; the gradient itself stays as it is."""
         exact = gradient.to(arithmetic)
         return exact if self.factor == 1 else exact * self.factor
+
+
+def _part(weight: Tensor) -> int:
+    """Which part of a divided weight this process has: parts are rounded by random numbers of their own."""
+    return weight.device_mesh.get_local_rank(-1) if isinstance(weight, DTensor) else 0
 
 
 @functools.cache

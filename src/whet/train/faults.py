@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
 from whet.parallel.replicate import trainable
+from whet.parallel.shard import is_sharded
 from whet.train.guard import Kind
 from whet.train.step import seed_of
 from whet.train.watching import broken_gradients, broken_weights, watching
@@ -75,7 +77,8 @@ class Examiner:
         """Every conversation of a step alone; where none is at fault alone, every micro-batch.
 
         Gradients are thrown away, except after a spike: nothing but losses is looked at then, and the step may still
-        be taken with the gradients it has.
+        be taken with the gradients it has. Nor are there gradients of one conversation where processes compute
+        together: what they sum is of all of theirs.
         """
         layout = [MicroBatch(self.ranks.rank, row, tuple(members)) for row, members in loader.layout(step)]
         layout = self.ranks.gather(layout)
@@ -85,13 +88,14 @@ class Examiner:
                 [_not_run(batch) for _, batch in loader.alone(step, self.most) if len(batch.documents)]
             )
             return Findings(every, every, broken_weights(self.model), layout)
-        weight, backward = self.loss_scale / supervised, kind != "spike"
+        weight = self.loss_scale / supervised
+        backward = kind != "spike" and self.ranks.slices == 1 and not is_sharded(self.model)
         alone = []
         with progress(f"step {step + 1}: each conversation alone", None) as bar:
             for row, batch in loader.alone(step, self.most):
                 alone.append(self._run(step, row, batch, weight, backward))
                 bar.advance()
-        alone = self.ranks.gather([found for found in alone if found.documents])
+        alone = self._of_all([found for found in alone if found.documents])
         if kind == "spike":
             known = [found for found in alone if found.supervised]
             blamed = sorted(known, key=lambda found: -found.loss)[:_HIGHEST]
@@ -99,8 +103,17 @@ class Examiner:
             blamed = [found for found in alone if found.layer]
             if not blamed:
                 batches = [self._run(step, row, batch, weight, backward) for row, batch in loader.micro_batches(step)]
-                blamed = self.ranks.gather([found for found in batches if found.layer])
+                blamed = [found for found in self._of_all(batches) if found.layer]
         return Findings(alone, blamed, broken_weights(self.model), layout)
+
+    def _of_all(self, mine: list[Examined]) -> list[Examined]:
+        """What all ranks found; slices of the same documents are put together."""
+        everyone = self.ranks.gather([mine])
+        return [
+            _joined(slices)
+            for first in range(0, len(everyone), self.ranks.slices)
+            for slices in zip(*everyone[first : first + self.ranks.slices], strict=True)
+        ]
 
     def _run(self, step: int, row: int, batch: PackedBatch, weight: float, backward: bool) -> Examined:
         parameters = trainable(self.model)
@@ -131,6 +144,15 @@ class Examiner:
                 _forget(parameters)
         mean = loss / len(batch.supervised_at) if len(batch.supervised_at) else math.nan
         return replace(_not_run(batch), loss=mean, grad_norm=norm, layer=layer)
+
+
+def _joined(slices: Sequence[Examined]) -> Examined:
+    """The whole of which these are slices."""
+    supervised = sum(found.supervised for found in slices)
+    total = sum(found.loss * found.supervised for found in slices if found.supervised)
+    layer = next((found.layer for found in slices if found.layer), None)
+    mean = total / supervised if supervised else math.nan
+    return slices[0] if len(slices) == 1 else replace(slices[0], supervised=supervised, loss=mean, layer=layer)
 
 
 def _not_run(batch: PackedBatch) -> Examined:

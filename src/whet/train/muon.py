@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from whet.parallel.shard import local
 from whet.train.adamw import AdamW
 from whet.train.rounding import put
 from whet.train.states import arithmetic_of
@@ -43,17 +45,26 @@ class Muon(AdamW):
             super()._move(group, weight, gradient, step)
             return
         arithmetic, momentum = arithmetic_of(weight), self.momentum(step - 1)
-        slope = self._slope(gradient, arithmetic)
-        mean = self.state[weight]["momentum"].lerp_(slope, 1 - momentum)
-        direction = orthogonalise(slope.lerp(mean, momentum)).to(arithmetic)
-        moved = weight.to(arithmetic).mul_(1 - group["lr"] * group["weight_decay"])
+        slope = self._slope(local(gradient), arithmetic)
+        mean = local(self.state[weight]["momentum"]).lerp_(slope, 1 - momentum)
+        direction = _orthogonal(slope.lerp(mean, momentum), weight).to(arithmetic)
+        moved = local(weight).to(arithmetic).mul_(1 - group["lr"] * group["weight_decay"])
         moved.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
-        put(weight, moved, self._generator(weight, step))
+        put(local(weight), moved, self._generator(weight, step))
 
 
 def _is_for_muon(group: dict[str, Any], weight: Tensor) -> bool:
     """Convolutions of single channels are stacks of rows: nothing in them can be orthogonal."""
     return group["name"] == "matrices" and min(weight.shape[-2:]) > 1
+
+
+def _orthogonal(part: Tensor, weight: Tensor) -> Tensor:
+    """This process's part of an orthogonalised matrix that is divided as `weight` is: it takes the whole to know it."""
+    if not isinstance(weight, DTensor):
+        return orthogonalise(part)
+    mesh, placed = weight.device_mesh, weight.placements
+    whole = DTensor.from_local(part, mesh, placed, run_check=False, shape=weight.shape, stride=weight.stride())
+    return local(distribute_tensor(orthogonalise(whole.full_tensor()), mesh, placed, src_data_rank=None))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.parallel.shard import local
 from whet.train.adamw import AdamW
 from whet.train.config import OptimizerConfig
 from whet.train.groups import make_groups
@@ -46,7 +47,7 @@ def _scale(optimizer: torch.optim.Optimizer, factor: float) -> Tensor | None:
     if factor == 1:
         return None
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if all(weight.is_cuda and weight.dtype == torch.float32 for weight in weights):
+    if all(weight.is_cuda and weight.dtype == torch.float32 and local(weight) is weight for weight in weights):
         return torch.full((), 1 / factor, device=weights[0].device)
     torch._foreach_mul_([weight.grad for weight in weights if weight.grad is not None], factor)
     return None

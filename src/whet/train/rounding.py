@@ -15,19 +15,20 @@ _LOW_BITS = 0xFFFF
 
 
 class Chance:
-    """Random numbers as a function of (seed, step, number of the weight): nothing to save, the same on all ranks."""
+    """Random numbers as a function of (seed, step, number of the weight, part of it): nothing to save, the same on all
+    ranks that hold the same."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def of(self, step: int, number: int, device: torch.device) -> torch.Generator:
+    def of(self, step: int, number: int, device: torch.device, part: int = 0) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(self.seed(step, number))
+        return self._generators[device].manual_seed(self.seed(step, number, part))
 
-    def seed(self, step: int, number: int) -> int:
-        return seed_of("rounding", self._seed, step, number)
+    def seed(self, step: int, number: int, part: int = 0) -> int:
+        return seed_of("rounding", self._seed, step, number, *([part] if part else []))
 
 
 def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,6 +18,7 @@ from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
 from whet.parallel.replicate import sum_gradients
+from whet.parallel.shard import copies, give_back, local, sums_now
 
 T = TypeVar("T")
 
@@ -55,13 +56,16 @@ def find_gradients(
     waited for once, at the end."""
     supervised = loader.totals(step).supervised
     weight = loss_scale / supervised if supervised else math.nan
+    give_back(model)  # what a forward pass without a backward pass has gathered would keep the gradients to itself
     parameters = model.trained
     for parameter in parameters:
         parameter.grad = None
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     sums[2].fill_(stop)  # an assignment would wait for the device
     batches = Timed(loader.micro_batches(step))
-    for row, batch in batches:
+    last = loader.count(step) - 1
+    for number, (row, batch) in enumerate(batches):
+        sums_now(model, number == last)
         torch.manual_seed(seed_of(seed, step, row))
         with arithmetic:
             result = model(batch.to(ranks.device), weight)
@@ -69,22 +73,26 @@ def find_gradients(
         sums[0] += result.loss
         sums[1] += result.hits.sum()
     sum_gradients(parameters, ranks)
+    sums[3] = _squares(parameters, ranks)
     ranks.sum_(sums)
-    sums[3] = _norm(parameters)
-    loss, hits, stops, norm = sums.tolist()
+    loss, hits, stops, squares = sums.tolist()
     if not supervised:
         return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, batches.seconds)
-    norm /= loss_scale
+    norm = math.sqrt(squares) / loss_scale
     factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
     return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, batches.seconds)
 
 
-def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+def _squares(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:
+    """This process's part of the squared norm of the gradients, in fp64: summed over all processes it is the whole."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    exact = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
-    if gradients[0].is_cuda and sum(map(torch.numel, gradients)) <= _TOGETHER:  # of hundreds of adapters: asked at once
-        return torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]), dtype=exact)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=exact)))
+    parts = [local(gradient) for gradient in gradients]
+    exact = torch.promote_types(parts[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
+    if parts[0].is_cuda and sum(map(torch.numel, parts)) <= _TOGETHER:  # of hundreds of adapters: asked at once
+        norm = torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]), dtype=exact)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=exact)))
+    return norm.double().square() / copies(gradients[0], ranks)
 
 
 class Timed(Iterator[T]):

@@ -8,7 +8,16 @@ documents begin comes with each forward pass as a keyword argument, which transf
 from whet.model.attention.ask import Ask, Documents, described
 from whet.model.attention.choose import LONG, choose
 from whet.model.attention.flexible import flex
-from whet.model.attention.install import compiles_through, install, leave, name_of, plain, serving, wants_spans
+from whet.model.attention.install import (
+    compiles_through,
+    install,
+    leave,
+    name_of,
+    plain,
+    served_by,
+    serving,
+    wants_spans,
+)
 from whet.model.attention.long_documents import cudnn
 from whet.model.attention.look import Asked, look, unserved
 from whet.model.attention.per_document import per_document_sdpa
@@ -33,6 +42,7 @@ __all__ = [
     "name_of",
     "per_document_sdpa",
     "plain",
+    "served_by",
     "serving",
     "short",
     "unserved",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,17 +40,20 @@ _NAMES = {
 """A name with `sdpa`, `flex` or `flash` in it would make transformers check for its own."""
 
 
+_AROUND = "_across"
+
 _IN_ONE_GRAPH = ("varlen", "short", "eager")
-"""The compiler passes by the others, which need to know on the host where documents begin."""
+"""The compiler passes by the others, which need to know on the host where documents begin, or ask other processes."""
 
 
-def install(model: nn.Module, backend: str) -> None:
-    """Make `model` (a transformers model) attend by documents from now on."""
+def install(model: nn.Module, backend: str, around: Callable[[Backend], Backend] | None = None) -> None:
+    """Make `model` (a transformers model) attend by documents from now on; `around` changes how the back-end is called,
+    as for rows that several processes compute together."""
     if any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop")):
         warn("the model's configuration asks for dropout inside attention; whet trains without it")
     if backend == "varlen":
         variable_length.newest_kernel()
-    compute = BACKENDS[backend]
+    compute = around(BACKENDS[backend]) if around else BACKENDS[backend]
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -65,8 +68,9 @@ def install(model: nn.Module, backend: str) -> None:
 
     # no mask goes with it: documents are told apart by their edges, and to see whether it needs one, transformers would
     # ask the device in every forward pass
-    AttentionInterface.register(name_of(backend), attend)
-    model.set_attn_implementation(name_of(backend))  # type: ignore[operator]
+    name = name_of(backend) + (_AROUND if around else "")
+    AttentionInterface.register(name, attend)
+    model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 def name_of(backend: str) -> str:
@@ -76,20 +80,29 @@ def name_of(backend: str) -> str:
 
 def wants_spans(model: nn.Module) -> bool:
     """Whether the back-end that serves `model` asks for each token's document (`described`)."""
-    return model.config._attn_implementation == name_of("short")  # type: ignore[union-attr]
+    return _installed(model).removesuffix(_AROUND) == name_of("short")
+
+
+def _installed(model: nn.Module) -> str:
+    return str(model.config._attn_implementation)  # type: ignore[union-attr]
+
+
+def served_by(model: nn.Module) -> str:
+    """The back-end that serves `model`."""
+    installed = _installed(model).removesuffix(_AROUND)
+    return next((backend for backend, name in _NAMES.items() if name == installed), f"its own ({installed})")
 
 
 def serving(model: nn.Module) -> str:
     """The back-end that serves `model`, and its kernel where that is not torch's own: `varlen (FA3)`."""
-    installed = model.config._attn_implementation  # type: ignore[union-attr]
-    backend = next((backend for backend, name in _NAMES.items() if name == installed), f"its own ({installed})")
+    backend = served_by(model)
     kernel = variable_length.kernel() if backend == "varlen" else None
     return f"{backend} ({kernel})" if kernel else backend
 
 
 def compiles_through(model: nn.Module) -> bool:
     """Whether a compiled layer of `model` is one graph, with attention inside it, and not two around it."""
-    return any(model.config._attn_implementation == _NAMES[backend] for backend in _IN_ONE_GRAPH)  # type: ignore[union-attr]
+    return _installed(model) in [_NAMES[backend] for backend in _IN_ONE_GRAPH]
 
 
 def leave(model: nn.Module) -> None:
@@ -102,7 +115,7 @@ def leave(model: nn.Module) -> None:
 @contextlib.contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """transformers' own attention for a while, as for generating: that of documents knows no cache."""
-    before = model.config._attn_implementation  # type: ignore[union-attr]
+    before = _installed(model)
     leave(model)
     try:
         yield

@@ -1,0 +1,64 @@
+"""How the processes of a run are arranged: replicate × shard × context.
+
+Neighbours compute the same rows: rank = (replica · shard + part) · context + slice. What talks most is nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from whet.core.errors import WhetError
+from whet.core.ranks import Ranks
+from whet.parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The processes, arranged."""
+
+    ranks: Ranks
+    replicate: int
+    shard: int | None
+    context: int
+    weights: DeviceMesh | None
+    """Over which weights are divided and gradients summed: (replicate, shard · context). None: nothing is divided."""
+    slices: dist.ProcessGroup | None
+    """Those that compute the same rows as this process. None: it computes its rows alone."""
+
+
+def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
+    """The arrangement that a configuration asks for, of all processes; one that does not fit is refused."""
+    world, context = ranks.world, config.context
+    fixed = (config.shard or 1) * context
+    replicate = config.replicate or max(1, world // fixed)
+    if replicate * fixed != world:
+        asked = {"replicate": config.replicate, "shard": config.shard, "context": context if context > 1 else None}
+        product = " · ".join(f"parallel.{key}={value}" for key, value in asked.items() if value is not None)
+        raise WhetError(
+            f"{product} does not fit {world} process{'es' if world > 1 else ''}: their product must be the number of "
+            f"processes{'' if config.replicate else ', or divide it'}. Start others (torchrun --nproc-per-node), or "
+            "change these"
+        )
+    ranks = replace(ranks, slices=context)
+    weights, slices = None, None
+    if config.shard is not None:
+        if not dist.is_initialized():
+            _be_a_group_of_one(ranks)
+        divided = (config.shard or 1) * context
+        weights = init_device_mesh(ranks.device.type, (replicate, divided), mesh_dim_names=("replicate", "shard"))
+    if context > 1:
+        for first in range(0, world, context):  # every process takes part in making every group
+            group = dist.new_group(list(range(first, first + context)))
+            if first <= ranks.rank < first + context:
+                slices = group
+    return Mesh(ranks, replicate, config.shard, context, weights, slices)
+
+
+def _be_a_group_of_one(ranks: Ranks) -> None:
+    """A single process divides its weights by one: the same code, and a group of processes that needs no network."""
+    backend = "gloo" if ranks.device.type == "cpu" else None
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -1,0 +1,66 @@
+"""Sharding by FSDP2: weights, gradients and optimizer states divided among processes, whole only where they compute.
+
+Each layer is gathered before it computes and given back after it. Gradients are summed, never averaged: the loss is
+divided by the count of the whole step already.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from whet.core.ranks import Ranks
+from whet.model.loss import LossModel
+from whet.parallel.layers import decoder_layers
+from whet.parallel.mesh import Mesh
+
+
+def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype) -> None:
+    """Divide the weights of a model, layer by layer; what is in no layer (embedding, head, last norm) at the root.
+
+    Where every weight is trained, and kept in more bits than `compute`, they travel in those fewer bits; adapters are
+    small, and what they stand beside is kept in few bits already. Gradients are summed in fp32 at least.
+    """
+    assert mesh.weights is not None
+    kept = {parameter.dtype for parameter in root.parameters() if parameter.requires_grad}
+    widest = max(kept, key=lambda dtype: dtype.itemsize)
+    all_learn = all(parameter.requires_grad for parameter in root.parameters())
+    exact = torch.promote_types(widest, torch.float32)
+    travels = compute if all_learn and compute.itemsize < widest.itemsize else None
+    policy = MixedPrecisionPolicy(param_dtype=travels, reduce_dtype=exact, cast_forward_inputs=False)
+    for layer in decoder_layers(root.language_model):
+        fully_shard(layer, mesh=mesh.weights, mp_policy=policy)
+    fully_shard(root, mesh=mesh.weights, mp_policy=policy)
+    for module in root.modules():  # each for itself: the root's setting does not reach the layers
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(root, "within")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def sums_now(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass sums gradients over the processes: the last one of a step does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def give_back(model: nn.Module) -> None:
+    """Let go of what was gathered for a forward pass that no backward pass follows."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a divided tensor; any other is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies(tensor: Tensor, ranks: Ranks) -> int:
+    """How many processes hold the same part of a tensor that all of them have."""
+    return tensor.device_mesh.size(0) if isinstance(tensor, DTensor) else ranks.world
