@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from whet.core.ranks import Ranks, start_ranks
 from whet.data.config import DataConfig, Source
@@ -35,6 +36,9 @@ from whet.model.precision import HonestDouble
 from whet.model.tokenizer import load_tokenizer
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
+from whet.parallel.mesh import arrange
+from whet.parallel.shard import shard_
+from whet.parallel.ulysses import work_together
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, take_step
 from whet.train.step import StepResult, find_gradients
@@ -60,6 +64,9 @@ class Layout:
     recompute: str = "none"
     chunk_rows: int = 10**6
     """Supervised positions that the head takes at a time."""
+    shard: int | None = None
+    context: int = 1
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -73,11 +80,12 @@ CHOICES: dict[str, Sequence[Any]] = {
     "recompute": ("none", "selective", "full"),
     "chunk_rows": (10**6, 4, 37),
 }
+"""Of one process."""
 
 
 def in_pairs(choices: dict[str, Sequence[Any]]) -> list[Layout]:
     """Few layouts in which any two choices meet at least once."""
-    names = [field.name for field in fields(Layout)]
+    names = list(choices)
     missing = {
         ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in choices[a] for y in choices[b]
     }  # fmt: skip
@@ -127,21 +135,41 @@ def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step
 
 def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     """The run in a layout, by this process or by all of a group."""
-    ranks = changed.get("ranks", ALONE)
+    config = ParallelConfig(recompute=layout.recompute, shard=layout.shard, context=layout.context)
+    mesh = arrange(config, changed.pop("ranks", ALONE))
+    ranks = mesh.ranks
     plan = plan_of(store, layout.packing)
     model = load_model(TINY, torch.float64)
     attention.install(model, layout.attention)
     root = LossModel(model)
-    apply(model, ParallelConfig(recompute=layout.recompute), compile=False)
-    optimizer = make_optimizer(root, OPTIMIZER, 0)
-    loader = Loader(store, plan, layout.micro_rows, ranks.rank, ranks.world, ROW if layout.padded else None)
+    work_together(root, mesh)
+    apply(model, config, compile=False)
+    if mesh.weights is not None:
+        shard_(root, mesh, torch.float64)
+    optimizer = make_optimizer(root, OPTIMIZER.model_copy(update={"name": layout.optimizer}), 0)
+    loader = Loader(
+        store, plan, layout.micro_rows, ranks.team, ranks.teams, ROW if layout.padded else None,
+        part=(ranks.slice, ranks.slices),
+    )  # fmt: skip
+    measure(root, loader)  # a forward pass without a backward pass must not keep anything from what follows
     before, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, layout.chunk_rows * model.config.vocab_size * 8
     try:
-        results = [take(root, optimizer, loader, step, **changed) for step in range(len(plan))]
+        results = [take(root, optimizer, loader, step, ranks=ranks, **changed) for step in range(len(plan))]
     finally:
         cross_entropy._CHUNK_BYTES = before
         loader.close()
-    return Trace([r.loss for r in results], [r.grad_norm for r in results], model.state_dict())
+    weights = {name: whole(weight) for name, weight in model.state_dict().items()}
+    return Trace([r.loss for r in results], [r.grad_norm for r in results], weights)
+
+
+@torch.no_grad()
+def measure(root: LossModel, loader: Loader) -> None:
+    for _, batch in loader.micro_batches(0):
+        root(batch)
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def run_naively(store: Store) -> Trace:
@@ -176,6 +204,27 @@ TOGETHER = (
 )
 """What several processes run. With four of them, best-fit leaves ranks without rows."""
 
+DIVIDED = {
+    2: (
+        Layout("none", 2, shard=2),
+        Layout("best-fit", 1, padded=True, recompute="full", shard=2),
+        Layout("none", 2, context=2),
+        Layout("k-bin", 1, recompute="full", context=2, shard=1),
+    ),
+    4: (
+        Layout("none", 1, shard=2),
+        Layout("best-fit", 2, shard=4, chunk_rows=37),
+        Layout("best-fit", 1, padded=True, context=4),
+        Layout("none", 1, shard=2, context=2, attention="eager"),
+    ),
+}
+"""What so many processes run with weights or rows divided."""
+RULES = (
+    Layout("none", 2, shard=2, optimizer="muon"),
+    Layout("none", 2, shard=2, optimizer="adamw8bit"),
+)
+"""The same for optimizers that look at more than one number at a time, by two processes."""
+
 
 def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
     """Where bf16 weights are on every rank after six steps of random rounding: each draws it for itself."""
@@ -190,10 +239,14 @@ def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
     return ranks.gather([[weight.double().sum().item() for weight in model.parameters()]])
 
 
+def all_of(world: int) -> list[Layout]:
+    return [*TOGETHER, *DIVIDED[world], *(RULES if world == 2 else ())]
+
+
 def main(folder: Path) -> None:
     ranks = start_ranks()
     store = make_store()
-    for number, layout in enumerate(TOGETHER):
+    for number, layout in enumerate(all_of(ranks.world)):
         trace = run_steps(store, layout, ranks=ranks)
         if ranks.is_first:
             torch.save(trace.weights, folder / f"{number}.pt")

@@ -130,7 +130,7 @@ class Loader:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
         shape = smallest(self.shapes, tokens)
         batch = pack_batch(self._store, documents, self._plan.sizes.longest, shape, self._slices)
-        return batch.slice(self._slice, self._slices)
+        return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 
     def _room(self) -> int:
         """For the supervised positions of micro-batches: of the fullest, as far as some steps tell. Where there is a

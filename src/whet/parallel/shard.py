@@ -61,6 +61,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def divided_as(weight: Tensor, part: Tensor) -> Tensor:
+    """`part` as this process's part of a tensor whose rows are divided as those of `weight` are."""
+    if not isinstance(weight, DTensor):
+        return part
+    shape = torch.Size((len(weight), *part.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placed = weight.device_mesh, weight.placements
+    return DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
 def copies(tensor: Tensor, ranks: Ranks) -> int:
     """How many processes hold the same part of a tensor that all of them have."""
     return tensor.device_mesh.size(0) if isinstance(tensor, DTensor) else ranks.world

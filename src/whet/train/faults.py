@@ -84,7 +84,7 @@ class Examiner:
         layout = self.ranks.gather(layout)
         supervised = loader.totals(step).supervised
         if not supervised:
-            every = self.ranks.gather(
+            every = self._of_all(
                 [_not_run(batch) for _, batch in loader.alone(step, self.most) if len(batch.documents)]
             )
             return Findings(every, every, broken_weights(self.model), layout)

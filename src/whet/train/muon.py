@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from whet.parallel.shard import local
+from whet.parallel.shard import divided_as, local
 from whet.train.adamw import AdamW
 from whet.train.rounding import put
 from whet.train.states import arithmetic_of
@@ -62,9 +62,9 @@ def _orthogonal(part: Tensor, weight: Tensor) -> Tensor:
     """This process's part of an orthogonalised matrix that is divided as `weight` is: it takes the whole to know it."""
     if not isinstance(weight, DTensor):
         return orthogonalise(part)
-    mesh, placed = weight.device_mesh, weight.placements
-    whole = DTensor.from_local(part, mesh, placed, run_check=False, shape=weight.shape, stride=weight.stride())
-    return local(distribute_tensor(orthogonalise(whole.full_tensor()), mesh, placed, src_data_rank=None))
+    whole: Any = divided_as(weight, part)
+    direction = orthogonalise(whole.full_tensor())
+    return local(distribute_tensor(direction, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from whet.parallel.shard import divided_as, local
 from whet.train.codes import decode, encode, scales_for
 from whet.train.rounding import put
 
@@ -69,7 +70,7 @@ class In8Bits:
     def start(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
         return {
             f"{moment}_codes": torch.zeros_like(weight, dtype=torch.uint8),
-            f"{moment}_scales": scales_for(weight),  # zeros, whatever the codes say
+            f"{moment}_scales": divided_as(weight, scales_for(local(weight))),  # zeros, whatever the codes say
         }
 
     def read(self, state: dict[str, Tensor], moment: str, rows: Rows, dtype: torch.dtype) -> Tensor:
