@@ -70,7 +70,7 @@ class Ranks:
 
     def leave(self) -> None:
         """End the group; called once, at the end."""
-        if self.world > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

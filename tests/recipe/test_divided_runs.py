@@ -1,0 +1,95 @@
+"""Runs whose weights or rows are divided among processes: equal to one process, and continued by any number of them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Steps = Callable[[Path], list[dict[str, Any]]]
+
+
+def together(processes: int, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port),
+        "-m", "whet", "train", *map(str, arguments),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+
+
+def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for key in ("loss", "grad_norm", "lr", "conversations", "tokens", "supervised_tokens"):
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9), key
+
+
+def test_one_run_by_one_by_two_by_four_and_by_one_again(
+    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
+    folder = tmp_path / "run"
+    options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
+    assert whet("train", *options, "--until", "7").code == 0
+    for processes, until, mesh in (
+        (2, 14, ["parallel.shard=2"]),
+        (4, 21, ["parallel.shard=2", "parallel.context=2", "train.micro_rows=2"]),
+    ):
+        done = together(processes, *options, "--until", until, *mesh)
+        assert done.returncode == 0, done.stderr
+    assert whet("train", *options).code == 0
+    assert_equal(steps_of(folder), steps_of(tiny_run))
+    certificate = json.loads((folder / "exports" / "merged" / "certificate.json").read_text())
+    assert certificate["verified"]
+
+
+def test_adapters_over_divided_weights_learn_what_they_learn_alone_and_are_shipped(
+    whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
+    options = ["train.precision=fp64", "train.steps=6", "adapter.rank=4", "eval.tasks=[orders]", "eval.examples=3"]
+    assert whet("train", recipe, f"run.dir={tmp_path / 'one'}", *options).code == 0
+    done = together(2, recipe, f"run.dir={tmp_path / 'two'}", *options, "parallel.shard=2")
+    assert done.returncode == 0, done.stderr
+    assert_equal(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"))
+    ours, theirs = (
+        [line for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "val_loss" in line]
+        for name in ("two", "one")
+    )
+    for key in ("val_loss", "val_accuracy", "task/orders"):
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9), key
+    certificate = json.loads((tmp_path / "two" / "exports" / "merged" / "certificate.json").read_text())
+    assert certificate["verified"]
+
+
+def test_one_process_may_divide_by_one(whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
+    folder = tmp_path / "run"
+    assert whet("train", recipe, f"run.dir={folder}", "train.precision=fp64", "parallel.shard=1").code == 0
+    assert_equal(steps_of(folder), steps_of(tiny_run))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["parallel.shard=3"], "parallel.shard=3 does not fit 1 process"),
+        (["parallel.context=2"], "parallel.context=2 does not fit 1 process"),
+        (
+            ["parallel.replicate=2", "parallel.shard=1"],
+            "parallel.replicate=2 · parallel.shard=1 does not fit 1 process",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_fit_the_processes_is_refused(
+    whet: Any, recipe: str, tmp_path: Path, options: list[str], words: str
+) -> None:
+    result = whet("train", recipe, f"run.dir={tmp_path / 'run'}", *options)
+    assert result.code == 1
+    assert words in result.err
+    assert not (tmp_path / "run").exists()
