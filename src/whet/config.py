@@ -87,6 +87,11 @@ class Config(Section):
     def row_length(self) -> int:
         return self.train.row_length or self.data.max_length
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each process reads its own part of the weights: those in 4 bits are whole everywhere."""
+        return self.parallel.shard is not None and self.quantize is None
+
     def at(self, folder: Path) -> Config:
         """The same run in another folder."""
         return self.model_copy(update={"run": self.run.model_copy(update={"dir": str(folder)})})

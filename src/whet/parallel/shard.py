@@ -10,18 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.core.ranks import Ranks
+from whet.model.hollow import Source, is_hollow
 from whet.model.loss import LossModel
 from whet.parallel.layers import decoder_layers
 from whet.parallel.mesh import Mesh
 
 
-def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype) -> None:
+def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | None = None) -> None:
     """Divide the weights of a model, layer by layer; what is in no layer (embedding, head, last norm) at the root.
 
-    Where every weight is trained, and kept in more bits than `compute`, they travel in those fewer bits; adapters are
-    small, and what they stand beside is kept in few bits already. Gradients are summed in fp32 at least.
+    The rows of hollow weights are read from `source`, by each process its own. Where every weight is trained, and kept
+    in more bits than `compute`, they travel in those fewer bits; adapters are small, and what they stand beside is kept
+    in few bits already. Gradients are summed in fp32 at least. Weights in 4 bits stay whole.
     """
     assert mesh.weights is not None
     kept = {parameter.dtype for parameter in root.parameters() if parameter.requires_grad}
@@ -30,14 +33,50 @@ def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype) -> None:
     exact = torch.promote_types(widest, torch.float32)
     travels = compute if all_learn and compute.itemsize < widest.itemsize else None
     policy = MixedPrecisionPolicy(param_dtype=travels, reduce_dtype=exact, cast_forward_inputs=False)
-    for layer in decoder_layers(root.language_model):
-        fully_shard(layer, mesh=mesh.weights, mp_policy=policy)
-    fully_shard(root, mesh=mesh.weights, mp_policy=policy)
+    whole = {parameter for parameter in root.parameters() if not parameter.is_floating_point()}  # in 4 bits
+    _leave_hollow_ones(root)
+    for module in (*decoder_layers(root.language_model), root):
+        fully_shard(module, mesh=mesh.weights, mp_policy=policy, ignored_params=whole)
+    if source is not None:
+        _fill(root, source, mesh.ranks.device)
     for module in root.modules():  # each for itself: the root's setting does not reach the layers
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(root, "within")
+
+
+def _leave_hollow_ones(root: nn.Module) -> None:
+    """Move hollow weights to no device at all, where they can be divided without being made."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not is_hollow(weight):
+                continue
+            if id(weight) not in moved:
+                nowhere = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                moved[id(weight)] = nn.Parameter(nowhere, requires_grad=weight.requires_grad)
+            module.register_parameter(name, moved[id(weight)])
+
+
+def _fill(root: nn.Module, source: Source, device: torch.device) -> None:
+    """Read this process's rows of every weight that has no memory yet."""
+    found: dict[str, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
+    for name, weight in root.named_parameters(remove_duplicate=False):
+        if not isinstance(weight, DTensor) or not weight.is_meta:
+            continue
+        if id(weight) not in made:
+            shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            first, count = (offset[0], shape[0]) if shape else (0, 0)
+            rows = source.rows(_name_in_files(name), first, first + count).to(device, weight.dtype, copy=True)
+            made[id(weight)] = nn.Parameter(divided_as(weight, rows), requires_grad=weight.requires_grad)
+        found[name] = made[id(weight)]
+    root.load_state_dict(found, strict=False, assign=True)
+
+
+def _name_in_files(name: str) -> str:
+    return name.removeprefix("language_model.").replace(".base_layer.", ".")
 
 
 def is_sharded(model: nn.Module) -> bool:

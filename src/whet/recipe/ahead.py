@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import torch
 from torch import nn
 
 from whet.config import Config
 from whet.core.ranks import my_device
 from whet.data.pool import no_fork
+from whet.model.hollow import Source, load_hollow
 from whet.model.load import load_model
 from whet.parallel.compile import compiles, import_compiler
 from whet.recipe.parts import arithmetic_of, place_of_weights
@@ -34,6 +36,8 @@ class Loading:
         self._thread: threading.Thread | None = None
         self._model: nn.Module | None = None
         self._error: BaseException | None = None
+        self.source: Source | None = None
+        """Where the weights are, if each process is to read its own part of them."""
 
     def begin(self) -> None:
         """Start, once. Code that comes with a model may do anything: such a model is loaded in the main thread."""
@@ -74,6 +78,12 @@ class Loading:
                 arithmetic = arithmetic_of(self._config, device)
                 if compiles(self._config.model.compile, device, arithmetic.compute):
                     import_compiler()
-                self._model = load_model(self._config.model, arithmetic.weights, place_of_weights(self._config, device))
+                self._model = self._loaded(arithmetic.weights, device)
         except BaseException as error:
             self._error = error
+
+    def _loaded(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        if not self._config.divides_weights:
+            return load_model(self._config.model, dtype, place_of_weights(self._config, device))
+        model, self.source = load_hollow(self._config.model, dtype)
+        return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from whet.data.store import Store
 from whet.model import attention
 from whet.model.fp8 import Recipe, cannot_fp8, require_fp8, to_fp8_
 from whet.model.fused_lora import fuse_lora_
+from whet.model.hollow import Source, is_hollow, place_
 from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
@@ -28,7 +30,9 @@ from whet.model.precision import HonestDouble
 from whet.model.probe import PackingError, probe, probe_alone
 from whet.model.quantize import quantize_
 from whet.model.shapes import is_random
+from whet.parallel.mesh import Mesh
 from whet.parallel.narrow import narrow
+from whet.parallel.shard import give_back, shard_
 
 _LENGTHS = 4
 _EIGHT_BITS: dict[str, Recipe] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
@@ -120,6 +124,29 @@ def make_root(
     8 bits come after the proof: with one scale for all tokens of a batch, conversations change each other's rounding.
     """
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
+    prove(config, root, arithmetic, device, tokens, longest)
+    return root
+
+
+def make_divided_root(
+    config: Config, model: nn.Module, arithmetic: Arithmetic, mesh: Mesh, tokens: int, longest: int, typical: float,
+    source: Source | None,
+) -> LossModel:  # fmt: skip
+    """The same with weights divided among processes, each of which reads its rows from `source`; all of them make the
+    proof together."""
+    device = mesh.ranks.device
+    root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
+    shard_(root, mesh, arithmetic.compute, source)
+    root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
+    prove(config, root, arithmetic, device, tokens, longest)
+    give_back(root)
+    return root
+
+
+def prove(
+    config: Config, root: LossModel, arithmetic: Arithmetic, device: torch.device, tokens: int, longest: int
+) -> None:
+    """See `make_root`; changes what the proof decides about."""
     with arithmetic.context(device):
         try:
             probe(root, tokens, longest)
@@ -132,7 +159,6 @@ def make_root(
         narrow(root)
     if arithmetic.name in _EIGHT_BITS:
         to_fp8_(root.language_model, _EIGHT_BITS[arithmetic.name])
-    return root
 
 
 def _best_precision(device: torch.device) -> str:
@@ -164,10 +190,17 @@ def build_model(
         quantize_(model.requires_grad_(False), device)
     if config.adapter is not None:
         model = add_adapter(model, config.adapter, config.run.seed)
+    if any(is_hollow(weight) for weight in model.parameters()):  # nothing can be computed with it yet
+        place_(model, device)
+        return model
     model = model.to(device)  # what the adapters brought along
     if config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS:
         fuse_lora_(model)
-    plain = language_model(model)
+    attend(config, language_model(model), arithmetic, device, typical)
+    return model
+
+
+def attend(config: Config, plain: nn.Module, arithmetic: Arithmetic, device: torch.device, typical: float) -> None:
+    """Let a model attend by documents of `typical` length."""
     backend = attention.choose(config.model.attention, device, arithmetic.compute, attention.look(plain), typical)
     attention.install(plain, backend)
-    return model

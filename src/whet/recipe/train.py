@@ -27,7 +27,7 @@ from whet.parallel.compile import compiles
 from whet.parallel.mesh import Mesh, arrange
 from whet.parallel.offload import keep_state_on_host
 from whet.parallel.replicate import start_equal, sum_in_fp32
-from whet.parallel.shard import is_sharded, shard_
+from whet.parallel.shard import is_sharded
 from whet.parallel.ulysses import work_together
 from whet.recipe.ahead import Loading
 from whet.recipe.data import Data, hush_libraries, prepare_data
@@ -36,7 +36,14 @@ from whet.recipe.first_step import FirstStep
 from whet.recipe.folder import begin, frozen_date, run_folder
 from whet.recipe.loop import Assembled, end_of, learn
 from whet.recipe.measure import export_model
-from whet.recipe.parts import be_deterministic, build_model, choose_arithmetic, make_root, most_micro_batches
+from whet.recipe.parts import (
+    be_deterministic,
+    build_model,
+    choose_arithmetic,
+    make_divided_root,
+    make_root,
+    most_micro_batches,
+)
 from whet.recipe.use import model_after
 from whet.train.loss_scale import LossScale
 from whet.train.optim import make_optimizer, state_bytes
@@ -115,13 +122,16 @@ def _assemble(
     arithmetic = choose_arithmetic(config, ranks.device)
     tokens = len(data.tokenizer)  # read while the model is loaded
     model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical)
-    root = make_root(config, model, arithmetic, ranks.device, tokens, data.longest)
+    if mesh.weights is None:
+        root = make_root(config, model, arithmetic, ranks.device, tokens, data.longest)
+    else:
+        source, typical = loading.source, data.typical
+        root = make_divided_root(config, model, arithmetic, mesh, tokens, data.longest, typical, source)
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
     work_together(root, mesh)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
-    start_equal(root, ranks)
-    if mesh.weights is not None:
-        shard_(root, mesh, arithmetic.compute)
+    if mesh.weights is None:
+        start_equal(root, ranks)
     away = config.parallel.offload in ("optimizer", "both")
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed, away)
     if away:

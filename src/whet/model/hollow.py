@@ -1,0 +1,121 @@
+"""Models without memory: every weight has its shape and type, and one number that stands for all.
+
+For weights that are divided among processes: each reads its own rows from the files, and none ever holds the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from whet.core.errors import WhetError
+from whet.model.config import ModelConfig
+from whet.model.load import load_model, with_experts_in
+from whet.model.shapes import is_random
+from whet.model.tokenizer import cannot_load, locate
+
+
+class Source(Protocol):
+    """Where the weights of a hollow model are."""
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a weight, as it is kept."""
+
+
+class Files:
+    """safetensors files, read slice by slice."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        names = sorted(set(files.values())) or ["model.safetensors"]
+        self._files = [safe_open(folder / name, framework="pt") for name in names if (folder / name).exists()]
+        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._of[name].get_slice(name)[start:stop]
+
+
+class Held:
+    """A model in the host's memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._weights[name][start:stop]
+
+
+def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Source]:
+    """The model without memory, and where its weights are. Files that hold them otherwise than the model does (fused
+    experts, GGUF, random ones) are read whole into the host's memory, which the operating system may share."""
+    files = None if is_random(config.path) else Files(_folder(config))
+    if files is not None and not config.trust_remote_code:
+        model = _bare(config, dtype)
+        if all(name in files for name, _ in model.named_parameters()):
+            return with_experts_in(hollow_(model), dtype), files
+    model = load_model(config, dtype, torch.device("cpu"))
+    held = Held(model)
+    return hollow_(model), held
+
+
+def hollow_(model: nn.Module) -> nn.Module:
+    """Take the memory of a model's weights away. Those that were one weight stay one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) not in made:
+                one = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+                made[id(weight)] = nn.Parameter(one, requires_grad=weight.requires_grad)
+            module.register_parameter(name, made[id(weight)])
+    return model
+
+
+def is_hollow(weight: Tensor) -> bool:
+    return weight.numel() > 1 and not any(weight.stride())
+
+
+def place_(model: nn.Module, device: torch.device) -> None:
+    """Move what a hollow model holds in memory all the same: buffers, adapters."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if not is_hollow(weight):
+                module.register_parameter(name, nn.Parameter(weight.detach().to(device), weight.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _bare(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    """On no device, but for what is computed from the configuration."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        shape = AutoConfig.from_pretrained(locate(config.path), revision=config.revision)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise cannot_load(config.path, "model", error) from None
+    model.tie_weights()
+    return model.eval()
+
+
+def _folder(config: ModelConfig) -> Path:
+    place = Path(locate(config.path))
+    if place.is_dir():
+        return place
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(str(place), revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise WhetError(f"model.path: {config.path}: its files cannot be had from the hub ({error})") from None

@@ -1,0 +1,74 @@
+"""Models without memory, and rows of their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from whet.model.builtin import builtin_folder
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.hollow import Files, Held, is_hollow, load_hollow, place_
+from whet.model.load import load_model
+from whet.model.lora import add_adapter
+
+TINY = ModelConfig(path="builtin:tiny")
+
+
+def test_a_hollow_model_takes_no_memory_and_keeps_what_is_computed() -> None:
+    model, source = load_hollow(TINY, torch.float32)
+    whole = load_model(TINY, torch.float32)
+    assert isinstance(source, Files)
+    assert sum(weight.untyped_storage().nbytes() for weight in model.parameters()) < 1000
+    for (name, weight), (other, real) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert (name, weight.shape, weight.dtype) == (other, real.shape, real.dtype)
+        assert torch.equal(source.rows(name, 1, 5), real[1:5])
+    for (name, buffer), (other, real) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(buffer, real)
+
+
+def test_what_was_one_weight_stays_one() -> None:
+    model, _ = load_hollow(TINY, torch.float32)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_adapters_of_a_hollow_model_begin_as_those_of_a_real_one() -> None:
+    hollow = add_adapter(load_hollow(TINY, torch.float32)[0], AdapterConfig(rank=4), 3)
+    real = add_adapter(load_model(TINY, torch.float32), AdapterConfig(rank=4), 3)
+    place_(hollow, torch.device("cpu"))
+    ours, theirs = (
+        {name: weight for name, weight in model.named_parameters() if weight.requires_grad} for model in (hollow, real)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not any(map(is_hollow, ours.values()))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_files_in_several_parts_are_found(tmp_path: Path, several: bool) -> None:
+    model = load_model(TINY, torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="100KB" if several else "5GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == several
+    config = ModelConfig(path=str(tmp_path))
+    _, source = load_hollow(config, torch.float32)
+    assert isinstance(source, Files)
+    for name, weight in model.named_parameters():
+        assert torch.equal(source.rows(name, 0, len(weight)), weight)
+
+
+def test_files_that_hold_weights_otherwise_are_read_whole(tmp_path: Path) -> None:
+    folder = builtin_folder("builtin:tiny")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")  # as old checkpoints have them: without the body's prefix
+    save_file({name.removeprefix("model."): weight for name, weight in weights.items()}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    model, source = load_hollow(ModelConfig(path=str(tmp_path)), torch.float32)
+    assert isinstance(source, Held)
+    whole = load_model(TINY, torch.float32)
+    for name, weight in whole.named_parameters():
+        assert torch.equal(source.rows(name, 0, len(weight)), weight)
+    assert all(map(is_hollow, (weight for weight in model.parameters() if weight.numel() > 1)))
