@@ -89,6 +89,8 @@ def put_in_place(temporary: Path, path: Path) -> None:
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+    for folder in (*(entry for entry in temporary.rglob("*") if entry.is_dir()), temporary):
+        sync_folder(folder)
     if path.exists():
         old = path.with_name(f".{path.name}.old-{os.getpid()}")
         path.rename(old)
@@ -96,6 +98,17 @@ def put_in_place(temporary: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk too: a power cut after a rename would undo it. Some systems cannot."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager

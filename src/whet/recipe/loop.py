@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from whet.checkpoint.config import CheckpointConfig
+from whet.checkpoint.retention import lower_is_better
+from whet.checkpoint.save import Saver
 from whet.config import Config
 from whet.core.console import say
 from whet.core.errors import WhetError
@@ -19,6 +23,7 @@ from whet.model.flops import work_of
 from whet.model.flops_table import table
 from whet.model.loss import LossModel
 from whet.model.peaks import device_name, device_peak
+from whet.recipe.about import about
 from whet.recipe.data import Data
 from whet.recipe.fault import read_passed_over
 from whet.recipe.first_step import FirstStep
@@ -59,7 +64,7 @@ class Assembled:
 def learn(run: Assembled, trackers: list[str]) -> None:
     """All steps up to the last, each with what belongs to it."""
     config, folder, ranks = run.config, run.folder, run.ranks
-    start, seen, kept = go_on(config.folder, run.root, run.optimizer, run.loss_scale, ranks)
+    start, seen, kept = go_on(config, run.root, run.optimizer, run.loss_scale, ranks)
     if start > run.last:
         raise WhetError(
             f"--until {run.last}: this run has done {start} steps already. Give a later step, or leave it out"
@@ -71,13 +76,14 @@ def learn(run: Assembled, trackers: list[str]) -> None:
     if folder is not None:
         folder.set_status("running", start, len(run.plan))
     with contextlib.ExitStack() as stack:
+        saver = stack.enter_context(_saver(run, lines)) if run.keeps else None
         files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
         shown = open_trackers(trackers, folder.path, start) if folder is not None else Trackers()
         loader = make_loader(config, run.data.train.store, run.plan, ranks)
         for part in (shown, loader, profiler):
             stack.enter_context(contextlib.closing(part))
         hooks = RunHooks(
-            config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.arithmetic, len(run.plan), run.keeps,
+            config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.arithmetic, len(run.plan), saver,
             folder, files, shown, loader, guard, run.first_step,
         )  # fmt: skip
         Trainer(
@@ -90,7 +96,9 @@ def learn(run: Assembled, trackers: list[str]) -> None:
                 last=run.last,
                 evaluate_every=config.eval.every,
                 evaluate_at_start=config.eval.at_start and not kept.measured,
-                save_every=config.checkpoint.every or max(1, len(run.plan) // 10),
+                save_every=_save_every(config.checkpoint, len(run.plan)),
+                save_epochs=config.checkpoint.epochs,
+                save_measured=config.checkpoint.keep_best > 0,
             ),
             hooks=hooks,
             ranks=ranks,
@@ -104,6 +112,21 @@ def learn(run: Assembled, trackers: list[str]) -> None:
             peak=_peak(run),
             guard=guard,
         ).run(start, seen)
+
+
+def _saver(run: Assembled, lines: list[dict[str, Any]]) -> Saver:
+    """It knows from metrics.jsonl how good the checkpoints were that are there."""
+    config = run.config
+    saver = Saver(
+        config.folder / "checkpoints", run.root, run.optimizer, run.ranks, config.checkpoint.retention,
+        config.checkpoint.optimizer, partial(about, config), lower_is_better(config.eval.best),
+    )  # fmt: skip
+    saver.score({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
+    return saver
+
+
+def _save_every(config: CheckpointConfig, steps: int) -> int | None:
+    return config.every if config.every or config.minutes or config.epochs else max(1, steps // 10)
 
 
 def end_of(plan: Plan) -> Position:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
 from whet.checkpoint.export import Certificate
+from whet.checkpoint.load import load
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
@@ -23,6 +24,7 @@ from whet.model.load import load_model
 from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
 from whet.model.tokenizer import load_tokenizer
+from whet.recipe.about import require_base
 from whet.recipe.data import hush_libraries, prepare_data, recorded_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
@@ -39,7 +41,7 @@ class Ready:
 
 
 def load_ready(reference: str) -> Ready:
-    """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@latest), ready to answer."""
+    """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@best, RUN@latest), ready to answer."""
     hush_libraries()
     path, step = split_reference(reference)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -68,22 +70,18 @@ class LoadedRun:
     ranks: Ranks
 
 
-def load_run(path: Path, step: str = "latest") -> LoadedRun:
-    """The model of a run after a step, or as the newest checkpoint has it."""
+def load_run(path: Path, step: str = "latest", ranks: Ranks | None = None) -> LoadedRun:
+    """The model of a run after a step, or as the newest or the best checkpoint has it."""
     if not (path / "config.yaml").exists():
         raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
     config = read_config(path / "config.yaml").at(path)
     folder = path / "checkpoints"
-    known = checkpoints.steps_in(folder)
-    if not known:
-        raise WhetError(f"{path}: this run has no checkpoint yet")
-    if step != "latest" and (not step.isdigit() or int(step) not in known):
-        raise WhetError(f"{path}@{step}: no such checkpoint; there are: {', '.join(map(str, known))}, latest")
-    number = known[-1] if step == "latest" else int(step)
-    ranks = start_ranks()
+    number = place.find(folder, step)
+    ranks = ranks or start_ranks()
     arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     model = build_model(config, arithmetic, ranks.device, 0)
-    checkpoints.load(folder / f"step-{number:06d}", LossModel(language_model(model)), None, ranks)
+    manifest = load(folder / place.name_of(number), LossModel(language_model(model)), None, ranks)
+    require_base(config, manifest, ranks)
     return LoadedRun(config, model, number, arithmetic, ranks)
 
 
