@@ -11,11 +11,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch import nn
-
 from whet.checkpoint.manifest import NAME, DamagedError, read_manifest, write_manifest
 from whet.checkpoint.retention import Retention
-from whet.checkpoint.tensors import trainable
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write, need_space, sync_folder
 
@@ -127,13 +124,13 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def need_room(
-    folder: Path, model: nn.Module, optimizer: int, retention: Retention, steps: int, all_optimizers: bool, export: int
+    folder: Path, weights: int, optimizer: int, retention: Retention, steps: int, all_optimizers: bool, export: int
 ) -> None:
     """Refuse before the first step when the disk cannot hold a run's checkpoints and its export.
 
-    `optimizer`: the bytes of its state; while a new checkpoint is written, the oldest is still there.
+    `weights`, `optimizer`: the bytes of the trained weights and of the optimizer's state. While a new checkpoint is
+    written, the oldest is still there.
     """
-    weights = sum(parameter.nbytes for _, parameter in trainable(model))
     kept = retention.most(steps) + 1
     states = kept if all_optimizers else min(kept, 3)
     need_space(folder, weights * kept + optimizer * states + export + 2**20, "this run's checkpoints and export")

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from whet.checkpoint import place
@@ -27,13 +26,13 @@ from whet.checkpoint.quiet import quiet
 from whet.checkpoint.retention import Retention, ranking
 from whet.checkpoint.stage import Staging, local
 from whet.checkpoint.tensors import optimizer_tensors, weights
+from whet.checkpoint.write import Writer
 from whet.core.console import warn
 from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_write, need_space, put_in_place
 from whet.core.ranks import Ranks
 from whet.core.threads import give_up
 
-_FILES = 4  # of each part on each rank, so that they can be written, hashed and read beside each other
 _PATIENCE_S = 30.0
 _WITH_OPTIMIZER = 2
 
@@ -143,7 +142,7 @@ class Saver:
         size = sum(local(tensor).nbytes for tensors in parts.values() for tensor in tensors.values())
         self._first_does(lambda: self._make_room(temporary, list(parts), size))
         for part, tensors in parts.items():
-            writer = FileSystemWriter(temporary / part, thread_count=_FILES)
+            writer = Writer(temporary / part)
             dcp_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         files: Files = {}
         for found in self._all_do(lambda: hash_files(temporary, self._my_files(temporary))):

@@ -141,9 +141,10 @@ def go_on(
     path = config.folder
     manifest = _newest_whole(path / "checkpoints", root, optimizer, ranks)
     if manifest is None:
-        metrics, measured = _measured_part(path / "metrics.jsonl")
-        samples, _ = _measured_part(path / "samples.jsonl") if measured else (0, False)
-        return 0, Seen(), Kept(metrics, samples, measured)
+        first = config.train.start_step
+        metrics, measured = _measured_part(path / "metrics.jsonl", first)
+        samples, _ = _measured_part(path / "samples.jsonl", first) if measured else (0, False)
+        return first, Seen(), Kept(metrics, samples, measured)
     require_base(config, manifest, ranks)
     step, state = manifest["step"], manifest["state"]
     loss_scale.restore(state["loss_scale"])
@@ -180,12 +181,12 @@ def _newest_whole(
     return None
 
 
-def _measured_part(path: Path) -> tuple[int, bool]:
-    """The bytes of the lines about step 0 at the start of a file: a restart need not measure the base again."""
+def _measured_part(path: Path, first: int) -> tuple[int, bool]:
+    """The bytes of the lines about the untrained model at the start of a file: a restart need not measure it again."""
     size = 0
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or json.loads(line)["step"] != 0:
+            if not line.endswith(b"\n") or json.loads(line)["step"] != first:
                 break
             size += len(line)
     return size, size > 0

@@ -18,6 +18,7 @@ from whet.core.console import say
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
+from whet.data.loader import Loader
 from whet.data.plan import Plan
 from whet.model.flops import work_of
 from whet.model.flops_table import table
@@ -32,6 +33,7 @@ from whet.recipe.hooks import RunHooks
 from whet.recipe.parts import Arithmetic, make_loader
 from whet.train.guard import Guard
 from whet.train.loss_scale import LossScale
+from whet.train.metrics import Seen
 from whet.train.profiler import make_profiler
 from whet.train.schedule import Position
 from whet.train.track import Trackers, open_trackers
@@ -65,6 +67,11 @@ def learn(run: Assembled, trackers: list[str]) -> None:
     """All steps up to the last, each with what belongs to it."""
     config, folder, ranks = run.config, run.folder, run.ranks
     start, seen, kept = go_on(config, run.root, run.optimizer, run.loss_scale, ranks)
+    if config.train.start_step >= len(run.plan):
+        raise WhetError(
+            f"train.start_step: {config.train.start_step}, but this run has only {len(run.plan)} steps. Lower it, or "
+            "make the run longer"
+        )
     if start > run.last:
         raise WhetError(
             f"--until {run.last}: this run has done {start} steps already. Give a later step, or leave it out"
@@ -80,6 +87,8 @@ def learn(run: Assembled, trackers: list[str]) -> None:
         files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
         shown = open_trackers(trackers, folder.path, start) if folder is not None else Trackers()
         loader = make_loader(config, run.data.train.store, run.plan, ranks)
+        if seen == Seen():
+            seen = _passed(loader, start)
         for part in (shown, loader, profiler):
             stack.enter_context(contextlib.closing(part))
         hooks = RunHooks(
@@ -99,6 +108,7 @@ def learn(run: Assembled, trackers: list[str]) -> None:
                 save_every=_save_every(config.checkpoint, len(run.plan)),
                 save_epochs=config.checkpoint.epochs,
                 save_measured=config.checkpoint.keep_best > 0,
+                first=config.train.start_step,
             ),
             hooks=hooks,
             ranks=ranks,
@@ -112,6 +122,16 @@ def learn(run: Assembled, trackers: list[str]) -> None:
             peak=_peak(run),
             guard=guard,
         ).run(start, seen)
+
+
+def _passed(loader: Loader, steps: int) -> Seen:
+    """The counts of steps that are taken for done; nothing was computed for them."""
+    totals = [loader.totals(step) for step in range(steps)]
+    return Seen(
+        sum(each.conversations for each in totals),
+        sum(each.tokens for each in totals),
+        sum(each.supervised for each in totals),
+    )
 
 
 def _saver(run: Assembled, lines: list[dict[str, Any]]) -> Saver:

@@ -129,8 +129,9 @@ def _assemble(
         export = plain_bytes(model) if config.export.at_end == "merged" else 0
         saved = config.checkpoint
         need_room(
-            folder.path, root, state_bytes(optimizer), saved.retention, len(plan), saved.optimizer == "all", export
-        )
+            folder.path, sum(weight.nbytes for weight in root.trained), state_bytes(optimizer), saved.retention,
+            len(plan), saved.optimizer == "all", export,
+        )  # fmt: skip
     if folder is not None:
         write_json(folder.path / "plan.json", describe_plan(run))
     _say_what_matters(run)

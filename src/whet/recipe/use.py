@@ -16,7 +16,7 @@ from whet.checkpoint.load import load
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
-from whet.core.run import read_status
+from whet.core.run import read_status, split_reference
 from whet.data.render import Renderer
 from whet.model import attention
 from whet.model.config import ModelConfig
@@ -70,14 +70,14 @@ class LoadedRun:
     ranks: Ranks
 
 
-def load_run(path: Path, step: str = "latest", ranks: Ranks | None = None) -> LoadedRun:
+def load_run(path: Path, step: str = "latest") -> LoadedRun:
     """The model of a run after a step, or as the newest or the best checkpoint has it."""
     if not (path / "config.yaml").exists():
         raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
     config = read_config(path / "config.yaml").at(path)
     folder = path / "checkpoints"
     number = place.find(folder, step)
-    ranks = ranks or start_ranks()
+    ranks = start_ranks()
     arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     model = build_model(config, arithmetic, ranks.device, 0)
     manifest = load(folder / place.name_of(number), LossModel(language_model(model)), None, ranks)
@@ -119,12 +119,4 @@ def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
     data = recorded_data(run.config, path / "ledger.json")
     is_final = run.step == read_status(path).get("steps")
     name = kind if is_final else f"{kind}-step-{run.step:06d}"
-    return export_model(run.config, data, run.model, kind, run.step, name)
-
-
-def split_reference(reference: str) -> tuple[Path, str]:
-    """RUN@STEP as (RUN, STEP); without a step, or where the whole is a folder, the step is `latest`."""
-    path, at, step = reference.rpartition("@")
-    if not at or (Path(reference) / "config.yaml").exists():
-        return Path(reference), "latest"
-    return Path(path), step or "latest"
+    return export_model(run.config, data, run.model, kind, run.step, name, spend=True)
