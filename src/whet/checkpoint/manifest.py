@@ -15,7 +15,7 @@ _FORMAT = 1
 _THREADS = 8
 
 Files = dict[str, dict[str, Any]]
-"""By path inside the checkpoint: {"bytes": size, "hash": hash of the content}."""
+"""By path inside the checkpoint: {"bytes": size, "hash": SHA-256 of the content}."""
 
 
 class DamagedError(WhetError):
@@ -26,7 +26,7 @@ def hash_files(folder: Path, paths: Iterable[Path]) -> Files:
     """Several at a time: a hash takes a core, and disks are faster than one."""
     listed = sorted(paths)
     with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = list(pool.map(hash_file, listed))
+        hashes = list(pool.map(lambda path: hash_file(path, sha256=True), listed))
     return {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "hash": digest}
         for path, digest in zip(listed, hashes, strict=True)
@@ -75,7 +75,7 @@ def _damage(path: Path, recorded: dict[str, Any]) -> str | None:
         size = path.stat().st_size
         if size != recorded["bytes"]:
             return f"{path}: it has {size:,} bytes and was written with {recorded['bytes']:,}"
-        if hash_file(path) != recorded["hash"]:
+        if hash_file(path, sha256=True) != recorded["hash"]:
             return f"{path}: its content is not what was written (its hash differs)"
     except FileNotFoundError:
         return f"{path}: the file is gone"

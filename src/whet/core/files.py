@@ -148,9 +148,11 @@ def need_space(path: Path, size: int, doing: str) -> None:
         )
 
 
-def hash_file(path: Path) -> str:
-    """The BLAKE2 hash of a file's content."""
+def hash_file(path: Path, sha256: bool = False) -> str:
+    """The BLAKE2 hash of a file's content; SHA-256 is three times as fast where processors know it, for large files."""
     with path.open("rb") as file:
+        if sha256:
+            return hashlib.file_digest(file, "sha256").hexdigest()
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 

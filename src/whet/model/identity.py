@@ -35,7 +35,7 @@ def _remembered_hash(file: Path) -> str:
     kept = cache_dir() / "hashes" / key
     if kept.exists():
         return kept.read_text().strip()
-    digest = hash_file(file)
+    digest = hash_file(file, sha256=True)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         kept.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(kept, digest + "\n")
