@@ -124,6 +124,14 @@ def test_sigusr1_asks_for_a_checkpoint_and_the_run_goes_on(
     assert last == 200
 
 
+def test_a_smoke_test_keeps_no_best(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """It measures nothing between start and end, and its config.yaml must be readable all the same."""
+    arguments = ["train", recipe, f"run.dir={tmp_path / 'run'}", "eval.every=2", "checkpoint.keep_best=1", "--smoke"]
+    for _ in range(2):
+        ended = whet(*arguments)
+        assert ended.code == 0, ended.err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -66,7 +66,7 @@ class Saver:
         self.last_saved = time.monotonic()
         """When the last save began, or this object was made."""
         self.blocked_s, self.written_s = 0.0, 0.0
-        """How long training waited in the last save, and how long writing took beside it."""
+        """How long training waited in the last save (also for the one before it), and how long writing took."""
         # Its own group: collectives of the thread and of training may be under way at the same time.
         self._group = (
             dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=30)) if ranks.world > 1 else None
@@ -77,14 +77,15 @@ class Saver:
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
-        self.wait()
         began = self.last_saved = time.monotonic()
+        self.wait()
         parts: Parts = {
             "model": weights(self._model),
             "optimizer": optimizer_tensors(self._model, self._optimizer),
         }
         if self._staging.has_room_for({**parts["model"], **parts["optimizer"]}):
             staged = {part: self._staging.copy(tensors) for part, tensors in parts.items()}
+            self.blocked_s = time.monotonic() - began
             work = threading.Thread(
                 target=self._try_to_write, args=(step, staged, dict(state)), name="save a checkpoint", daemon=True
             )
@@ -93,7 +94,7 @@ class Saver:
         else:
             warn("the host's memory has no room for a copy of the model and its optimizer: training waits for the disk")
             self._try_to_write(step, parts, dict(state))
-        self.blocked_s = time.monotonic() - began
+            self.blocked_s = time.monotonic() - began
 
     def wait(self) -> None:
         """Until what was saved is on the disk; raises what went wrong."""
@@ -167,6 +168,7 @@ class Saver:
         if not self._known_about:
             self._known_about = dict(self._about())
         content = {"step": step, "parts": parts, "world": self._ranks.world, **self._known_about}
+        content["blocked_s"] = round(self.blocked_s, 3)
         write_manifest(temporary, {**content, "state": state, "files": files})
         put_in_place(temporary, self._folder / place.name_of(step))
         atomic_write(self._folder / "latest", place.name_of(step) + "\n")

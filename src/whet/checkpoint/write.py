@@ -23,7 +23,7 @@ class Writer(FileSystemWriter):
     """Writes into a folder that exists and is empty."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, thread_count=1, sync_files=True)
+        super().__init__(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)  # all is on the host
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
