@@ -58,9 +58,26 @@ class Config(Section):
             )
         if self.export.at_end == "adapter" and self.adapter is None:
             raise impossible("export.at_end", "adapter, but without an adapter section every weight is trained")
+        if self.checkpoint.keep_best:
+            self._has_a_best()
         if self.quantize is not None:
             self._can_be_quantized(self.quantize)
         return self
+
+    def _has_a_best(self) -> None:
+        """Of checkpoints that are measured while training, by something that is measured."""
+        best, task = self.eval.best, self.eval.best.removeprefix("task/")
+        if self.eval.every is None:
+            raise impossible(
+                "checkpoint.keep_best",
+                f"{self.checkpoint.keep_best}, but nothing is measured between start and end. Set eval.every too",
+            )
+        if best.startswith("task/") and task not in self.eval.tasks:
+            raise impossible("eval.best", f"{best}, but eval.tasks does not have {task}. Add it")
+        if best.startswith("val_") and self.data.validation is None:
+            raise impossible("eval.best", f"{best}, but there is no validation data. Set data.validation")
+        if not best.startswith(("task/", "val_")):
+            raise impossible("eval.best", f"{best} is not measured. Use val_loss, val_accuracy, val_bpb or task/NAME")
 
     def _can_be_quantized(self, kind: str) -> None:
         if self.adapter is None:

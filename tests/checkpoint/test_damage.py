@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import save as saving
+from whet.checkpoint.load import load
+from whet.checkpoint.manifest import DamagedError
 from whet.checkpoint.metadata import SafeReader
-from whet.core.errors import WhetError
+from whet.checkpoint.save import Saver
+from whet.core.errors import RunFailedError, WhetError
 from whet.core.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -27,26 +30,68 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return checkpoints.save(tmp_path, 5, *make(), {}, ALONE)
+    with Saver(tmp_path, *make(), ALONE) as saver:
+        saver.save(5, {"seen": {"tokens": 1234}})
+    return tmp_path / "step-000005"
 
 
 def test_a_checkpoint_of_another_model_is_an_error_that_says_so(path: Path) -> None:
-    with pytest.raises(WhetError, match="step-000005: this checkpoint does not fit the model, or is damaged"):
-        checkpoints.load(path, nn.Linear(7, 7), None, ALONE)
+    with pytest.raises(WhetError, match="step-000005: this checkpoint does not fit the model"):
+        load(path, nn.Linear(7, 7), None, ALONE)
 
 
-def test_a_truncated_checkpoint_is_an_error_that_says_so(path: Path) -> None:
-    for part in path.glob("*.distcp"):
-        part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
-    with pytest.raises(WhetError, match=r"step-000005: .*damaged"):
-        checkpoints.load(path, *make(), ALONE)
+def every_file(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def test_one_altered_byte_anywhere_is_found_and_the_file_named(path: Path) -> None:
+    files = every_file(path)
+    assert {file.relative_to(path).parts[0] for file in files} == {"model", "optimizer", "manifest.json"}
+    for file in files:
+        whole = file.read_bytes()
+        for at in (0, len(whole) // 2, len(whole) - 3):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            model, optimizer = make()
+            before = model.weight.clone()
+            with pytest.raises(DamagedError) as raised:
+                load(path, model, optimizer, ALONE)
+            assert str(file) in str(raised.value)
+            assert torch.equal(model.weight, before)  # nothing was loaded
+        file.write_bytes(whole)
+    load(path, *make(), ALONE)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_truncated_file_is_found_and_named(path: Path, left: float) -> None:
+    for file in every_file(path):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: int(left * len(whole))])
+        with pytest.raises(DamagedError) as raised:
+            load(path, *make(), ALONE)
+        assert str(file) in str(raised.value)
+        file.write_bytes(whole)
+
+
+def test_a_file_that_is_gone_is_named(path: Path) -> None:
+    for file in every_file(path / "model"):
+        file.rename(path / "elsewhere")
+        with pytest.raises(DamagedError, match="the file is gone") as raised:
+            load(path, *make(), ALONE)
+        assert str(file) in str(raised.value)
+        (path / "elsewhere").rename(file)
+
+
+def test_who_wants_the_weights_alone_does_not_care_about_the_optimizer(path: Path) -> None:
+    for file in every_file(path / "optimizer"):
+        file.write_bytes(b"")
+    load(path, make()[0], None, ALONE)
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"garbage\n", b"\x80\x04."])
 def test_damaged_metadata_is_an_error_that_names_the_file_once(path: Path, content: bytes) -> None:
-    (path / ".metadata").write_bytes(content)
+    (path / "model" / ".metadata").write_bytes(content)
     with pytest.raises(WhetError, match=r"\.metadata: not the metadata") as raised:
-        checkpoints.load(path, *make(), ALONE)
+        SafeReader(path / "model").read_metadata()
     assert str(raised.value).count(".metadata") == 1
 
 
@@ -62,11 +107,12 @@ def test_what_the_metadata_module_merely_imports_is_refused(tmp_path: Path, name
 def test_a_save_that_torch_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    def broken(tensors: Any, checkpoint_id: Path, **options: Any) -> None:
-        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+    def broken(tensors: Any, storage_writer: Any, **options: Any) -> None:
+        (storage_writer.path / "__0_0.distcp").write_bytes(b"half")
         raise CheckpointException("write", {})  # a BaseException, not an Exception
 
-    monkeypatch.setattr(checkpoints, "dcp_save", broken)
-    with pytest.raises(BaseException, match="CheckpointException"):
-        checkpoints.save(tmp_path, 5, *make(), {}, ALONE)
+    monkeypatch.setattr(saving, "dcp_save", broken)
+    saver = Saver(tmp_path, *make(), ALONE)
+    with pytest.raises(RunFailedError, match="could not be saved after step 5"), saver:
+        saver.save(5, {})
     assert list(tmp_path.iterdir()) == []

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
+from whet.checkpoint import save as saving
+from whet.checkpoint.load import load
 from whet.checkpoint.metadata import SafeReader
+from whet.checkpoint.retention import Retention
+from whet.checkpoint.save import Saver
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 
@@ -35,18 +37,28 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def saved(folder: Path, *steps: int) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Path:
+    with Saver(folder, model, optimizer, ALONE, options.pop("retention", Retention(99)), **options) as saver:
+        saver.save(step, {"note": step})
+    return folder / f"step-{step:06d}"
+
+
+def saved(folder: Path, *steps: int, **options: Any) -> None:
     for step in steps:
-        checkpoints.save(folder, step, *trained(step), {"note": step}, ALONE)
+        save(folder, step, *trained(step), **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
 
 
 def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1, steps=3)
-    path = checkpoints.save(tmp_path, 7, model, optimizer, {"seen": {"tokens": 5}}, ALONE)
+    path = save(tmp_path, 7, model, optimizer, about=lambda: {"versions": {"whet": "1"}})
     other, others_optimizer = trained(seed=2, steps=0)
     frozen = other[0].bias.clone()
-    state = checkpoints.load(path, other, others_optimizer, ALONE)
-    assert state == {"seen": {"tokens": 5}, "step": 7}
+    manifest = load(path, other, others_optimizer, ALONE)
+    assert (manifest["step"], manifest["state"], manifest["versions"]) == (7, {"note": 7}, {"whet": "1"})
     assert torch.equal(other[0].bias, frozen)
     assert others_optimizer.param_groups[0]["lr"] == 0.1
     for (name, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
@@ -60,48 +72,48 @@ def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> 
     """Every step so far was left out. AdamW counts its steps: one too many would make the first too small."""
     model, optimizer = trained(seed=1, steps=0)
     fresh, fresh_optimizer = trained(seed=1, steps=0)
-    path = checkpoints.save(tmp_path, 1, model, optimizer, {}, ALONE)
+    path = save(tmp_path, 1, model, optimizer)
     other, others_optimizer = trained(seed=2, steps=0)
-    checkpoints.load(path, other, others_optimizer, ALONE)
+    load(path, other, others_optimizer, ALONE)
     other[0].bias.data.copy_(fresh[0].bias)
     for each, its in ((model, optimizer), (fresh, fresh_optimizer), (other, others_optimizer)):
         each(torch.ones(5, 3)).square().sum().backward()
         its.step()
-    for expected, saving, loaded in zip(fresh.parameters(), model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(saving, expected)
+    for expected, kept, loaded in zip(fresh.parameters(), model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(kept, expected)
         assert torch.equal(loaded, expected)
 
 
 def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1)
-    path = checkpoints.save(tmp_path, 1, model, optimizer, {}, ALONE)
+    path = save(tmp_path, 1, model, optimizer)
     other, _ = trained(seed=2)
-    checkpoints.load(path, other, None, ALONE)
+    load(path, other, None, ALONE)
     assert torch.equal(model[1].weight, other[1].weight)
 
 
 def test_latest_names_the_newest_and_nothing_temporary_is_left(tmp_path: Path) -> None:
     saved(tmp_path, 5, 10)
     assert (tmp_path / "latest").read_text() == "step-000010\n"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000005", "step-000010"]
-    assert checkpoints.newest(tmp_path) == tmp_path / "step-000010"
+    assert names(tmp_path) == ["latest", "step-000005", "step-000010"]
+    assert place.newest(tmp_path) == tmp_path / "step-000010"
 
 
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     saved(tmp_path, 5, 5)
-    assert checkpoints.steps_in(tmp_path) == [5]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000005"]
+    assert place.steps_in(tmp_path) == [5]
+    assert names(tmp_path) == ["latest", "step-000005"]
 
 
 def test_a_checkpoint_that_is_not_complete_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path, 5, 10)
-    (tmp_path / "step-000010" / "state.json").unlink()
-    assert checkpoints.steps_in(tmp_path) == [5]
-    assert checkpoints.newest(tmp_path) == tmp_path / "step-000005"
+    (tmp_path / "step-000010" / "manifest.json").unlink()
+    assert place.steps_in(tmp_path) == [5]
+    assert place.newest(tmp_path) == tmp_path / "step-000005"
 
 
 def test_without_a_checkpoint_there_is_no_newest(tmp_path: Path) -> None:
-    assert checkpoints.newest(tmp_path / "nowhere") is None
+    assert place.newest(tmp_path / "nowhere") is None
 
 
 def test_a_failed_save_leaves_the_checkpoints_before_it_and_nothing_else(
@@ -112,25 +124,16 @@ def test_a_failed_save_leaves_the_checkpoints_before_it_and_nothing_else(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(checkpoints, "dcp_save", full)
+    monkeypatch.setattr(saving, "dcp_save", full)
     with pytest.raises(WhetError, match="the disk is full while saving a checkpoint"):
         saved(tmp_path, 10)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000005"]
+    assert names(tmp_path) == ["latest", "step-000005"]
     assert (tmp_path / "latest").read_text() == "step-000005\n"
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
-    saved(tmp_path, 5, 10, 15)
-    checkpoints.prune(tmp_path, keep_last=2)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000010", "step-000015"]
-
-
-@given(steps=st.lists(st.integers(0, 1000), unique=True), keep=st.integers(1, 5))
-def test_what_retention_keeps_is_newer_than_all_it_deletes(steps: list[int], keep: int) -> None:
-    doomed = set(checkpoints.to_delete(steps, keep))
-    kept = set(steps) - doomed
-    assert len(kept) == min(keep, len(steps))
-    assert all(old < new for old in doomed for new in kept)
+    saved(tmp_path, 5, 10, 15, retention=Retention(2))
+    assert names(tmp_path) == ["latest", "step-000010", "step-000015"]
 
 
 class _Evil:

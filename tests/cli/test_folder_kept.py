@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place, save
 
 Refused = Callable[..., str]
 
@@ -43,7 +43,8 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     disk = small_disk("size=400k")
     arguments = ["train", recipe, f"run.dir={disk / 'run'}", "train.steps=3"]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "need_space", lambda *args: None)  # another process takes the room
+        for module in (place, save):
+            patch.setattr(module, "need_space", lambda *args: None)  # another process takes the room
         ended = whet(*arguments)
     assert ended.code == 1
     assert "the disk is full while saving a checkpoint" in ended.err

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
+from whet.recipe import train as trains
 
 Disk = Callable[[str], Path]
 
@@ -55,10 +56,10 @@ def test_a_disk_that_got_too_small_keeps_a_run_that_can_go_on(
     disk = small_disk("size=400k")
     arguments = ["train", recipe, f"run.dir={disk / 'run'}", "train.steps=3"]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "need_room", lambda *args: None)  # there was room at the start
+        patch.setattr(trains, "need_room", lambda *args: None)  # there was room at the start
         check(whet(*arguments), str(disk / "run/checkpoints"), "full", "Free some space", "run.dir for runs")
     assert temporary(disk) == []
-    assert checkpoints.steps_in(disk / "run/checkpoints") == []
+    assert place.steps_in(disk / "run/checkpoints") == []
     assert json.loads((disk / "run/status.json").read_text())["state"] == "failed"
     subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
     assert whet(*arguments, "--resume").code == 0

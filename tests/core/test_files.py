@@ -105,7 +105,7 @@ def test_files_are_on_the_disk_before_their_folder_has_its_name(
         for name in ("a", "below/b"):
             (temporary / name).touch()
     assert sorted(seen[:2]) == ["a", "b"]
-    assert seen[2:] == ["rename"]
+    assert seen[2:] == ["below", temporary.name, "rename", tmp_path.name]  # the names in folders too
 
 
 @pytest.mark.parametrize("error", [_BreakError, KeyboardInterrupt])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint.load import load
+from whet.checkpoint.save import Saver
 from whet.config import read_config
 from whet.core.ranks import Ranks
 from whet.parallel import offload
@@ -160,9 +161,10 @@ def test_checkpoints_with_and_without_are_the_same(tmp_path: Path) -> None:
     truth, _ = trained(False, 5, adamw)
     for first in (True, False):
         model, optimizer = trained(first, 3, adamw)
-        path = checkpoints.save(tmp_path / str(first), 3, model, optimizer, {}, ALONE)
+        with Saver(tmp_path / str(first), model, optimizer, ALONE) as saver:
+            saver.save(3, {})
         model, optimizer = trained(not first, 0, adamw)
-        checkpoints.load(path, model, optimizer, ALONE)
+        load(tmp_path / str(first) / "step-000003", model, optimizer, ALONE)
         for step in (3, 4):
             torch.manual_seed(step)
             optimizer.zero_grad()

@@ -148,7 +148,7 @@ def test_a_checkpoint_before_the_first_step_that_was_taken_can_be_resumed(
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert whet("train", recipe, f"run.dir={whole}", *options).code == 0
     assert whet("train", recipe, f"run.dir={run}", *options).code == 0
-    (run / "checkpoints/step-000002/state.json").unlink()
+    (run / "checkpoints/step-000002/manifest.json").unlink()
     (run / "status.json").unlink()
     ended = whet("train", recipe, f"run.dir={run}", *options, "--resume")
     assert ended.code == 0, ended.err
@@ -176,7 +176,7 @@ def test_a_rollback_passes_over_the_steps_since_the_checkpoint(
     # A run that dies later passes over the same steps when it is resumed from before them.
     before = exact_of(run)
     for step in (9, 12):
-        (run / f"checkpoints/step-{step:06d}/state.json").unlink()
+        (run / f"checkpoints/step-{step:06d}/manifest.json").unlink()
     (run / "status.json").unlink()
     ended = whet("train", planted("backward"), f"run.dir={run}", "train.on_nonfinite=rollback", "--resume")
     assert ended.code == 0, ended.err

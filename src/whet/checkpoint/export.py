@@ -54,11 +54,13 @@ def export(
     folder: Path,
     step: int,
     trust_remote_code: bool = False,
+    spend: bool = False,
 ) -> Certificate:
     """Write `model` as `kind` (merged or adapter) to `folder`. Merging changes `model`: it is the last thing done.
 
     `probes` are conversations as ids; the exported model must give the logits of the trained one on them. `stops` end
-    an answer; they go into the generation settings, so that whoever loads the folder gets a model that stops.
+    an answer; they go into the generation settings, so that whoever loads the folder gets a model that stops. `spend`
+    frees the weights before the folder is loaded back, so that only one model is ever in memory.
     """
     if kind == "adapter" and not hasattr(model, "peft_config"):
         raise WhetError("export: this run trained the whole model, so there is no adapter; use --to merged")
@@ -75,6 +77,8 @@ def export(
             tokenizer.save_pretrained(temporary)
             if packed:
                 note_quantized(temporary, kind, str(dtype).removeprefix("torch."))
+            if spend:
+                _free(model)
             loaded = _load_back(temporary, kind, dtype, trust_remote_code, packed)
             certificate = _certify(temporary, _placed(loaded, wanted.device), wanted, probes, kind, step, packed)
             write_json(temporary / "certificate.json", certificate.as_dict())
@@ -87,6 +91,12 @@ def export(
     except Exception as error:
         raise disk_error(error, "exporting", folder) or error from None
     return certificate
+
+
+def _free(model: nn.Module) -> None:
+    """Whoever holds the model holds no memory by it any more."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _certify(

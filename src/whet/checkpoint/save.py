@@ -1,147 +1,223 @@
-"""Checkpoints: the trainable weights and the optimizer, in torch's distributed format.
+"""Saving checkpoints while training goes on.
 
-checkpoints/step-000100/   *.distcp, .metadata, state.json (written last: present means complete)
-checkpoints/latest         a text file with the name of the newest
+A save copies weights and optimizer to the host's memory and returns; a thread writes the copies. Files are written
+beside, synced, hashed; the manifest comes last, then a rename, then `latest` moves and retention deletes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import shutil
-import warnings
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from whet.checkpoint.metadata import SafeReader
-from whet.core.errors import WhetError, disk_error
-from whet.core.files import atomic_write, need_space, put_in_place, read_json, write_json
+from whet.checkpoint import place
+from whet.checkpoint.manifest import Files, hash_files, write_manifest
+from whet.checkpoint.quiet import quiet
+from whet.checkpoint.retention import Retention, ranking
+from whet.checkpoint.stage import Staging, local
+from whet.checkpoint.tensors import optimizer_tensors, weights
+from whet.checkpoint.write import Writer
+from whet.core.console import warn
+from whet.core.errors import RunFailedError, WhetError, disk_error
+from whet.core.files import atomic_write, need_space, put_in_place
 from whet.core.ranks import Ranks
+from whet.core.threads import give_up
 
-_STATE = "state.json"
+_PATIENCE_S = 30.0
+_WITH_OPTIMIZER = 2
 
-
-def save(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks
-) -> Path:
-    """Write the state after `step` steps into `folder`, whole or not at all; every rank calls it."""
-    final = folder / f"step-{step:06d}"
-    temporary = folder / f".{final.name}.writing"
-    if not optimizer.state:  # no step was taken yet: all of them were left out
-        _materialise(optimizer)
-    tensors = {**_weights(model), **_optimizer_tensors(model, optimizer)}
-    try:
-        if ranks.is_first:
-            need_space(folder, sum(tensor.nbytes for tensor in tensors.values()) + 2**20, "a checkpoint")
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        ranks.wait()
-        with _quiet():
-            dcp_save(tensors, checkpoint_id=temporary, no_dist=ranks.world == 1)
-        ranks.wait()
-        if ranks.is_first:
-            write_json(temporary / _STATE, {**state, "step": step})
-            put_in_place(temporary, final)
-            atomic_write(folder / "latest", final.name + "\n")
-    except (Exception, CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise disk_error(error, "saving a checkpoint", folder) or error from None
-    ranks.wait()
-    return final
+T = TypeVar("T")
+Parts = dict[str, dict[str, Tensor]]
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
-    """Put a checkpoint's weights, and the optimizer's state if wanted, in place; gives what `save` was told."""
-    tensors = _weights(model)
-    if optimizer is not None:
-        _materialise(optimizer)
-        tensors |= _optimizer_tensors(model, optimizer)
-    SafeReader(path).read_metadata()  # here its errors come out as they are
-    try:
-        with _quiet():
-            dcp_load(tensors, storage_reader=SafeReader(path), no_dist=ranks.world == 1)
-    except (Exception, CheckpointException) as error:
-        raise WhetError(
-            f"{path}: this checkpoint does not fit the model, or is damaged ({type(error).__name__}). Was the model "
-            "changed since? Delete the folder and --resume continues from the checkpoint before it, if there is one"
-        ) from None
-    return dict(read_json(path / _STATE))
+class Saver:
+    """Of one run; every rank has one and calls the same methods in the same order.
 
-
-def need_room(folder: Path, model: nn.Module, optimizer: int, kept: int, export: int) -> None:
-    """Refuse before the first step when the disk cannot hold a run's checkpoints and its export.
-
-    `optimizer`: the bytes of its state; while a new checkpoint is written, the oldest is still there.
+    What goes wrong in the thread is raised by the next `save` or `wait`, on every rank. Leaving the `with` block waits
+    for a save on its way; after an error, not for long.
     """
-    weights = sum(parameter.nbytes for _, parameter in _trainable(model))
-    need_space(folder, (weights + optimizer) * (kept + 1) + export + 2**20, "this run's checkpoints and export")
 
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
+        retention: Retention | None = None, optimizers: Literal["all", "newest"] = "all",
+        about: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True,
+    ) -> None:  # fmt: skip
+        """`about` gives what else the manifest says; it is asked once, in the thread. `optimizers`: newest takes the
+        optimizer away from all checkpoints but the newest two."""
+        self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
+        self._retention, self._optimizers = retention or Retention(), optimizers
+        self._about, self._known_about = about, dict[str, Any]()
+        self._lower_is_better = lower_is_better
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._scores: dict[int, float] = {}
+        self._tidying = threading.Lock()
+        self.last_saved = time.monotonic()
+        """When the last save began, or this object was made."""
+        self.blocked_s, self.written_s = 0.0, 0.0
+        """How long training waited in the last save (also for the one before it), and how long writing took."""
+        # Its own group: collectives of the thread and of training may be under way at the same time.
+        self._group = (
+            dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=30)) if ranks.world > 1 else None
+        )
+        quiet()
+        if ranks.is_first:
+            place.clear_leftovers(folder)
 
-def steps_in(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, oldest first."""
-    names = (state.parent.name.removeprefix("step-") for state in folder.glob(f"step-*/{_STATE}"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
+        began = self.last_saved = time.monotonic()
+        self.wait()
+        parts: Parts = {
+            "model": weights(self._model),
+            "optimizer": optimizer_tensors(self._model, self._optimizer),
+        }
+        if self._staging.has_room_for({**parts["model"], **parts["optimizer"]}):
+            staged = {part: self._staging.copy(tensors) for part, tensors in parts.items()}
+            self.blocked_s = time.monotonic() - began
+            work = threading.Thread(
+                target=self._try_to_write, args=(step, staged, dict(state)), name="save a checkpoint", daemon=True
+            )
+            self._thread = work
+            work.start()
+        else:
+            warn("the host's memory has no room for a copy of the model and its optimizer: training waits for the disk")
+            self._try_to_write(step, parts, dict(state))
+            self.blocked_s = time.monotonic() - began
 
+    def wait(self) -> None:
+        """Until what was saved is on the disk; raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint."""
-    steps = steps_in(folder)
-    return folder / f"step-{steps[-1]:06d}" if steps else None
+    @property
+    def has_failed(self) -> bool:
+        """Whether the next `wait` will raise; other ranks may not know it yet."""
+        return self._error is not None
 
+    def score(self, scores: Mapping[int, float]) -> None:
+        """Tell how good the models after these steps are; rank 0 goes by it."""
+        with self._tidying:
+            self._scores.update(scores)
+        if self._ranks.is_first:
+            self._tidy()
 
-def to_delete(steps: list[int], keep_last: int) -> list[int]:
-    """Which checkpoints retention gives up: all but the newest `keep_last`."""
-    return sorted(steps)[:-keep_last]
+    def __enter__(self) -> Saver:
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+            if self._ranks.is_first:
+                self._tidy()
+        elif self._thread is not None:
+            give_up(self._thread, _PATIENCE_S)
 
-def prune(folder: Path, keep_last: int) -> None:
-    for step in to_delete(steps_in(folder), keep_last):
-        doomed = folder / f"step-{step:06d}"
-        (doomed / _STATE).unlink()  # first it stops being complete, then it goes
-        shutil.rmtree(doomed, ignore_errors=True)
+    def _try_to_write(self, step: int, parts: Parts, state: dict[str, Any]) -> None:
+        began = time.monotonic()
+        temporary = self._folder / f".{place.name_of(step)}.writing"
+        try:
+            self._write(step, parts, state, temporary)
+            self.written_s = time.monotonic() - began
+        except BaseException as error:  # torch's CheckpointException is no Exception; nor is being given up
+            if self._ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self._error = self._in_words(error, step)
 
+    def _write(self, step: int, parts: Parts, state: dict[str, Any], temporary: Path) -> None:
+        size = sum(local(tensor).nbytes for tensors in parts.values() for tensor in tensors.values())
+        self._first_does(lambda: self._make_room(temporary, list(parts), size))
+        for part, tensors in parts.items():
+            writer = Writer(temporary / part)
+            dcp_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        files: Files = {}
+        for found in self._all_do(lambda: hash_files(temporary, self._my_files(temporary))):
+            files |= found
+        self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
 
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
+        need_space(self._folder, size * (self._ranks.world if self._is_sharded() else 1) + 2**20, "a checkpoint")
+        shutil.rmtree(temporary, ignore_errors=True)
+        for part in parts:
+            (temporary / part).mkdir(parents=True)
 
+    def _is_sharded(self) -> bool:
+        return any(local(parameter) is not parameter for parameter in self._model.parameters())
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": parameter.detach() for name, parameter in _trainable(model)}
+    def _my_files(self, temporary: Path) -> list[Path]:
+        """What this rank wrote; torch names files by rank. Rank 0 also wrote the metadata."""
+        mine = list(temporary.glob(f"*/__{self._ranks.rank}_*"))
+        return mine + (list(temporary.glob("*/.metadata")) if self._ranks.is_first else [])
 
+    def _complete(self, step: int, parts: list[str], files: Files, state: dict[str, Any], temporary: Path) -> None:
+        if not self._known_about:
+            self._known_about = dict(self._about())
+        content = {"step": step, "parts": parts, "world": self._ranks.world, **self._known_about}
+        content["blocked_s"] = round(self.blocked_s, 3)
+        write_manifest(temporary, {**content, "state": state, "files": files})
+        put_in_place(temporary, self._folder / place.name_of(step))
+        atomic_write(self._folder / "latest", place.name_of(step) + "\n")
+        self._tidy()
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in _trainable(model)
-        for key, value in optimizer.state[parameter].items()
-    }
+    def _tidy(self) -> None:
+        """Name the best, delete what nobody wants to keep."""
+        with self._tidying:
+            there = place.steps_in(self._folder)
+            best = ranking(there, self._scores, self._lower_is_better)
+            if best:
+                place.name_best(self._folder, best[0])
+            kept = self._retention.keeps(there, self._scores, self._lower_is_better)
+            place.delete(self._folder, [step for step in there if step not in kept])
+            if self._optimizers == "newest":
+                place.drop_optimizer(self._folder, sorted(kept)[:-_WITH_OPTIMIZER])
 
+    def _first_does(self, work: Callable[[], None]) -> None:
+        self._all_do(work if self._ranks.is_first else lambda: None)
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Let a fresh optimizer make its state tensors, by a step that changes nothing (rate 0, no gradient)."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()  # that one did not count
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    def _all_do(self, work: Callable[[], T]) -> list[T]:
+        """The results of all ranks; an error of one is an error of all, so that none waits for another."""
+        failure: Exception | None = None
+        mine: tuple[T | None, str | None]
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            failure, mine = error, (None, str(self._in_words(error, None)))
+        everyone: list[Any] = [mine]
+        if self._group is not None:
+            everyone = [None] * self._ranks.world
+            dist.all_gather_object(everyone, mine, group=self._group)
+        if failure is not None:
+            raise failure
+        for _, words in everyone:
+            if words is not None:
+                raise RunFailedError(words)
+        return [result for result, _ in everyone]
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns that a single process saves alone, which is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        yield
+    def _in_words(self, error: BaseException, step: int | None) -> BaseException:
+        if isinstance(error, WhetError):
+            return error
+        known = disk_error(error, "saving a checkpoint", self._folder)
+        if known is not None:
+            return known
+        first = next((line for line in str(error).strip().splitlines() if line.strip()), "")
+        failed = RunFailedError(
+            f"{self._folder}: a checkpoint could not be saved{'' if step is None else f' after step {step}'}: "
+            f"{type(error).__name__}: {first}. The checkpoints before it are good; --resume continues from the newest"
+        )
+        failed.__cause__ = error
+        return failed

@@ -23,12 +23,13 @@ def check(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, as_
     from whet.core.console import say_item
     from whet.core.errors import DONE, INPUT
     from whet.recipe.check import check as check_all
+    from whet.recipe.start import from_run
 
     def tell(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]
         say_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
-    findings = check_all(read_config(recipe, overrides or []), tell)
+    findings = check_all(from_run(read_config(recipe, overrides or [])), tell)
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
     counts = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}, {len(findings)} checks"
     say_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)

@@ -19,7 +19,7 @@ class Kind(StrEnum):
 
 @verb
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP for an earlier checkpoint.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP, RUN@best.")],
     to: Annotated[Kind, typer.Option("--to", help="A plain model folder, or the adapter alone.")] = Kind.MERGED,
     quiet: Quiet = False,
     as_json: Json = False,

@@ -31,8 +31,9 @@ def prepare(
     from whet.core.console import say
     from whet.core.errors import WhetError
     from whet.recipe.data import prepare_data, prepare_part, require_parts
+    from whet.recipe.start import from_run
 
-    config = read_config(recipe, overrides or [])
+    config = from_run(read_config(recipe, overrides or []))
     if shard is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", shard)
         if match is None or int(match[1]) >= int(match[2]) or merge:

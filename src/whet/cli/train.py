@@ -63,8 +63,10 @@ def train(
     read_ahead(config.model.path, config.model.revision)
     with importing():  # after the recipe was read: this takes seconds
         from whet.recipe import trial
+        from whet.recipe.start import from_run
         from whet.recipe.train import train as run
 
+    config = from_run(config)
     if smoke:
         config = trial.smoke(config)
     if dry_run:

@@ -48,6 +48,8 @@ _DISK_ERRORS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.ENOTDIR: "a part of the path is not a folder",
+    errno.EIO: "the disk or its file system fails (input/output error)",
+    errno.ESTALE: "the network's file system lost the folder (stale file handle)",
 }
 
 
@@ -55,6 +57,8 @@ _DISK_TEXTS = (
     (errno.ENOSPC, "No space left on device"),
     (errno.ENOSPC, "inline_container"),  # torch.save on a full disk: "enforce fail at inline_container.cc"
     (errno.EROFS, "Read-only file system"),
+    (errno.EIO, "Input/output error"),
+    (errno.ESTALE, "Stale file handle"),
 )
 
 
@@ -75,11 +79,12 @@ def disk_error(error: BaseException, doing: str, place: str | Path) -> WhetError
 
 
 def _disk_message(code: int, doing: str, place: str | Path) -> WhetError:
-    remedy = (
-        "Free some space, or choose a folder on another disk"
-        if code in (errno.ENOSPC, errno.EDQUOT)
-        else "Choose a folder you may write to"
-    )
+    remedy = {
+        errno.ENOSPC: "Free some space, or choose a folder on another disk",
+        errno.EDQUOT: "Free some space, or choose a folder on another disk",
+        errno.EIO: "Look into the system's log, and choose a folder on another disk",
+        errno.ESTALE: "Mount it again, or choose a folder on another disk",
+    }.get(code, "Choose a folder you may write to")
     return WhetError(
         f"{place}: {_DISK_ERRORS[code]} while {doing}. {remedy} (run.dir for runs, the environment variable "
         "WHET_CACHE for prepared data and models). Nothing half-written was left behind."

@@ -89,6 +89,8 @@ def put_in_place(temporary: Path, path: Path) -> None:
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+    for folder in (*(entry for entry in temporary.rglob("*") if entry.is_dir()), temporary):
+        sync_folder(folder)
     if path.exists():
         old = path.with_name(f".{path.name}.old-{os.getpid()}")
         path.rename(old)
@@ -96,6 +98,17 @@ def put_in_place(temporary: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk too: a power cut after a rename would undo it. Some systems cannot."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager
@@ -135,9 +148,11 @@ def need_space(path: Path, size: int, doing: str) -> None:
         )
 
 
-def hash_file(path: Path) -> str:
-    """The BLAKE2 hash of a file's content."""
+def hash_file(path: Path, sha256: bool = False) -> str:
+    """The BLAKE2 hash of a file's content; SHA-256 is three times as fast where processors know it, for large files."""
     with path.open("rb") as file:
+        if sha256:
+            return hashlib.file_digest(file, "sha256").hexdigest()
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 

@@ -118,3 +118,11 @@ def read_status(path: Path) -> dict[str, Any]:
     """The last status of a run, empty if it never got so far."""
     file = path / "status.json"
     return dict(read_json(file)) if file.exists() else {}
+
+
+def split_reference(reference: str) -> tuple[Path, str]:
+    """RUN@STEP as (RUN, STEP); without a step, or where the whole is a folder, the step is `latest`."""
+    path, at, step = reference.rpartition("@")
+    if not at or (Path(reference) / "config.yaml").exists():
+        return Path(reference), "latest"
+    return Path(path), step or "latest"

@@ -19,3 +19,8 @@ class EvalConfig(Section):
     at_start: bool = Field(default=True, description="Measure the untrained model too, as the line to beat.")
     tasks: list[str] = Field(default=[], description="Tasks to score by generated answers, such as orders.")
     examples: int = Field(default=64, ge=1, description="Held-out examples of each task.")
+    best: str = Field(
+        default="val_loss",
+        description="Which measure checkpoints/best and checkpoint.keep_best go by, such as val_loss or task/orders; "
+        "higher is better for tasks and accuracies, lower for all else.",
+    )

@@ -14,8 +14,9 @@ class ModelConfig(Section):
     """Which model is trained."""
 
     path: str = Field(
-        description="A model folder, a hub id, builtin:smollm2 (real, small) or builtin:tiny (random, for tests); or "
-        "random:NAME, random:FOLDER, random:FILE.json: random weights of a shape, to measure speed (whet bench)."
+        description="A model folder, a hub id, a run (RUN, RUN@STEP, RUN@best, RUN@latest: its weights alone), "
+        "builtin:smollm2 (real, small) or builtin:tiny (random, for tests); or random:NAME, random:FOLDER, "
+        "random:FILE.json: random weights of a shape, to measure speed (whet bench)."
     )
     revision: str | None = Field(default=None, description="Of a hub id: branch, tag or commit.")
     tokenizer: str | None = Field(

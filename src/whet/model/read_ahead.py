@@ -17,7 +17,7 @@ def read_ahead(path: str, revision: str | None = None) -> threading.Thread | Non
     The thread makes system calls and nothing else, so it may be there when processes are forked.
     """
     with contextlib.suppress(OSError):
-        files = sorted(_folder(path, revision).glob("*.safetensors"))
+        files = sorted(folder_of(path, revision).glob("*.safetensors"))
         if 0 < sum(file.stat().st_size for file in files) < _memory() // 2:
             thread = threading.Thread(target=_ask, args=(files,), name="read ahead", daemon=True)
             thread.start()
@@ -33,7 +33,7 @@ def _ask(files: list[Path]) -> None:
                     os.posix_fadvise(file.fileno(), start, _PIECE, os.POSIX_FADV_WILLNEED)
 
 
-def _folder(path: str, revision: str | None) -> Path:
+def folder_of(path: str, revision: str | None) -> Path:
     """Where the files of a model are, if they are on this machine."""
     folder = Path(path).expanduser()
     if folder.is_dir() or path.count("/") != 1:

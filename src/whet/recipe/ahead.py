@@ -7,7 +7,6 @@ it. What depends on random numbers, as an adapter's start, comes after.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import torch
@@ -15,17 +14,12 @@ from torch import nn
 
 from whet.config import Config
 from whet.core.ranks import my_device
+from whet.core.threads import give_up
 from whet.data.pool import no_fork
 from whet.model.hollow import Source, load_hollow
 from whet.model.load import load_model
 from whet.parallel.compile import compiles, import_compiler
 from whet.recipe.parts import arithmetic_of, place_of_weights
-
-_PATIENCE_S = 5.0
-
-
-class _GivenUpError(BaseException):
-    """Raised in the thread when nobody wants the model any more; no `except Exception` on its way keeps it."""
 
 
 class Loading:
@@ -64,12 +58,8 @@ class Loading:
 
     def give_up(self) -> None:
         """End the thread. One that is inside a long read ends after it, and does not hold the process open."""
-        if self._thread is None or not self._thread.is_alive():
-            return
-        # Not left to the interpreter's end: a thread that comes back from torch's C++ code then aborts the process.
-        ident = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_GivenUpError))
-        self._thread.join(_PATIENCE_S)
+        if self._thread is not None:
+            give_up(self._thread)
 
     def _load(self) -> None:
         try:

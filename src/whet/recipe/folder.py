@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
+from whet.checkpoint.load import load
+from whet.checkpoint.manifest import DamagedError
 from whet.config import Config
-from whet.core.console import say
+from whet.core.console import say, warn
 from whet.core.errors import FAILED, INPUT, INTERRUPTED, StoppedError, WhetError, disk_error
 from whet.core.files import JsonLines, atomic_dir, atomic_write, read_json, write_json
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
 from whet.core.yaml import read_yaml
 from whet.model.loss import LossModel
+from whet.recipe.about import require_base
 from whet.recipe.data import Data
 from whet.recipe.plan import make_plan
 from whet.train.loss_scale import LossScale
@@ -43,7 +46,7 @@ def run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder 
             folder.end("failed" if code in (INPUT, FAILED) else "stopped", code)
         folder.abandon()
         known = None if isinstance(error, WhetError) else disk_error(error, "writing the run", folder.path)
-        if isinstance(error, KeyboardInterrupt) and checkpoints.newest(folder.path / "checkpoints"):
+        if isinstance(error, KeyboardInterrupt) and place.newest(folder.path / "checkpoints"):
             known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
         raise known or error from None
     folder.close()
@@ -93,7 +96,7 @@ def begin(folder: RunFolder, config: Config, data: Data) -> None:
     (path / "checkpoints").mkdir(exist_ok=True)
     if (path / "ledger.json").exists():
         _same_data(path, data)
-    elif checkpoints.newest(path / "checkpoints"):
+    elif place.newest(path / "checkpoints"):
         raise WhetError(
             f"{path}/ledger.json is gone, so it cannot be known whether the data is still the same. Bring it back, or "
             "start a new run: run.dir=FOLDER"
@@ -132,26 +135,58 @@ class Kept:
 
 
 def go_on(
-    path: Path, root: LossModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, ranks: Ranks
+    config: Config, root: LossModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale, ranks: Ranks
 ) -> tuple[int, Seen, Kept]:  # fmt: skip
-    """Load the newest checkpoint, if there is one, and say where to go on."""
-    newest = checkpoints.newest(path / "checkpoints")
-    if newest is None:
-        metrics, measured = _measured_part(path / "metrics.jsonl")
-        samples, _ = _measured_part(path / "samples.jsonl") if measured else (0, False)
-        return 0, Seen(), Kept(metrics, samples, measured)
-    state = checkpoints.load(newest, root, optimizer, ranks)
+    """Load the newest checkpoint that is whole, if there is one, and say where to go on."""
+    path = config.folder
+    manifest = _newest_whole(path / "checkpoints", root, optimizer, ranks)
+    if manifest is None:
+        first = config.train.start_step
+        metrics, measured = _measured_part(path / "metrics.jsonl", first)
+        samples, _ = _measured_part(path / "samples.jsonl", first) if measured else (0, False)
+        return first, Seen(), Kept(metrics, samples, measured)
+    require_base(config, manifest, ranks)
+    step, state = manifest["step"], manifest["state"]
     loss_scale.restore(state["loss_scale"])
-    say(f"continuing after step {state['step']}")
-    return state["step"], Seen(**state["seen"]), Kept(state["metrics_bytes"], state["samples_bytes"], measured=True)
+    say(f"continuing after step {step}")
+    return step, Seen(**state["seen"]), Kept(state["metrics_bytes"], state["samples_bytes"], measured=True)
 
 
-def _measured_part(path: Path) -> tuple[int, bool]:
-    """The bytes of the lines about step 0 at the start of a file: a restart need not measure the base again."""
+def _newest_whole(
+    folder: Path, root: LossModel, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> dict[str, Any] | None:
+    """Load the newest checkpoint; where a file of it is damaged, say so and take the one before. Rank 0 looks for
+    them, all decide the same."""
+    there = ranks.gather(place.steps_in(folder) if ranks.is_first else [])
+    steps = ranks.gather(place.resumable(folder) if ranks.is_first else [])
+    if there and not steps:
+        raise WhetError(
+            f"{folder}: none of these checkpoints has the optimizer's state (checkpoint.optimizer: newest), so the run "
+            f"cannot go on. Start a new one from its weights: model.path={folder.parent}"
+        )
+    while steps:
+        step = steps.pop()
+        try:
+            return load(folder / place.name_of(step), root, optimizer, ranks)
+        except DamagedError as error:
+            if not steps:
+                raise WhetError(
+                    f"{error}. There is no other complete one to go back to: delete {folder} and --resume begins the "
+                    "run anew"
+                ) from None
+            if ranks.is_first:
+                away = place.set_aside(folder, step)
+                warn(f"{error}. It is set aside as {away.name}; the run goes on from step {steps[-1]}")
+            ranks.wait()
+    return None
+
+
+def _measured_part(path: Path, first: int) -> tuple[int, bool]:
+    """The bytes of the lines about the untrained model at the start of a file: a restart need not measure it again."""
     size = 0
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or json.loads(line)["step"] != 0:
+            if not line.endswith(b"\n") or json.loads(line)["step"] != first:
                 break
             size += len(line)
     return size, size > 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
+from whet.checkpoint.save import Saver
 from whet.config import Config
 from whet.core.console import say
 from whet.core.errors import RunFailedError
@@ -42,7 +44,8 @@ class RunHooks:
     ranks: Ranks
     arithmetic: Arithmetic
     steps: int
-    keeps: bool
+    saver: Saver | None
+    """None: nothing is kept."""
     folder: RunFolder | None
     files: Files | None
     trackers: Trackers
@@ -80,18 +83,29 @@ class RunHooks:
             line = {"time": time.time(), "step": step, **results}
             self.files.metrics.write(line)
             self.trackers.write(line)
+            if self.saver is not None and self.config.eval.best in results:
+                self.saver.score({step: results[self.config.eval.best]})
             say(f"step {step}: " + ", ".join(f"{name} {_shown(value)}" for name, value in results.items()))
 
     def save(self, step: int, seen: Seen) -> None:
-        if not self.keeps:
+        if self.saver is None:
             return
         state: dict[str, Any] = {"seen": asdict(seen), "loss_scale": asdict(self.loss_scale)}
         if self.files is not None:
             state |= self.files.sizes
-        folder = self.config.folder / "checkpoints"
-        checkpoints.save(folder, step, self.root, self.optimizer, state, self.ranks)
-        if self.folder is not None:
-            checkpoints.prune(folder, self.config.checkpoint.keep_last)
+        self.saver.save(step, state)
+
+    def wait_for_save(self) -> None:
+        if self.saver is not None:
+            self.saver.wait()
+
+    def save_requested(self) -> bool:
+        """Rank 0's clock decides. A save that failed asks for the next one, which then says so on every rank."""
+        if self.saver is None or not self.ranks.is_first:
+            return False
+        minutes = self.config.checkpoint.minutes
+        is_late = minutes is not None and time.monotonic() - self.saver.last_saved >= 60 * minutes
+        return is_late or self.saver.has_failed
 
     def fault(self, fault: Fault) -> str:
         """The event and the batch on disk; where the run ends, also the state before this step, if it is sound."""
@@ -102,21 +116,29 @@ class RunHooks:
             write_batch(file, batch_of(fault, self.config, self.data, self.loader, self.arithmetic.name, scale))
             self.files.events.write(event)
         done = fault.step - 1
-        saved = checkpoints.steps_in(self.config.folder / "checkpoints")
+        self.wait_for_save()
+        saved = self.ranks.gather(place.steps_in(self._checkpoints) if self.ranks.is_first else [])
         if fault.verdict.action == "stop" and done > 0 and done not in saved and not fault.findings.weights:
             self.save(done, fault.before)
+            self.wait_for_save()
         return message_of(event)
 
     def can_roll_back(self) -> bool:
-        return checkpoints.newest(self.config.folder / "checkpoints") is not None
+        self.wait_for_save()
+        return bool(self.ranks.gather(place.resumable(self._checkpoints) if self.ranks.is_first else []))
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.folder / "checkpoints"
 
     def roll_back(self, step: int) -> Place:
+        self.wait_for_save()
         path = self.config.folder
-        done = checkpoints.steps_in(path / "checkpoints")[-1]
+        done = self.ranks.gather(place.resumable(self._checkpoints) if self.ranks.is_first else [])[-1]
         self.guard.passed_over.append((done + 1, step))
         if self.folder is not None:  # before anything is undone: a run that dies here passes over them too
             write_passed_over(path, self.guard)
-        start, seen, kept = go_on(path, self.root, self.optimizer, self.loss_scale, self.ranks)
+        start, seen, kept = go_on(self.config, self.root, self.optimizer, self.loss_scale, self.ranks)
         if self.files is not None:
             self.files.cut(kept)
         self.trackers.go_back(start)

@@ -24,6 +24,7 @@ from whet.data.plan import Plan
 from whet.data.store import MANIFEST, Store
 from whet.recipe.data import Data, prepare_data, recorded_data
 from whet.recipe.plan import make_plan
+from whet.recipe.start import from_run
 
 _LEARNED, _GIVEN = "bold green", "dim"
 _WIDTH = 100  # characters of a row that is drawn
@@ -66,7 +67,7 @@ def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, va
         what = what / "config.yaml"
     if what.is_dir():
         raise WhetError(f"{what}: neither a store ({MANIFEST}) nor a run (config.yaml)")
-    config = read_config(what, overrides)
+    config = from_run(read_config(what, overrides))
     ledger = what.parent / "ledger.json"
     data = recorded_data(config, ledger) if ledger.exists() and not overrides else prepare_data(config)
     used, numbers = data.train.store, data.train_documents

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from whet.checkpoint.config import CheckpointConfig
+from whet.checkpoint.retention import lower_is_better
+from whet.checkpoint.save import Saver
 from whet.config import Config
 from whet.core.console import say
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
+from whet.data.loader import Loader
 from whet.data.plan import Plan
 from whet.model.flops import work_of
 from whet.model.flops_table import table
 from whet.model.loss import LossModel
 from whet.model.peaks import device_name, device_peak
+from whet.recipe.about import about
 from whet.recipe.data import Data
 from whet.recipe.fault import read_passed_over
 from whet.recipe.first_step import FirstStep
@@ -27,6 +33,7 @@ from whet.recipe.hooks import RunHooks
 from whet.recipe.parts import Arithmetic, make_loader
 from whet.train.guard import Guard
 from whet.train.loss_scale import LossScale
+from whet.train.metrics import Seen
 from whet.train.profiler import make_profiler
 from whet.train.schedule import Position
 from whet.train.track import Trackers, open_trackers
@@ -59,7 +66,12 @@ class Assembled:
 def learn(run: Assembled, trackers: list[str]) -> None:
     """All steps up to the last, each with what belongs to it."""
     config, folder, ranks = run.config, run.folder, run.ranks
-    start, seen, kept = go_on(config.folder, run.root, run.optimizer, run.loss_scale, ranks)
+    start, seen, kept = go_on(config, run.root, run.optimizer, run.loss_scale, ranks)
+    if config.train.start_step >= len(run.plan):
+        raise WhetError(
+            f"train.start_step: {config.train.start_step}, but this run has only {len(run.plan)} steps. Lower it, or "
+            "make the run longer"
+        )
     if start > run.last:
         raise WhetError(
             f"--until {run.last}: this run has done {start} steps already. Give a later step, or leave it out"
@@ -71,13 +83,16 @@ def learn(run: Assembled, trackers: list[str]) -> None:
     if folder is not None:
         folder.set_status("running", start, len(run.plan))
     with contextlib.ExitStack() as stack:
+        saver = stack.enter_context(_saver(run, lines)) if run.keeps else None
         files = stack.enter_context(contextlib.closing(Files(folder.path, kept))) if folder is not None else None
         shown = open_trackers(trackers, folder.path, start) if folder is not None else Trackers()
         loader = make_loader(config, run.data.train.store, run.plan, ranks)
+        if seen == Seen():
+            seen = _passed(loader, start)
         for part in (shown, loader, profiler):
             stack.enter_context(contextlib.closing(part))
         hooks = RunHooks(
-            config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.arithmetic, len(run.plan), run.keeps,
+            config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.arithmetic, len(run.plan), saver,
             folder, files, shown, loader, guard, run.first_step,
         )  # fmt: skip
         Trainer(
@@ -90,7 +105,10 @@ def learn(run: Assembled, trackers: list[str]) -> None:
                 last=run.last,
                 evaluate_every=config.eval.every,
                 evaluate_at_start=config.eval.at_start and not kept.measured,
-                save_every=config.checkpoint.every or max(1, len(run.plan) // 10),
+                save_every=_save_every(config.checkpoint, len(run.plan)),
+                save_epochs=config.checkpoint.epochs,
+                save_measured=config.checkpoint.keep_best > 0,
+                first=config.train.start_step,
             ),
             hooks=hooks,
             ranks=ranks,
@@ -104,6 +122,31 @@ def learn(run: Assembled, trackers: list[str]) -> None:
             peak=_peak(run),
             guard=guard,
         ).run(start, seen)
+
+
+def _passed(loader: Loader, steps: int) -> Seen:
+    """The counts of steps that are taken for done; nothing was computed for them."""
+    totals = [loader.totals(step) for step in range(steps)]
+    return Seen(
+        sum(each.conversations for each in totals),
+        sum(each.tokens for each in totals),
+        sum(each.supervised for each in totals),
+    )
+
+
+def _saver(run: Assembled, lines: list[dict[str, Any]]) -> Saver:
+    """It knows from metrics.jsonl how good the checkpoints were that are there."""
+    config = run.config
+    saver = Saver(
+        config.folder / "checkpoints", run.root, run.optimizer, run.ranks, config.checkpoint.retention,
+        config.checkpoint.optimizer, partial(about, config), lower_is_better(config.eval.best),
+    )  # fmt: skip
+    saver.score({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
+    return saver
+
+
+def _save_every(config: CheckpointConfig, steps: int) -> int | None:
+    return config.every if config.every or config.minutes or config.epochs else max(1, steps // 10)
 
 
 def end_of(plan: Plan) -> Position:

@@ -76,16 +76,19 @@ def answer_stops(renderer: Renderer, model: ModelConfig) -> list[int]:
 
 
 def export_model(
-    config: Config, data: Data, model: nn.Module, kind: str, step: int, name: str
+    config: Config, data: Data, model: nn.Module, kind: str, step: int, name: str, spend: bool = False
 ) -> tuple[Path, Certificate]:
-    """Ship a run's model as exports/NAME and compare it on a few of its own conversations."""
+    """Ship a run's model as exports/NAME and compare it on a few of its own conversations. `spend`: the model is not
+    needed afterwards."""
     store, documents = data.train.store, data.train_documents
     if data.validation is not None:
         store, documents = data.validation, data.validation_documents
     probes = [store.ids(int(document)).tolist() for document in documents[:_PROBES]]
     folder = config.folder / "exports" / name
     stops = answer_stops(Renderer(data.tokenizer, config.data.train_on), config.model)
-    certificate = export(model, data.tokenizer, stops, probes, kind, folder, step, config.model.trust_remote_code)
+    certificate = export(
+        model, data.tokenizer, stops, probes, kind, folder, step, config.model.trust_remote_code, spend
+    )
     say(
         f"exported to {folder}: loaded back and compared on {certificate.conversations} conversations, "
         f"largest difference of a logit {certificate.max_logit_difference:.1e}"

@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
+from whet.checkpoint.load import load
 from whet.config import Config, read_config
 from whet.core.config import Section
 from whet.core.console import say, warn
@@ -146,7 +147,7 @@ def _run_of(file: Path, saved: Saved) -> Path:
 def _restore(saved: Saved, run: Path, root: LossModel, ranks: Ranks) -> str | None:
     """Load the state before the step, or the nearest before that; gives its name, None for the model at the start."""
     wanted = saved.content["step"] - 1
-    before = [step for step in checkpoints.steps_in(run / "checkpoints") if step <= wanted]
+    before = [step for step in place.steps_in(run / "checkpoints") if step <= wanted]
     if not before and wanted:
         warn(f"no checkpoint of step {wanted} or before is left: the model is the one that the run started from")
     if not before:
@@ -154,7 +155,7 @@ def _restore(saved: Saved, run: Path, root: LossModel, ranks: Ranks) -> str | No
     name = f"step-{before[-1]:06d}"
     if before[-1] < wanted:
         warn(f"the state after step {wanted} was not saved; the nearest before it is {name}")
-    checkpoints.load(run / "checkpoints" / name, root, None, ranks)
+    load(run / "checkpoints" / name, root, None, ranks)
     return name
 
 

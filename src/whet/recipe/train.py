@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint.place import need_room
 from whet.config import Config
 from whet.core.console import be_quiet, say, warn
 from whet.core.errors import RunFailedError, WhetError
@@ -147,7 +147,11 @@ def _assemble(
     )  # fmt: skip
     if folder is not None and keeps:
         export = plain_bytes(model) if config.export.at_end == "merged" else 0
-        checkpoints.need_room(folder.path, root, state_bytes(optimizer), config.checkpoint.keep_last, export)
+        saved = config.checkpoint
+        need_room(
+            folder.path, sum(weight.nbytes for weight in root.trained), state_bytes(optimizer), saved.retention,
+            len(plan), saved.optimizer == "all", export,
+        )  # fmt: skip
     if folder is not None:
         write_json(folder.path / "plan.json", describe_plan(run))
     _say_what_matters(run)

@@ -31,7 +31,7 @@ def smoke(config: Config) -> Config:
         }
     )
     measured = config.eval.model_copy(update={"examples": min(config.eval.examples, _EXAMPLES), "every": None})
-    saved = config.checkpoint.model_copy(update={"every": STEPS})
+    saved = config.checkpoint.model_copy(update={"every": STEPS, "minutes": None, "epochs": None, "keep_best": 0})
     train = _short(config.train, config.row_length)
     changed = {"data": data, "train": train, "eval": measured, "checkpoint": saved, "profile": None}
     return _beside(config.model_copy(update=changed), "smoke")

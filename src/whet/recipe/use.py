@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.checkpoint import save as checkpoints
+from whet.checkpoint import place
 from whet.checkpoint.export import Certificate
+from whet.checkpoint.load import load
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
-from whet.core.run import read_status
+from whet.core.run import read_status, split_reference
 from whet.data.render import Renderer
 from whet.model import attention
 from whet.model.config import ModelConfig
@@ -23,6 +24,7 @@ from whet.model.load import load_model
 from whet.model.lora import language_model, merge
 from whet.model.loss import LossModel
 from whet.model.tokenizer import load_tokenizer
+from whet.recipe.about import require_base
 from whet.recipe.data import hush_libraries, prepare_data, recorded_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import answer_stops, export_model, measure
@@ -39,7 +41,7 @@ class Ready:
 
 
 def load_ready(reference: str) -> Ready:
-    """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@latest), ready to answer."""
+    """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@best, RUN@latest), ready to answer."""
     hush_libraries()
     path, step = split_reference(reference)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -69,29 +71,24 @@ class LoadedRun:
 
 
 def load_run(path: Path, step: str = "latest") -> LoadedRun:
-    """The model of a run after a step, or as the newest checkpoint has it."""
+    """The model of a run after a step, or as the newest or the best checkpoint has it."""
     if not (path / "config.yaml").exists():
         raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
     config = read_config(path / "config.yaml").at(path)
     folder = path / "checkpoints"
-    known = checkpoints.steps_in(folder)
-    if not known:
-        raise WhetError(f"{path}: this run has no checkpoint yet")
-    if step != "latest" and (not step.isdigit() or int(step) not in known):
-        raise WhetError(f"{path}@{step}: no such checkpoint; there are: {', '.join(map(str, known))}, latest")
-    number = known[-1] if step == "latest" else int(step)
+    number = place.find(folder, step)
     ranks = start_ranks()
-    return LoadedRun(
-        config, model_after(config, number, ranks), number, arithmetic_of(config, ranks.device, False), ranks
-    )
+    arithmetic = arithmetic_of(config, ranks.device, trains=False)
+    return LoadedRun(config, model_after(config, number, ranks), number, arithmetic, ranks)
 
 
 def model_after(config: Config, step: int, ranks: Ranks) -> nn.Module:
     """A run's model as the checkpoint after `step` has it, whole, on the device of `ranks`."""
     arithmetic = choose_arithmetic(config, ranks.device, trains=False)
     model = build_model(config, arithmetic, ranks.device, 0)
-    folder = config.folder / "checkpoints" / f"step-{step:06d}"
-    checkpoints.load(folder, LossModel(language_model(model)), None, ranks)
+    folder = config.folder / "checkpoints" / place.name_of(step)
+    manifest = load(folder, LossModel(language_model(model)), None, ranks)
+    require_base(config, manifest, ranks)
     return model
 
 
@@ -129,12 +126,4 @@ def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
     data = recorded_data(run.config, path / "ledger.json")
     is_final = run.step == read_status(path).get("steps")
     name = kind if is_final else f"{kind}-step-{run.step:06d}"
-    return export_model(run.config, data, run.model, kind, run.step, name)
-
-
-def split_reference(reference: str) -> tuple[Path, str]:
-    """RUN@STEP as (RUN, STEP); without a step, or where the whole is a folder, the step is `latest`."""
-    path, at, step = reference.rpartition("@")
-    if not at or (Path(reference) / "config.yaml").exists():
-        return Path(reference), "latest"
-    return Path(path), step or "latest"
+    return export_model(run.config, data, run.model, kind, run.step, name, spend=True)

@@ -131,6 +131,12 @@ class TrainConfig(Section):
     batch: BatchConfig = Field(
         default=BatchConfig(conversations=16), description="One optimizer step; 16 conversations if absent."
     )
+    start_step: int = Field(
+        default=0,
+        ge=0,
+        description="Begin after so many steps of the plan, as if they were done: their conversations are passed over, "
+        "schedule and counts go on from there. For weights that have learned from them already (model.path: RUN).",
+    )
     row_length: int | None = Field(default=None, ge=2, description="Tokens of a packed row; data.max_length if absent.")
     micro_rows: int = Field(
         default=1, ge=1, description="Rows in memory at a time on each device; changes speed and memory, not the loss."

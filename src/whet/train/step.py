@@ -42,6 +42,8 @@ class StepResult:
     """Some rank was asked to stop."""
     data_s: float
     """Seconds this rank waited for its batches."""
+    save: bool = False
+    """Some rank wants a checkpoint after this step."""
 
     @property
     def finite(self) -> bool:
@@ -50,7 +52,7 @@ class StepResult:
 
 def find_gradients(
     model: LossModel, loader: Loader | SavedStep, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
-    arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool,
+    arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool, save: bool = False,
 ) -> StepResult:  # fmt: skip
     """Forward and backward over this rank's micro-batches, and one reduction. The weights are left alone; the device is
     waited for once, at the end."""
@@ -60,8 +62,9 @@ def find_gradients(
     parameters = model.trained
     for parameter in parameters:
         parameter.grad = None
-    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
     sums[2].fill_(stop)  # an assignment would wait for the device
+    sums[4].fill_(save)
     batches = Timed(loader.micro_batches(step))
     last = loader.count(step) - 1
     for number, (row, batch) in enumerate(batches):
@@ -75,12 +78,12 @@ def find_gradients(
     sum_gradients(parameters, ranks)
     sums[3] = _squares(parameters, ranks)
     ranks.sum_(sums)
-    loss, hits, stops, squares = sums.tolist()
+    loss, hits, stops, squares, saves = sums.tolist()
     if not supervised:
-        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, batches.seconds)
+        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, batches.seconds, saves > 0)
     norm = math.sqrt(squares) / loss_scale
     factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
-    return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, batches.seconds)
+    return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, batches.seconds, saves > 0)
 
 
 def _squares(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:

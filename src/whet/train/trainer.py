@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class _Done:
     line: dict[str, Any]
     stop: bool
     back: Place | None = None
+    save: bool = False
 
 
 class Hooks(Protocol):
@@ -75,7 +77,13 @@ class Hooks(Protocol):
         """Measure the model after so many steps."""
 
     def save(self, step: int, seen: Seen) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; it may still be on its way when this returns."""
+
+    def wait_for_save(self) -> None:
+        """Until the checkpoint is on the disk."""
+
+    def save_requested(self) -> bool:
+        """Whether it is time for a checkpoint, by the clock; one rank may say so and the others not."""
 
     def stop_requested(self) -> bool:
         """Whether someone wants the run to end."""
@@ -100,13 +108,24 @@ class Cadence:
     """Where this process ends: the last step, or the one until which it was asked to train."""
     evaluate_every: int | None
     evaluate_at_start: bool
-    save_every: int
+    save_every: int | None
+    save_epochs: float | None = None
+    save_measured: bool = False
+    """Every evaluation has a checkpoint: the best can then be kept."""
+    first: int = 0
+    """The step after which the run begins (train.start_step)."""
 
     def evaluates_after(self, step: int) -> bool:
         return step == self.last or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
-    def saves_after(self, step: int) -> bool:
-        return step == self.last or step % self.save_every == 0
+    def saves_after(self, step: int, before: float = 0.0, after: float = 0.0) -> bool:
+        """`before`, `after`: epochs that were done before this step and after it."""
+        return (
+            step == self.last
+            or bool(self.save_every and step % self.save_every == 0)
+            or bool(self.save_epochs and math.floor(before / self.save_epochs) < math.floor(after / self.save_epochs))
+            or (self.save_measured and self.evaluates_after(step))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +161,7 @@ class Trainer:
     def _from(self, place: Place, signals: list[int]) -> Place | None:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
-        if self.cadence.evaluate_at_start if start == 0 else self.cadence.evaluates_after(start):
+        if self.cadence.evaluate_at_start if start == self.cadence.first else self.cadence.evaluates_after(start):
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
         smoothed = Ema()
@@ -160,11 +179,13 @@ class Trainer:
                             f"{result.back.step}. Start it again to continue (whet train: with --resume)"
                         )
                     return result.back
-                seen, done = result.seen, step + 1
+                before, seen, done = seen, result.seen, step + 1
                 bar.advance(1, note_of(result.line, smoothed.add(result.line["loss"])))
-                if result.stop or self.cadence.saves_after(done):
+                is_due = self.cadence.saves_after(done, self._epochs(before), self._epochs(seen))
+                if result.stop or result.save or is_due:
                     self.hooks.save(done, seen)
                 if result.stop:
+                    self.hooks.wait_for_save()
                     raise StoppedError(
                         f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved. "
                         "Start it again to continue (whet train: with --resume)"
@@ -174,6 +195,9 @@ class Trainer:
                     self.model.train()  # not in every step: a model with adapters has thousands of modules
         return None
 
+    def _epochs(self, seen: Seen) -> float:
+        return seen.conversations / self.per_epoch
+
     def _one(self, step: int, seen: Seen, stop: bool) -> _Done:
         began, compiled = time.perf_counter(), compile_count()
         totals = self.loader.totals(step)
@@ -181,7 +205,7 @@ class Trainer:
         rates = self._rates(step, seen, after)
         result = find_gradients(
             self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
-            arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop,
+            arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop, save=self.hooks.save_requested(),
         )  # fmt: skip
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         if verdict.kind not in ("fine", "overflow"):
@@ -199,7 +223,7 @@ class Trainer:
         if verdict.action == "skip":
             line["skipped"] = verdict.kind
         self._log(line)
-        return _Done(after, line, result.stop)
+        return _Done(after, line, result.stop, save=result.save)
 
     def _fault(self, step: int, seen: Seen, result: StepResult, verdict: Verdict) -> Verdict:
         """Find who is to blame and say so; ends the run if that is what the policy, or what is left of it, says."""

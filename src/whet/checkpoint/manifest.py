@@ -1,0 +1,84 @@
+"""manifest.json: what a checkpoint is, and the hash of each of its files. Written last: present means complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from whet.core.errors import WhetError
+from whet.core.files import hash_file, hash_json, read_json, write_json
+
+NAME = "manifest.json"
+_FORMAT = 1
+_THREADS = 8
+
+Files = dict[str, dict[str, Any]]
+"""By path inside the checkpoint: {"bytes": size, "hash": SHA-256 of the content}."""
+
+
+class DamagedError(WhetError):
+    """A file of a checkpoint is not what was written."""
+
+
+def hash_files(folder: Path, paths: Iterable[Path]) -> Files:
+    """Several at a time: a hash takes a core, and disks are faster than one."""
+    listed = sorted(paths)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        hashes = list(pool.map(lambda path: hash_file(path, sha256=True), listed))
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "hash": digest}
+        for path, digest in zip(listed, hashes, strict=True)
+    }
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """`content` must have `step` and `files`. The manifest has a hash of itself: its numbers steer a resumed run."""
+    body = {"format": _FORMAT, **content}
+    write_json(folder / NAME, {**body, "hash": hash_json(body)})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest as it was written, or a DamagedError."""
+    file = folder / NAME
+    try:
+        found = read_json(file)
+        if not isinstance(found, dict) or hash_json({k: v for k, v in found.items() if k != "hash"}) != found["hash"]:
+            raise WhetError(f"{file}: its content is not what was written")
+    except (WhetError, KeyError) as error:
+        reason = str(error) if isinstance(error, WhetError) else f"{file}: it has no hash of itself"
+        raise DamagedError(f"{reason}. {_REMEDY}") from None
+    except OSError as error:
+        raise DamagedError(f"{file}: cannot be read: {error.strerror}. {_REMEDY}") from None
+    if found["format"] != _FORMAT:
+        raise WhetError(f"{file}: this checkpoint has format {found['format']}, and this whet reads {_FORMAT}")
+    return found
+
+
+def damage_in(folder: Path, files: Files, names: Sequence[str]) -> list[str]:
+    """What is wrong with these files, in words; nothing for those that are as they were written."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _damage(folder / name, files[name]), names)
+    return [words for words in found if words is not None]
+
+
+def damaged(words: str) -> DamagedError:
+    return DamagedError(f"{words}. {_REMEDY}")
+
+
+_REMEDY = "The checkpoint is damaged; use another one (RUN@STEP)"
+
+
+def _damage(path: Path, recorded: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != recorded["bytes"]:
+            return f"{path}: it has {size:,} bytes and was written with {recorded['bytes']:,}"
+        if hash_file(path, sha256=True) != recorded["hash"]:
+            return f"{path}: its content is not what was written (its hash differs)"
+    except FileNotFoundError:
+        return f"{path}: the file is gone"
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"
+    return None

@@ -1,0 +1,77 @@
+"""Starting from what another run learned: its weights, under a schedule of one's own. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from whet.checkpoint import place
+from whet.checkpoint.manifest import NAME
+from whet.config import Config
+from whet.core.console import say
+from whet.core.errors import WhetError
+from whet.core.files import read_json, waiting_lock
+from whet.core.run import split_reference
+
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def from_run(config: Config) -> Config:
+    """The same configuration; where model.path is a run (RUN, RUN@STEP, RUN@best, RUN@latest) or the folder of one of
+    its checkpoints, it becomes the plain model folder that is exported from it.
+
+    So the step is settled for good, and all that is done with a model folder can be done with a run. Called before
+    processes know each other: the first one exports, the others wait.
+    """
+    found = _named_run(config.model.path)
+    if found is None:
+        return config
+    run, which = found
+    step = place.find(run / "checkpoints", which)
+    with waiting_lock(run / "exports" / f".{place.name_of(step)}.lock"):
+        folder = _exported(run, step)
+        if folder is None:
+            say(f"model.path: {config.model.path}: exporting the weights after step {step}")
+            folder = _export(run, step)
+    model = config.model.model_copy(update={"path": str(folder.resolve())})
+    return config.model_copy(update={"model": model})
+
+
+def _named_run(path: str) -> tuple[Path, str] | None:
+    """(run, which step), if this names a run at all."""
+    folder = Path(path).expanduser()
+    if (folder / NAME).is_file() and folder.parent.name == "checkpoints":
+        return folder.parent.parent, str(int(folder.name.removeprefix("step-")))
+    run, which = split_reference(str(folder))
+    if (run / "config.yaml").is_file() and not (run / "config.json").exists():
+        return run, which
+    return None
+
+
+def _exported(run: Path, step: int) -> Path | None:
+    """What was exported of this step before, if it was found to be what was trained."""
+    for name in ("merged", f"merged-{place.name_of(step)}"):
+        certificate = run / "exports" / name / "certificate.json"
+        if certificate.exists():
+            said = read_json(certificate)
+            if said["step"] == step and said["verified"]:
+                return certificate.parent
+    return None
+
+
+def _export(run: Path, step: int) -> Path:
+    """In a process of its own: nothing of that model stays in the memory of this one or of its device."""
+    command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", "--to", "merged", "--json", "--quiet"]
+    alone = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = {}
+    if "export" in answer:
+        return Path(answer["export"])
+    reason = answer.get("error") or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    raise WhetError(f"model.path: {run}@{step}: the weights of this run cannot be exported: {reason}")

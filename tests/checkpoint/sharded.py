@@ -1,0 +1,58 @@
+"""Started under torchrun by test_sharded.py: a sharded model is saved, changed meanwhile, loaded again.
+
+python sharded.py FOLDER save|load
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from whet.checkpoint.load import load
+from whet.checkpoint.save import Saver
+from whet.core.ranks import start_ranks
+
+
+def main(folder: Path, work: str) -> None:
+    ranks = start_ranks()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    whole = {}
+    if work == "save":
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with Saver(folder, model, optimizer, ranks) as saver:
+            saver.save(3, {})
+            whole = _whole(model, optimizer)
+            for parameter in model.parameters():
+                parameter.data.zero_()
+    load(folder / "step-000003", model, optimizer, ranks)
+    found = _whole(model, optimizer)
+    if work == "save":
+        assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    if ranks.is_first:
+        torch.save(found, folder / f"{work}.pt")
+    ranks.wait()  # a process that leaves while another still gathers ends it badly (seen with Gloo)
+    ranks.leave()
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        found[name] = parameter.full_tensor().detach().clone()
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
+
+
+main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,119 @@
+"""Retention: the union of the newest, the best and every m-th, and never nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from whet.checkpoint import place
+from whet.checkpoint.load import load
+from whet.checkpoint.manifest import DamagedError
+from whet.checkpoint.retention import Retention, lower_is_better, ranking
+from whet.checkpoint.save import Saver
+from whet.core.errors import WhetError
+from whet.core.ranks import Ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+policies = st.builds(
+    Retention, st.integers(1, 5), st.integers(0, 5), st.one_of(st.none(), st.integers(1, 20))
+)  # fmt: skip
+all_steps = st.lists(st.integers(1, 200), unique=True)
+all_scores = st.dictionaries(st.integers(1, 200), st.floats(0, 10, allow_nan=False))
+
+
+@given(all_steps, all_scores, policies, st.booleans())
+def test_what_goes_was_wanted_by_nobody_and_what_stays_by_somebody(
+    steps: list[int], scores: dict[int, float], policy: Retention, lower: bool
+) -> None:
+    kept = policy.keeps(steps, scores, lower)
+    assert kept <= set(steps)
+    for step in steps:
+        newer = sum(other > step for other in steps)
+        sign = 1 if lower else -1
+        better = [
+            other for other in steps
+            if other in scores and step in scores and (sign * scores[other], other) < (sign * scores[step], step)
+        ]  # fmt: skip
+        wanted = (
+            newer < policy.last
+            or (step in scores and len(better) < policy.best)
+            or (policy.every is not None and step % policy.every == 0)
+        )
+        assert (step in kept) == wanted
+
+
+@given(all_steps, all_scores, policies)
+def test_the_newest_is_never_deleted(steps: list[int], scores: dict[int, float], policy: Retention) -> None:
+    kept = policy.keeps(steps, scores)
+    assert bool(kept) == bool(steps)
+    assert not steps or max(steps) in kept
+
+
+@given(st.integers(1, 60), st.integers(1, 7), all_scores, policies)
+def test_saving_one_by_one_ends_with_what_the_policy_says_of_them_all(
+    steps: int, every: int, scores: dict[int, float], policy: Retention
+) -> None:
+    """What was deleted on the way is not missed later; and there are never more than was said before the run."""
+    there: set[int] = set()
+    saved = range(every, steps + 1, every)
+    for step in saved:
+        there = policy.keeps({*there, step}, {s: v for s, v in scores.items() if s <= step})
+        assert len(there) <= policy.most(steps)
+    assert there == policy.keeps(saved, scores)
+
+
+def test_losses_fall_and_scores_rise() -> None:
+    assert [lower_is_better(metric) for metric in ("val_loss", "val_bpb", "val_accuracy", "task/orders")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert ranking([1, 2, 3, 4], {1: 0.5, 2: 0.9, 3: 0.5}, lower_is_better=False) == [2, 1, 3]
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 4)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_the_best_is_named_and_kept_on_disk(tmp_path: Path) -> None:
+    with Saver(tmp_path, *make(), ALONE, Retention(last=1, best=1, every=10)) as saver:
+        for step, loss in ((5, 3.0), (7, 1.0), (9, 2.0), (10, 2.5), (11, 1.5)):
+            saver.save(step, {})
+            saver.score({step: loss})
+    assert place.steps_in(tmp_path) == [7, 10, 11]
+    assert (tmp_path / "best").read_text() == "step-000007\n"
+    assert [place.find(tmp_path, which) for which in ("best", "latest", "10")] == [7, 11, 10]
+    with pytest.raises(WhetError, match=r"@8: no such checkpoint; there are: 7, 10, 11, latest, best"):
+        place.find(tmp_path, "8")
+
+
+def test_without_a_measured_checkpoint_there_is_no_best(tmp_path: Path) -> None:
+    with Saver(tmp_path, *make(), ALONE) as saver:
+        saver.save(1, {})
+    with pytest.raises(WhetError, match="@best: none of its checkpoints was measured"):
+        place.find(tmp_path, "best")
+
+
+def test_older_checkpoints_lose_their_optimizer_and_stay_whole_without(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with Saver(tmp_path, model, optimizer, ALONE, Retention(last=4), optimizers="newest") as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(step, {})
+    assert [(tmp_path / f"step-00000{step}/optimizer").exists() for step in (1, 2, 3, 4)] == [False, False, True, True]
+    assert place.resumable(tmp_path) == [3, 4]
+    assert load(tmp_path / "step-000001", make()[0], None, ALONE)["step"] == 1
+    with pytest.raises(DamagedError, match="it has no optimizer any more"):
+        load(tmp_path / "step-000001", *make(), ALONE)
+
+
+def test_a_start_clears_away_what_a_killed_process_was_at(tmp_path: Path) -> None:
+    for name in (".step-000003.writing", ".step-000001.deleting", "step-000009"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    with Saver(tmp_path, *make(), ALONE):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000009"]  # whatever it is, it is not ours to delete

@@ -1,0 +1,184 @@
+"""Saving beside training: what is saved is what was there, training waits for the copy alone, failures come out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.checkpoint import place, stage
+from whet.checkpoint import save as saving
+from whet.checkpoint.load import load
+from whet.checkpoint.save import Saver
+from whet.core.errors import RunFailedError, WhetError
+from whet.core.ranks import Ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Gate:
+    """Holds the writing of every checkpoint until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open, write = threading.Event(), saving.dcp_save
+
+        def wait_and_write(*args: Any, **kwargs: Any) -> Any:
+            self._open.wait()
+            return write(*args, **kwargs)
+
+        monkeypatch.setattr(saving, "dcp_save", wait_and_write)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    model, optimizer = make()
+    step(model, optimizer)
+    weight = model.weight.detach().clone()
+    moment = optimizer.state[model.weight]["exp_avg"].clone()
+    with Saver(tmp_path, model, optimizer, ALONE) as saver:
+        saver.save(1, {})
+        for _ in range(3):  # training goes on before a byte is written
+            step(model, optimizer)
+        assert place.steps_in(tmp_path) == []
+        gate.open()
+    assert not torch.equal(model.weight, weight)
+    other, others = make()
+    load(tmp_path / "step-000001", other, others, ALONE)
+    assert torch.equal(other.weight, weight)
+    assert torch.equal(others.state[other.weight]["exp_avg"], moment)
+    assert int(others.state[other.weight]["step"]) == 1
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with Saver(tmp_path, *make(), ALONE, saving.Retention(9)) as saver:
+        saver.save(1, {})
+        threading.Timer(0.2, gate.open).start()
+        saver.save(2, {})
+        assert place.steps_in(tmp_path)[:1] == [1]
+    assert place.steps_in(tmp_path) == [1, 2]
+
+
+def test_a_failure_comes_out_at_the_next_save_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path, *make(), ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "put_in_place", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "bad", "place")))
+        saver.save(1, {})
+        while not saver.has_failed:
+            time.sleep(0.01)
+        with pytest.raises(WhetError, match=r"place: the disk or its file system fails.*while saving a checkpoint"):
+            saver.save(2, {})
+    saver.save(3, {})
+    saver.wait()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000003"]
+
+
+def failure_of(saver: Saver) -> str | None:
+    try:
+        saver.wait()
+    except WhetError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
+def test_whatever_call_fails_the_checkpoint_before_stays_and_nothing_half_written(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the calls by which a checkpoint gets onto the disk fails once, the first, the second, …"""
+    model, optimizer = make()
+    with Saver(tmp_path, model, optimizer, ALONE, saving.Retention(9)) as saver:
+        saver.save(1, {})
+    before = sorted(file.name for file in tmp_path.rglob("*"))
+    real, failures = getattr(os, call), 0
+    for number in range(40):
+        count = iter(range(100))
+
+        def fail(*args: Any, _count: Any = count, _number: int = number, **kwargs: Any) -> Any:
+            if next(_count) == _number:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            saver = Saver(tmp_path, model, optimizer, ALONE, saving.Retention(9))
+            saver.save(2, {})
+            said = failure_of(saver)
+        if said is not None:
+            failures += 1
+            assert "the disk is full while saving a checkpoint" in said
+            if place.steps_in(tmp_path) == [1]:
+                assert sorted(file.name for file in tmp_path.rglob("*")) == before
+        for found in place.steps_in(tmp_path):
+            load(tmp_path / place.name_of(found), *make(), ALONE)
+        assert 1 in place.steps_in(tmp_path)
+        if next(count) <= number:
+            break  # there is no such call any more
+        place.delete(tmp_path, [found for found in place.steps_in(tmp_path) if found != 1])
+        (tmp_path / "latest").write_text("step-000001\n")
+    assert failures > 0
+    assert number < 39
+
+
+def test_an_error_in_the_block_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs: the process must still end."""
+    monkeypatch.setattr(saving, "_PATIENCE_S", 0.1)
+
+    def hang(*args: Any, **kwargs: Any) -> None:
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(saving, "dcp_save", hang)
+    saver = Saver(tmp_path, *make(), ALONE)
+    began = time.monotonic()
+    saver.save(1, {})
+    saver.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert time.monotonic() - began < 3
+    assert not any(thread.name == "save a checkpoint" for thread in threading.enumerate())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_the_block_lets_a_save_finish(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, *make(), ALONE)
+    saver.save(1, {})
+    saver.__exit__(RunFailedError, RunFailedError("the model diverged"), None)
+    assert place.steps_in(tmp_path) == [1]
+
+
+def test_without_memory_for_a_copy_training_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stage, "free_memory", lambda: 100)
+    with Saver(tmp_path, *make(), ALONE) as saver:
+        saver.save(1, {})
+        assert place.steps_in(tmp_path) == [1]
+    load(tmp_path / "step-000001", *make(), ALONE)
+
+
+def test_copies_are_made_in_room_that_is_made_once() -> None:
+    staging = stage.Staging()
+    first = staging.copy({"a": torch.ones(3)})["a"]
+    second = staging.copy({"a": torch.zeros(3)})["a"]
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(second, torch.zeros(3))
