@@ -66,15 +66,17 @@ class RunFolder:
     def _entries(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
 
-    def set_status(self, state: str, step: int, steps: int, exit_code: int | None = None) -> None:
-        """Say where the run stands, for whoever watches it."""
+    def set_status(
+        self, state: str, step: int, steps: int, exit_code: int | None = None, reason: str | None = None
+    ) -> None:
+        """Say where the run stands, for whoever watches it; of one that has ended, why."""
         self._beat, self._step, self._steps = time.time(), step, steps
         write_json(
             self.path / "status.json",
             {
                 "state": state, "step": step, "steps": steps, "host": socket.gethostname(), "pid": os.getpid(),
                 "started": self._started, "heartbeat": self._beat, "exit_code": exit_code,
-                "first_step": self.first_step,
+                "reason": reason, "first_step": self.first_step,
             },
         )  # fmt: skip
 
@@ -84,10 +86,10 @@ class RunFolder:
         if time.time() - self._beat > _HEARTBEAT_S:
             self.set_status("running", step, steps)
 
-    def end(self, state: str, exit_code: int) -> None:
+    def end(self, state: str, exit_code: int, reason: str | None = None) -> None:
         """Write into the status how a run ended that had begun."""
         if self._beat:
-            self.set_status(state, self._step, self._steps, exit_code)
+            self.set_status(state, self._step, self._steps, exit_code, reason)
 
     def stop_requested(self) -> bool:
         """Whether someone put a file named `stop` into the folder."""
@@ -118,3 +120,12 @@ def read_status(path: Path) -> dict[str, Any]:
     """The last status of a run, empty if it never got so far."""
     file = path / "status.json"
     return dict(read_json(file)) if file.exists() else {}
+
+
+def note_failure(path: Path, reason: str, exit_code: int) -> None:
+    """Write into the status of a run that it failed, for a process that does not own the folder: the owner hangs, or
+    was killed before it could."""
+    with contextlib.suppress(OSError, WhetError):
+        status = read_status(path)
+        if status:
+            write_json(path / "status.json", {**status, "state": "failed", "exit_code": exit_code, "reason": reason})
