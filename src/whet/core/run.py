@@ -122,10 +122,11 @@ def read_status(path: Path) -> dict[str, Any]:
     return dict(read_json(file)) if file.exists() else {}
 
 
-def note_failure(path: Path, reason: str, exit_code: int) -> None:
+def note_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> None:
     """Write into the status of a run that it failed, for a process that does not own the folder: the owner hangs, or
     was killed before it could."""
     with contextlib.suppress(OSError, WhetError):
         status = read_status(path)
         if status:
-            write_json(path / "status.json", {**status, "state": "failed", "exit_code": exit_code, "reason": reason})
+            status |= {"state": "failed", "exit_code": exit_code, "reason": reason, "step": max(step, status["step"])}
+            write_json(path / "status.json", status)

@@ -113,7 +113,7 @@ def describe(everyone: Mapping[int, Told], now: float, patience_s: float, quiet_
     """What hangs, in words: the ranks that lag behind, where they are, and who waits."""
     late = lagging(everyone, now, quiet_s)
     start = f"no process has got any further for {patience_s:g} s (parallel.timeout = {patience_s / 60:g} minutes)"
-    end = "The last checkpoint is good. Start it again to continue (whet train: with --resume)"
+    end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
     if not late:
         place = place_of(next(iter(everyone.values())))
         return f"{start}: all are {place}, so the network between them is at fault. {end}"

@@ -15,6 +15,7 @@ from whet.core.meeting import launcher_has_store
 from whet.core.ranks import lost_peer
 from whet.core.run import note_failure
 from whet.core.watchdog import Watchdog
+from whet.core.whereabouts import HERE
 
 
 class Watch:
@@ -38,7 +39,7 @@ class Watch:
     def _hung(self, words: str) -> None:
         leave_in_run(self._folder, self._rank, words, FAILED)
         leave_to_launcher(words)
-        note_failure(self._folder, words, FAILED)
+        note_failure(self._folder, words, FAILED, HERE.step - 1)
         show_error(f"error: {words}")
 
 
@@ -63,7 +64,7 @@ def heard(folder: Path, rank: int, world: int) -> Iterator[None]:
 
 def _loss(folder: Path, began: float, error: BaseException) -> str:
     first: dict[str, Any] | None = first_in_run(folder, began)
-    end = "The last checkpoint is good. Start it again to continue (whet train: with --resume)"
+    end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
     if first is None:
         return f"another process of this run is gone: {_words(error)}. {end}"
     return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {first['message']}. {end}"
