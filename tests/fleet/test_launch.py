@@ -36,7 +36,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(
     assert_same(run.folder, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_launch_that_is_asked_to_stop_ends_with_75_and_can_be_finished(
     number: signal.Signals, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:

@@ -63,9 +63,8 @@ def decide(history: Sequence[Ending], max_restarts: int, first_wait_s: float) ->
     if len(history) > 1 and is_same(last, history[-2]):
         return End(FAILED, f"{last.who} failed after step {last.step} again, in the same way: {last.message}")
     if len(history) > max_restarts:
-        return End(
-            FAILED, f"launch.max_restarts = {max_restarts} is used up; at last {last.who} failed: {last.message}"
-        )
+        used_up = f"launch.max_restarts = {max_restarts} is used up"
+        return End(FAILED, f"{used_up}; at last {last.who} failed after step {last.step}: {last.message}")
     return Restart(min(_LONGEST_WAIT_S, first_wait_s * 2 ** min(len(history) - 1, 30)))
 
 

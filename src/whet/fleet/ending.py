@@ -14,7 +14,8 @@ from whet.core.last_words import first_in_run
 from whet.core.run import read_status
 from whet.fleet.decide import Ending
 
-_TORCHRUN_S = 1.0  # torchrun's times are whole seconds
+_FROM_TORCHRUN = (signal.SIGTERM, signal.SIGKILL)
+"""What it sends to the others when one has failed."""
 
 
 def read_ending(folder: Path, code: int, report: Path | None, began: float, asked: bool) -> Ending:
@@ -44,25 +45,27 @@ def _stopped(folder: Path, step: int) -> Ending:
 
 
 def _first(folder: Path, code: int, report: Path | None, began: float) -> dict[str, Any]:
-    """What failed first. A process that was killed could not say so, and the others died of it; one that could speak
-    did so before them. torchrun's SIGTERM to the others is never the cause."""
+    """What failed first. The processes die of each other, so the order is that of what cannot be a consequence.
+
+    A process that broke by itself (SIGSEGV, SIGABRT) had no words; one that has words found its own fault, not
+    another's absence; SIGKILL came from outside, or from torchrun to one that did not end with the others.
+    """
     words = first_in_run(folder, began)
     if report is None:
-        message = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        reason = read_status(folder).get("reason") or "" if not message else ""
-        return words or {"rank": 0, "exit_code": code, "message": message or reason}
+        message = f"killed by {signal.Signals(-code).name}" if code < 0 else read_status(folder).get("reason") or ""
+        return {"rank": 0, "exit_code": code, "message": message}
     failures: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):
         failures = json.loads(report.read_text())
-    causes = [one for one in failures if one["exit_code"] != -signal.SIGTERM]
-    killed = [one for one in causes if one["exit_code"] < 0]
-    if killed:
-        return killed[0]
-    told = min(causes, key=lambda one: (not one["message"], one["time"]), default=None)
-    if words is not None and (told is None or words["time"] <= told["time"] + _TORCHRUN_S):
-        return words
+    broken = [one for one in failures if one["exit_code"] < 0 and -one["exit_code"] not in _FROM_TORCHRUN]
+    killed = [one for one in failures if one["exit_code"] == -signal.SIGKILL]
+    told = [one for one in failures if one["exit_code"] > 0]
+    told.sort(key=lambda one: (not one["message"], one["time"]))
+    causes = [*broken, *([words] if words else []), *killed, *told]
+    if causes:
+        return causes[0]
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return told or {"rank": None, "exit_code": FAILED, "message": f"the launcher ended without a report ({name})"}
+    return {"rank": None, "exit_code": FAILED, "message": f"the launcher ended without a report ({name})"}
 
 
 def steps_done(folder: Path) -> int:
