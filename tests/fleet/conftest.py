@@ -74,8 +74,10 @@ class Start:
     started: list[Started] = field(default_factory=list)
 
     def __call__(self, *words: Any, run: str = "run", **settings: Any) -> Started:
-        command = [sys.executable, "-m", *map(str, words), f"run.dir={self.folder / run}"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+        return self.command([sys.executable, "-m", *map(str, words), f"run.dir={self.folder / run}"], run, **settings)
+
+    def command(self, words: list[str], run: str, **settings: Any) -> Started:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
         self.started.append(Started(process, self.folder / run))
         return self.started[-1]
 

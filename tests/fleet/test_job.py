@@ -54,4 +54,4 @@ def test_the_environment_is_given_and_shown(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("OMP_NUM_THREADS")
     made = job(processes=1, env={"NAME": "a b"})
     assert shown(made, resume=False).startswith("env 'NAME=a b' OMP_NUM_THREADS=")
-    assert made.env["OMP_NUM_THREADS"] == str(os.cpu_count())
+    assert made.env["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))

@@ -114,7 +114,7 @@ def start_ranks(timeout_s: float = 1800.0) -> Ranks:
         if device.type == "cpu":
             # More threads than cores make processes wait for each other: ten times slower, seen on two cores.
             here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
         if not dist.is_initialized():
             if launcher_has_store():
                 wait_for_all("joining", rank, world, _tell)

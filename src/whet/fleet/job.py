@@ -60,7 +60,7 @@ def make_job(
     processes = launch.gpus or launch.processes or _devices()
     env = dict(launch.env)
     if "OMP_NUM_THREADS" not in os.environ:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     if meeting is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo asks for the address of the machine's own name, which on many is 127.0.1.1: no other machine reaches it.
         interface = _interface(meeting.address)
