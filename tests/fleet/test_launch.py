@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,17 @@ def test_a_second_launch_of_the_same_run_is_refused_with_its_owner(start: Any, r
     assert "ago" in err
     assert run.process.poll() is None
     assert not (run.folder / "launch.jsonl").exists()
+
+
+def test_a_supervisor_that_is_killed_leaves_a_run_that_saves_and_stops(start: Any, recipe: str) -> None:
+    run = start.launch(recipe, *OPTIONS, "train.steps=100000", *TWO)
+    run.wait_for_step(5)
+    run.process.kill()
+    until = time.monotonic() + 40
+    while run.status["state"] == "running":
+        assert time.monotonic() < until, "it trains on, and nobody watches"
+        time.sleep(0.1)
+    assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
 
 
 def test_a_dry_run_prints_the_command_and_starts_nothing(start: Any, whet: Any, recipe: str, tmp_path: Path) -> None:

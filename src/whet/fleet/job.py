@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from whet.core.cores import usable_cores
 from whet.core.errors import WhetError
 from whet.fleet.config import LaunchConfig
 
@@ -60,7 +61,7 @@ def make_job(
     processes = launch.gpus or launch.processes or _devices()
     env = dict(launch.env)
     if "OMP_NUM_THREADS" not in os.environ:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     if meeting is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo asks for the address of the machine's own name, which on many is 127.0.1.1: no other machine reaches it.
         interface = _interface(meeting.address)

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from whet.fleet.job import Job
 from whet.fleet.torchrun import command
 
 _POLL_S = 0.2
+_STDERR = 2  # stdout belongs to this command's own result
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,21 @@ def _attempt(job: Job, resume: bool, signals: _Signals, marker: Marker, began: f
         report = Path(scratch) / "report.json" if "whet.fleet.agent" in words else None
         env = {**os.environ, **job.env} | ({} if report is None else {REPORT: str(report)})
         # In a session of their own: Ctrl-C in a terminal would reach them twice, and the second time means "at once".
-        process = subprocess.Popen(words, env=env, stdout=sys.stderr, start_new_session=True)
+        process = subprocess.Popen(words, env=env, stdout=_STDERR, start_new_session=True)
         with signals.passed_to(process, has_workers=report is not None):
-            while True:
-                try:
-                    code = process.wait(timeout=_POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    if marker.read() is not None:  # another machine's supervisor: its processes will not come back
-                        process.terminate()
+            alone = False
+            while (code := _ended(process)) is None:
+                if not alone and marker.read() is not None:  # another machine's processes will not come back
+                    alone = True
+                    process.terminate()
         return read_ending(job.folder, code, report, began, asked=signals.count > 0)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit code, or None after a moment in which it did not end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=_POLL_S)
+    return None
 
 
 def _log(job: Job, attempt: int, began: float, ending: Ending, decision: Restart | End) -> None:
