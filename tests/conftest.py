@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         for marker in item.iter_markers("system"):
-            if shutil.which(marker.args[0]) is None:
+            if shutil.which(marker.kwargs.get("program", marker.args[0])) is None:
                 item.add_marker(pytest.mark.skip(reason=_NEEDS + marker.args[0]))
 
 

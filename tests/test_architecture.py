@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": _BELOW,
     "infer": _BELOW,
     "watch": {"core"},
+    "fleet": {"core"},
     "config": {"core"},  # and the packages' config modules
     "recipe": {*_BELOW, "train", "checkpoint", "infer", "config"},
     "bench": {*_BELOW, "config", "recipe"},

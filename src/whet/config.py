@@ -14,6 +14,7 @@ from whet.core.errors import WhetError
 from whet.core.run import RunConfig
 from whet.core.yaml import dump_yaml
 from whet.data.config import DataConfig
+from whet.fleet.config import LaunchConfig
 from whet.infer.config import EvalConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
@@ -43,6 +44,8 @@ class Config(Section):
         default=None, description="Where curves go beside metrics.jsonl; absent: TensorBoard, if it is installed."
     )
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
+
+    launch: LaunchConfig = Field(default=LaunchConfig())
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

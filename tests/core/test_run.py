@@ -11,7 +11,7 @@ import pytest
 
 import whet.core.run as run_module
 from whet.core.errors import WhetError
-from whet.core.run import RunConfig, RunFolder, read_status
+from whet.core.run import RunConfig, RunFolder, note_failure, read_status
 
 
 def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
@@ -21,6 +21,37 @@ def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
         RunFolder(tmp_path / "runs" / "a")
     folder.close()
     RunFolder(tmp_path / "runs" / "a").close()
+
+
+def test_a_folder_in_use_names_its_owner_since_when_and_its_last_sign_of_life(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    owner = rf"in use by {socket.gethostname()} pid {os.getpid()} since \d{{4}}-\d\d-\d\dT[\d:]+\+00:00 \(\d s ago\)"
+    with pytest.raises(WhetError, match=rf"{owner}\. .*touch {tmp_path}/stop.*run\.dir=FOLDER"):
+        RunFolder(tmp_path)
+    folder.set_status("running", 3, 10)
+    status = read_status(tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps({**status, "heartbeat": status["heartbeat"] - 7300}))
+    with pytest.raises(WhetError, match=rf"{owner}; its last sign of life was 2 h ago\. "):
+        RunFolder(tmp_path)
+    folder.close()
+
+
+def test_a_lock_that_a_dead_process_left_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("elsewhere pid 1 since 2026-01-01T00:00:00+00:00\n")
+    folder = RunFolder(tmp_path)
+    assert f"pid {os.getpid()} since" in (tmp_path / "lock").read_text()
+    folder.close()
+
+
+def test_a_failure_can_be_noted_by_one_that_does_not_own_the_folder(tmp_path: Path) -> None:
+    note_failure(tmp_path, "rank 1 hangs", 3)
+    assert read_status(tmp_path) == {}
+    folder = RunFolder(tmp_path)
+    folder.set_status("running", 3, 10)
+    note_failure(tmp_path, "rank 1 hangs", 3, step=5)
+    status = read_status(tmp_path)
+    assert (status["state"], status["exit_code"], status["step"], status["reason"]) == ("failed", 3, 5, "rank 1 hangs")
+    folder.close()
 
 
 def test_a_path_that_is_a_file_is_refused_with_a_remedy(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 import typer.main
 
 from whet import __version__
-from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, prepare, report, train
+from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, launch, prepare, report, train
 from whet.core.errors import USAGE
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ for name, function in (
     ("inspect", inspect.inspect),
     ("check", check.check),
     ("train", train.train),
+    ("launch", launch.launch),
     ("eval", evaluate.evaluate),
     ("chat", chat.chat),
     ("export", export.export),

@@ -64,8 +64,10 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
 
 def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
+    from whet.core.last_words import leave_to_launcher
 
     rank = _rank()
+    leave_to_launcher(str(error))
     label = "" if error.exit_code in (STOPPED, INTERRUPTED) else "error: "
     console.show_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
     if as_json and rank == 0:

@@ -38,7 +38,8 @@ def train(
 ) -> dict[str, Any]:
     """Fine-tune a model as a recipe says.
 
-    Several processes: `torchrun --nproc-per-node 2 -m whet train CONFIG`; the losses are the same.
+    Several processes: `whet launch CONFIG`, or `torchrun --nproc-per-node 2 -m whet train CONFIG`; the losses are the
+    same.
     """
     if replay is not None:
         return _replay(replay, alone=recipe is None and not (resume or smoke or dry_run or until))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import glob
 import hashlib
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -214,13 +216,46 @@ class FolderLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            owner = self._file.read().strip() or "another process"
+            owner = _owner(self._file.read().strip())
             raise WhetError(
-                f"{folder}: in use by {owner}. Wait for it, stop it, or give this run another folder: run.dir=FOLDER"
+                f"{folder}: in use by {owner}{_last_sign(folder)}. Wait for it, stop it (touch {folder / 'stop'}), or "
+                "give this run another folder: run.dir=FOLDER"
             ) from None
         self._file.truncate(0)
-        self._file.write(f"{socket.gethostname()} pid {os.getpid()}\n")
+        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {_moment(time.time())}\n")
         self._file.flush()
 
     def release(self) -> None:
         self._file.close()
+
+
+def _moment(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+
+
+def _owner(text: str) -> str:
+    """The owner as the lock's file names it, with the age of its claim."""
+    name, since, moment = text.partition(" since ")
+    try:
+        began = datetime.datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return text or "another process"
+    return f"{name}{since}{moment} ({age(time.time() - began)})"
+
+
+def _last_sign(folder: Path) -> str:
+    """When the owner, who may be on a machine that cannot be asked, was last seen alive."""
+    try:
+        beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"; its last sign of life was {age(time.time() - beat)}"
+
+
+def age(seconds: float) -> str:
+    """A length of time in the past, in a person's words."""
+    seconds = max(0, round(seconds))
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"

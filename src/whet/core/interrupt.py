@@ -1,22 +1,70 @@
-"""SIGTERM, as schedulers send it, ends work in the same good order as Ctrl-C."""
+"""Signals. Schedulers ask for an end with SIGTERM, Slurm warns with SIGUSR1: both end work as well as Ctrl-C does."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+"""What other programs ask for an end with; Ctrl-C is SIGINT."""
+
+_Handlers = dict[signal.Signals, object]
+_around = 0  # how many `terminate_like_ctrl_c` there are around
 
 
 @contextlib.contextmanager
 def terminate_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in here."""
+    """SIGTERM and SIGUSR1 raise KeyboardInterrupt in here. Once: what follows finds the process on its way out, and
+    torchrun sends a SIGTERM to whoever ends later than the first."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        _set(ASKING, _ignore)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    global _around
+    before = _set(ASKING, interrupt)
+    _around += 1
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        _around -= 1
+        _restore(before)
+
+
+@contextlib.contextmanager
+def noted(signals: list[int], tell: Callable[[], None]) -> Iterator[None]:
+    """All signals to end are appended to `signals` in here; a second Ctrl-C interrupts at once.
+
+    Whoever leaves by an error is ending: it is not disturbed any more while it writes down how.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if signals and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signals.append(number)
+        tell()
+
+    before = _set((signal.SIGINT, *ASKING), note)
+    try:
+        yield
+    except BaseException:
+        _restore(before)
+        if _around:  # which puts things back
+            _set(ASKING, _ignore)
+        raise
+    _restore(before)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A function and not SIG_IGN, which processes that are started from here would inherit."""
+
+
+def _set(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None]) -> _Handlers:
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _restore(before: _Handlers) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]

@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whet.core.console import say
+from whet.core.cores import usable_cores
 from whet.core.errors import WhetError
+from whet.core.meeting import launcher_has_store, wait_for_all
+from whet.core.whereabouts import HERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +51,53 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its sum over all ranks."""
         if self.world > 1:
+            HERE.meets()
             dist.all_reduce(tensor)
+            HERE.met()
         return tensor
 
     def copy_from_first_(self, tensor: Tensor) -> None:
         """Replace `tensor` by rank 0's."""
         if self.world > 1:
+            HERE.meets()
             dist.broadcast(tensor, src=0)
+            HERE.met()
 
     def gather(self, items: list[Any]) -> list[Any]:
         """The items of all ranks, in the order of the ranks."""
         if self.world == 1:
             return items
         parts: list[Any] = [None] * self.world
+        HERE.meets()
         dist.all_gather_object(parts, items)
+        HERE.met()
         return [item for part in parts for item in part]
 
     def wait(self) -> None:
         """Until every rank is here."""
         if self.world > 1:
+            HERE.meets()
             dist.barrier()
+            HERE.met()
+
+    def wait_long(self, name: str) -> None:
+        """Until every rank is here, where some have work of their own that may take hours; once for each name."""
+        if self.world > 1:
+            wait_for_all(name, self.rank, self.world)
 
     def leave(self) -> None:
         """End the group; called once, at the end."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that another process is gone or does not answer. Gloo's have no type."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(sign in text for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer"))
+    )
 
 
 def who_am_i() -> tuple[int, int]:
@@ -93,8 +119,11 @@ def my_device() -> torch.device:
     return torch.device(accelerator.type, local)
 
 
-def start_ranks() -> Ranks:
-    """Join the other processes, if there are any, and take this one's device."""
+def start_ranks(timeout_s: float = 1800.0) -> Ranks:
+    """Join the other processes, if there are any, and take this one's device.
+
+    They may come hours apart, if each prepares data on its own machine; after that, none waits longer than `timeout_s`.
+    """
     rank, world = who_am_i()
     device = my_device()
     if device.index is not None:
@@ -103,10 +132,16 @@ def start_ranks() -> Ranks:
         if device.type == "cpu":
             # More threads than cores make processes wait for each other: ten times slower, seen on two cores.
             here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+            torch.set_num_threads(max(1, usable_cores() // here))
         if not dist.is_initialized():
-            dist.init_process_group(_backend(device), timeout=datetime.timedelta(minutes=30))
+            if launcher_has_store():
+                wait_for_all("joining", rank, world, _tell)
+            dist.init_process_group(_backend(device), timeout=datetime.timedelta(seconds=timeout_s))
     return Ranks(rank, world, device)
+
+
+def _tell(missing: int) -> None:
+    say(f"waiting for {missing} other process{'es' if missing > 1 else ''}")
 
 
 def _backend(device: torch.device) -> str:

@@ -66,15 +66,17 @@ class RunFolder:
     def _entries(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
 
-    def set_status(self, state: str, step: int, steps: int, exit_code: int | None = None) -> None:
-        """Say where the run stands, for whoever watches it."""
+    def set_status(
+        self, state: str, step: int, steps: int, exit_code: int | None = None, reason: str | None = None
+    ) -> None:
+        """Say where the run stands, for whoever watches it; of one that has ended, why."""
         self._beat, self._step, self._steps = time.time(), step, steps
         write_json(
             self.path / "status.json",
             {
                 "state": state, "step": step, "steps": steps, "host": socket.gethostname(), "pid": os.getpid(),
                 "started": self._started, "heartbeat": self._beat, "exit_code": exit_code,
-                "first_step": self.first_step,
+                "reason": reason, "first_step": self.first_step,
             },
         )  # fmt: skip
 
@@ -84,10 +86,10 @@ class RunFolder:
         if time.time() - self._beat > _HEARTBEAT_S:
             self.set_status("running", step, steps)
 
-    def end(self, state: str, exit_code: int) -> None:
+    def end(self, state: str, exit_code: int, reason: str | None = None) -> None:
         """Write into the status how a run ended that had begun."""
         if self._beat:
-            self.set_status(state, self._step, self._steps, exit_code)
+            self.set_status(state, self._step, self._steps, exit_code, reason)
 
     def stop_requested(self) -> bool:
         """Whether someone put a file named `stop` into the folder."""
@@ -126,3 +128,13 @@ def split_reference(reference: str) -> tuple[Path, str]:
     if not at or (Path(reference) / "config.yaml").exists():
         return Path(reference), "latest"
     return Path(path), step or "latest"
+
+
+def note_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> None:
+    """Write into the status of a run that it failed, for a process that does not own the folder: the owner hangs, or
+    was killed before it could."""
+    with contextlib.suppress(OSError, WhetError):
+        status = read_status(path)
+        if status:
+            status |= {"state": "failed", "exit_code": exit_code, "reason": reason, "step": max(step, status["step"])}
+            write_json(path / "status.json", status)

@@ -8,6 +8,7 @@ import torch
 
 from whet.core.console import progress
 from whet.core.ranks import Ranks
+from whet.core.whereabouts import HERE
 from whet.data.loader import Loader
 from whet.infer.tally import Kinds, Tally
 from whet.model.loss import LossModel
@@ -26,6 +27,7 @@ def validation_loss(
     tally = Tally(loader.documents(0), kinds)
     with progress("validating", loader.count(0)) as bar:
         for _, batch in loader.micro_batches(0):
+            HERE.at("validating")
             with arithmetic:
                 result = model(batch.to(ranks.device))
             tally.add(batch, result)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from whet.core.whereabouts import HERE
 from whet.model.attention import plain
 
 
@@ -41,6 +42,7 @@ def generate(
     answers: list[list[int]] = [[] for _ in prompts]
     with plain(model):
         for start in range(0, len(order), batch):
+            HERE.at("answering prompts")
             numbers = order[start : start + batch]
             width = max(len(prompts[i]) for i in numbers)
             tokens = torch.tensor([[pad_id] * (width - len(prompts[i])) + list(prompts[i]) for i in numbers])

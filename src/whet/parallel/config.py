@@ -39,3 +39,9 @@ class ParallelConfig(Section):
         description="What waits in the host's memory until it is needed: what layers keep for the backward pass, the "
         "optimizer's state, or both.",
     )
+    timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Minutes after which a run of several processes, none of which gets any further, ends with the "
+        "name of the one that the others wait for.",
+    )

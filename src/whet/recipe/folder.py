@@ -40,15 +40,16 @@ def run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder 
         _check_folder(folder, config, resume)
         yield folder
     except BaseException as error:
-        code = error.exit_code if isinstance(error, WhetError) else FAILED
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
-        with contextlib.suppress(OSError):
-            folder.end("failed" if code in (INPUT, FAILED) else "stopped", code)
-        folder.abandon()
         known = None if isinstance(error, WhetError) else disk_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and place.newest(folder.path / "checkpoints"):
             known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
-        raise known or error from None
+        end = known or error
+        code = end.exit_code if isinstance(end, WhetError) else FAILED
+        code = INTERRUPTED if isinstance(end, KeyboardInterrupt) else code
+        with contextlib.suppress(OSError):
+            folder.end("failed" if code in (INPUT, FAILED) else "stopped", code, str(end) or type(end).__name__)
+        folder.abandon()
+        raise end from None
     folder.close()
 
 
@@ -72,6 +73,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
 
 _MAY_CHANGE = (
     "run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "track.", "profile.", "parallel.",
+    "launch.",
     "train.micro_rows", "train.on_nonfinite", "train.on_spike", "model.attention", "model.compile",
 )  # fmt: skip
 """What a resumed run may do otherwise without becoming another run."""

@@ -16,6 +16,8 @@ from whet.core.files import write_json
 from whet.core.interrupt import terminate_like_ctrl_c
 from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.core.run import RunFolder, read_status
+from whet.core.watchdog import MARGIN_S
+from whet.core.whereabouts import HERE
 from whet.data.plan import Plan
 from whet.data.pool import beside
 from whet.infer.tasks import find_task
@@ -44,6 +46,8 @@ from whet.recipe.parts import (
     make_root,
     most_micro_batches,
 )
+from whet.recipe.survive import Watch, heard
+from whet.recipe.together import check_together, digests
 from whet.recipe.use import model_after
 from whet.train.loss_scale import LossScale
 from whet.train.optim import make_optimizer, state_bytes
@@ -58,7 +62,7 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
     """
     first_step = FirstStep()
     first_step.ends("import_s")
-    rank, _ = who_am_i()
+    rank, world = who_am_i()
     if rank > 0:
         be_quiet()
     hush_libraries()
@@ -69,7 +73,14 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
     if config.quantize is not None:
         need_bitsandbytes()
     finished = resume and read_status(config.folder).get("state") == "finished"
-    with terminate_like_ctrl_c(), _loading(config) as loading, run_folder(config, resume, first=rank == 0) as folder:
+    patience_s = 60.0 * config.parallel.timeout
+    HERE.at("preparing data", long=True)
+    with (
+        terminate_like_ctrl_c(),
+        contextlib.closing(Watch(config.folder, rank, world, patience_s)) as watch,
+        _loading(config) as loading,
+        run_folder(config, resume, first=rank == 0) as folder,
+    ):
         if finished:
             say(f"{config.folder}: this run is finished; nothing to do")
             return
@@ -79,23 +90,41 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
             data = prepare_data(config, frozen_date(config.folder))
         if folder is not None:
             begin(folder, config, data)
-        ranks = start_ranks()  # rank 0 has written the plan: the others may read it now
-        first_step.ends("prepare_s")
+        stores = digests(data) if world > 1 else {}
+        HERE.at("joining the others")
+        ranks = start_ranks(patience_s + MARGIN_S)
         try:
-            mesh = arrange(config.parallel, ranks)
-            run = _assemble(config, data, loading, folder, mesh, until, keeps, first_step)
-            first_step.ends("load_s")
-            learn(run, trackers)
-        except torch.OutOfMemoryError as error:
-            raise RunFailedError(
-                f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
-                "data.max_length, set parallel.recompute=full or parallel.offload, train an adapter instead of every "
-                "weight, or use a larger device"
-            ) from None
+            watch.begin()
+            with heard(config.folder, rank, world):
+                check_together(config.folder, stores, ranks)  # rank 0 has written the plan: all may read it now
+                first_step.ends("prepare_s")
+                run = _work(config, data, loading, folder, ranks, until, keeps, first_step, trackers)
         finally:
+            watch.close()
             ranks.leave()
         if folder is not None:  # alone: nobody waits for what one process writes
-            _finish(run, folder)
+            with heard(config.folder, rank, world):
+                _finish(run, folder)
+
+
+def _work(
+    config: Config, data: Data, loading: Loading, folder: RunFolder | None, ranks: Ranks, until: int | None,
+    keeps: bool, first_step: FirstStep, trackers: list[str],
+) -> Assembled:  # fmt: skip
+    """All that is done together."""
+    try:
+        HERE.at("loading the model", long=True)
+        mesh = arrange(config.parallel, ranks)
+        run = _assemble(config, data, loading, folder, mesh, until, keeps, first_step)
+        first_step.ends("load_s")
+        learn(run, trackers)
+        return run
+    except torch.OutOfMemoryError as error:
+        raise RunFailedError(
+            f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
+            "data.max_length, set parallel.recompute=full or parallel.offload, train an adapter instead of every "
+            "weight, or use a larger device"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from whet.core.ranks import Ranks
+from whet.core.whereabouts import HERE
 from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
@@ -68,6 +69,7 @@ def find_gradients(
     batches = Timed(loader.micro_batches(step))
     last = loader.count(step) - 1
     for number, (row, batch) in enumerate(batches):
+        HERE.at(f"micro-batch {number + 1}", step + 1)
         sums_now(model, number == last)
         torch.manual_seed(seed_of(seed, step, row))
         with arithmetic:
@@ -75,6 +77,7 @@ def find_gradients(
         result.objective.backward()
         sums[0] += result.loss
         sums[1] += result.hits.sum()
+    HERE.at("summing", step + 1)
     sum_gradients(parameters, ranks)
     sums[3] = _squares(parameters, ranks)
     ranks.sum_(sums)

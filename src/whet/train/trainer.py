@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from whet.core.console import progress, say, warn
 from whet.core.errors import RunFailedError, StoppedError
+from whet.core.interrupt import noted
 from whet.core.ranks import Ranks
+from whet.core.whereabouts import HERE
 from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
@@ -162,10 +160,11 @@ class Trainer:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
         if self.cadence.evaluate_at_start if start == self.cadence.first else self.cadence.evaluates_after(start):
+            HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
         smoothed = Ema()
-        with _noted(signals), progress("training", self.cadence.steps, start) as bar:
+        with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
@@ -183,6 +182,7 @@ class Trainer:
                 bar.advance(1, note_of(result.line, smoothed.add(result.line["loss"])))
                 is_due = self.cadence.saves_after(done, self._epochs(before), self._epochs(seen))
                 if result.stop or result.save or is_due:
+                    HERE.at("saving a checkpoint")
                     self.hooks.save(done, seen)
                 if result.stop:
                     self.hooks.wait_for_save()
@@ -191,6 +191,7 @@ class Trainer:
                         "Start it again to continue (whet train: with --resume)"
                     )
                 if self.cadence.evaluates_after(done):
+                    HERE.at("evaluating")
                     self.hooks.evaluate(done)
                     self.model.train()  # not in every step: a model with adapters has thousands of modules
         return None
@@ -200,6 +201,7 @@ class Trainer:
 
     def _one(self, step: int, seen: Seen, stop: bool) -> _Done:
         began, compiled = time.perf_counter(), compile_count()
+        HERE.at("computing gradients", step + 1)
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
         rates = self._rates(step, seen, after)
@@ -214,6 +216,7 @@ class Trainer:
             began += time.perf_counter() - decided  # looking for who is to blame is not training
         if verdict.action == "rollback":
             return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
+        HERE.at("changing weights")
         if verdict.action == "take":
             take_step(self.optimizer, result.factor)
         self.loss_scale.settle(verdict.kind == "overflow")
@@ -229,6 +232,7 @@ class Trainer:
         """Find who is to blame and say so; ends the run if that is what the policy, or what is left of it, says."""
         if verdict.action == "rollback" and not self.hooks.can_roll_back():
             verdict = verdict.stopping("there is no checkpoint to go back to")
+        HERE.at("looking for what is to blame")
         examiner = Examiner(self.model, self.ranks, self.seed, self.arithmetic, self.loss_scale.value)
         findings = examiner.examine(self.loader, step, verdict.kind)
         words = self.hooks.fault(Fault(step + 1, seen, result, verdict, findings, self.guard.policy(verdict.kind)))
@@ -260,19 +264,5 @@ class Trainer:
         self.hooks.log(line)
 
 
-@contextlib.contextmanager
-def _noted(signals: list[int]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask for a stop after the current step; a second Ctrl-C interrupts at once."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if signals and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        signals.append(number)
-        say("stopping when this step is saved; Ctrl-C again stops at once")
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _tell() -> None:
+    say("stopping when this step is saved; Ctrl-C again stops at once")

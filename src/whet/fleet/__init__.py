@@ -1,0 +1,1 @@
+"""Starting runs and keeping them alive. Speaks to runs through commands and the files in their folders alone."""

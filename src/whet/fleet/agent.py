@@ -1,0 +1,80 @@
+"""torchrun, with the same arguments, that tells its supervisor who failed first instead of printing a traceback.
+
+`python -m whet.fleet.agent` is a process of its own between `whet launch` and a run's processes on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+REPORT = "WHET_LAUNCH_REPORT"
+"""The environment variable that names the file for the report."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run them all to their end; 0 if none failed."""
+    _end_with_parent()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    _hush()
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        _report([_told(rank, failure) for rank, failure in error.failures.items()])
+        return 1
+    except SignalException:
+        return 1
+    except Exception as error:
+        message = f"torchrun: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        sys.stderr.write(f"error: {message}\n")
+        _report([{"rank": None, "exit_code": 1, "message": message, "time": 0}])
+        return 1
+    return 0
+
+
+def _told(rank: int, failure: Any) -> dict[str, Any]:
+    """torch's record of a failed process, in words; of one that left no message, none."""
+    message = failure.message
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    elif failure.exitcode < 0:
+        message = f"killed by {failure.signal_name()}"
+    else:
+        message = ""
+    return {"rank": rank, "exit_code": failure.exitcode, "message": message, "time": failure.timestamp}
+
+
+def _report(failures: list[dict[str, Any]]) -> None:
+    if REPORT in os.environ:
+        with contextlib.suppress(OSError):
+            Path(os.environ[REPORT]).write_text(json.dumps(failures))
+
+
+def _end_with_parent() -> None:
+    """A supervisor that is killed leaves no run behind that nobody supervises: its processes are asked to stop, and
+    save."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _hush() -> None:
+    """What torchrun logs about failing processes, the supervisor says in a line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
