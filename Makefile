@@ -16,7 +16,7 @@ demo: $(READY)       ## Fine-tune a small real model on this machine, before and
 	$(BIN)/whet demo
 
 test: lint           ## All tests that need no GPU and no patience
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 test-all: lint       ## The slow ones too
 	WHET_TEST_ALL=1 $(BIN)/pytest

@@ -119,7 +119,7 @@ def test_it_continues_bit_for_bit(
 def test_its_checkpoints_hold_the_adapter_alone(run: Path) -> None:
     from whet.checkpoint.metadata import SafeReader
 
-    held = SafeReader(run / "checkpoints" / "step-000008").read_metadata().state_dict_metadata
+    held = SafeReader(run / "checkpoints" / "step-000008" / "model").read_metadata().state_dict_metadata
     assert held
     assert all("lora_" in name for name in held)
 
