@@ -24,7 +24,7 @@ from whet.checkpoint import place
 from whet.checkpoint.manifest import Files, hash_files, write_manifest
 from whet.checkpoint.quiet import quiet
 from whet.checkpoint.retention import Retention, ranking
-from whet.checkpoint.stage import Staging, local
+from whet.checkpoint.stage import Staging
 from whet.checkpoint.tensors import optimizer_tensors, weights
 from whet.checkpoint.write import Writer
 from whet.core.console import warn
@@ -32,6 +32,7 @@ from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_write, need_space, put_in_place
 from whet.core.ranks import Ranks
 from whet.core.threads import give_up
+from whet.parallel.shard import is_sharded, local
 
 _PATIENCE_S = 30.0
 _WITH_OPTIMIZER = 2
@@ -151,13 +152,11 @@ class Saver:
         self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
 
     def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
-        need_space(self._folder, size * (self._ranks.world if self._is_sharded() else 1) + 2**20, "a checkpoint")
+        all_parts = size * (self._ranks.world if is_sharded(self._model) else 1)
+        need_space(self._folder, all_parts + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
         for part in parts:
             (temporary / part).mkdir(parents=True)
-
-    def _is_sharded(self) -> bool:
-        return any(local(parameter) is not parameter for parameter in self._model.parameters())
 
     def _my_files(self, temporary: Path) -> list[Path]:
         """What this rank wrote; torch names files by rank. Rank 0 also wrote the metadata."""

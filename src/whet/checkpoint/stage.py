@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from whet.parallel.shard import local
+
 _PART = 0.9  # of the free memory
 
 
@@ -40,11 +42,6 @@ class Staging:
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             self._hosts[name] = host
         return host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other is whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, host: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from whet.parallel.shard import local
+
 Forward = Callable[..., Any]
 
 _SMALL = 2**20  # bytes
@@ -28,7 +30,7 @@ def offloaded(forward: Forward, layer: nn.Module) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        weights = {_local(parameter).untyped_storage().data_ptr() for parameter in layer.parameters()}
+        weights = {local(parameter).untyped_storage().data_ptr() for parameter in layer.parameters()}
 
         def pack(tensor: Tensor) -> Tensor | _Away:
             stays = tensor.nbytes < _SMALL or tensor.untyped_storage().data_ptr() in weights or _is_weight(tensor)
@@ -147,13 +149,8 @@ def _send(state: dict[str, Any], hosts: dict[str, Tensor]) -> None:
 
 
 def _large(state: dict[str, Any]) -> dict[str, Tensor]:
-    tensors = {key: _local(value) for key, value in state.items() if isinstance(value, Tensor)}
+    tensors = {key: local(value) for key, value in state.items() if isinstance(value, Tensor)}
     return {key: tensor for key, tensor in tensors.items() if tensor.nbytes >= _SMALL}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other is whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _put(state: dict[str, Any], key: str, tensor: Tensor) -> None:

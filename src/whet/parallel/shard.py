@@ -96,8 +96,8 @@ def give_back(model: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a divided tensor; any other is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This process's part of a divided tensor, as it is, without a gradient; any other is whole."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def divided_as(weight: Tensor, part: Tensor) -> Tensor:
