@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from whet.model.builtin import builtin_folder
 from whet.model.config import AdapterConfig, ModelConfig
-from whet.model.hollow import Files, Held, is_hollow, load_hollow, place_
+from whet.model.hollow import Files, Held, hollow_, is_hollow, load_hollow, place_
 from whet.model.load import load_model
 from whet.model.lora import add_adapter
 
@@ -28,6 +28,42 @@ def test_a_hollow_model_takes_no_memory_and_keeps_what_is_computed() -> None:
     for (name, buffer), (other, real) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
         assert name == other
         assert torch.equal(buffer, real)
+
+
+def test_numbers_of_their_own_and_buffers_come_from_the_files(tmp_path: Path) -> None:
+    """Gemma 4 keeps a buffer of one number in each layer's weights; a single number cannot be hollow."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    shape = Gemma4TextConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, hidden_size_per_layer_input=0, vocab_size_per_layer_input=64,
+    )  # fmt: skip
+    model = Gemma4ForCausalLM(shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.25)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    hollow, whole = load_hollow(config, torch.float32)[0], load_model(config, torch.float32)
+    ours, theirs = dict(hollow.named_buffers()), dict(whole.named_buffers())
+    assert any(name.endswith("layer_scalar") for name in ours)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    single = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor([3.0])), torch.nn.Parameter(torch.ones(4))])
+    hollow_(single)
+    assert single[0].item() == 3
+    assert is_hollow(single[1])
+
+
+def test_files_in_few_bits_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """Numbers with a scale beside them mean nothing by themselves."""
+    file = tmp_path / "model.safetensors"
+    save_file({"coded": torch.ones(4, 4).to(torch.float8_e4m3fn), "plain": torch.ones(4, 4)}, file)
+    files = Files(tmp_path)
+    assert files.holds("plain", torch.empty(4, 4))
+    assert not files.holds("plain", torch.empty(4, 5))
+    assert not files.holds("coded", torch.empty(4, 4))
+    assert not files.holds("missing", torch.empty(4, 4))
 
 
 def test_what_was_one_weight_stays_one() -> None:

@@ -244,6 +244,25 @@ def test_two_processes_stop_together_and_name_the_conversation(planted: Any, tmp
     assert replayed(whet, event)["reproduced"]
 
 
+@pytest.mark.parametrize("policy", ["rollback", "skip"])
+def test_divided_weights_go_back_or_on_as_whole_ones_do(planted: Any, tmp_path: Path, whet: Any, policy: str) -> None:
+    """Looking for who is to blame gathers weights: what is saved, loaded and measured after it must be the parts."""
+    options = ["data.packing=none", f"train.on_nonfinite={policy}", "train.precision=fp64", "checkpoint.every=2"]
+    assert whet("train", planted("forward"), f"run.dir={tmp_path / 'one'}", *options).code == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "whet"]
+    arguments = ["train", str(planted("forward")), f"run.dir={tmp_path / 'two'}", *options, "parallel.shard=2"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [line.get("skipped") for line in two] == [line.get("skipped") for line in one]
+    for key in ("loss", "grad_norm"):
+        ours, theirs = ([line[key] for line in lines if line.get(key)] for lines in (two, one))
+        assert ours == pytest.approx(theirs, rel=1e-9)
+
+
 def test_a_step_in_which_nothing_is_supervised_has_its_own_words(whet: Any, planted: Any, tmp_path: Path) -> None:
     """No conversation without a target gets into a store, so one is made in a store: its mask is wiped."""
     run, options = tmp_path / "run", [f"data.store={tmp_path / 'store'}", "train.batch.conversations=1"]

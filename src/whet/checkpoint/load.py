@@ -16,6 +16,7 @@ from whet.checkpoint.quiet import quiet
 from whet.checkpoint.tensors import materialise, optimizer_tensors, weights
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
+from whet.parallel.shard import give_back
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     """
     parts = ["model"] if optimizer is None else ["model", "optimizer"]
     manifest = verify(path, parts, ranks)
+    give_back(model)
     tensors = {"model": weights(model)}
     if optimizer is not None:
         materialise(optimizer)

@@ -32,7 +32,7 @@ from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_write, need_space, put_in_place
 from whet.core.ranks import Ranks
 from whet.core.threads import give_up
-from whet.parallel.shard import is_sharded, local
+from whet.parallel.shard import give_back, local, parts_of
 
 _PATIENCE_S = 30.0
 _WITH_OPTIMIZER = 2
@@ -80,6 +80,7 @@ class Saver:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
         began = self.last_saved = time.monotonic()
         self.wait()
+        give_back(self._model)
         parts: Parts = {
             "model": weights(self._model),
             "optimizer": optimizer_tensors(self._model, self._optimizer),
@@ -136,6 +137,8 @@ class Saver:
             self._write(step, parts, state, temporary)
             self.written_s = time.monotonic() - began
         except BaseException as error:  # torch's CheckpointException is no Exception; nor is being given up
+            if isinstance(error, KeyboardInterrupt):  # without room for a copy, this is the main thread
+                raise
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             self._error = self._in_words(error, step)
@@ -152,7 +155,7 @@ class Saver:
         self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
 
     def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
-        all_parts = size * (self._ranks.world if is_sharded(self._model) else 1)
+        all_parts = size * max(map(parts_of, self._model.parameters()))
         need_space(self._folder, all_parts + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
         for part in parts:

@@ -17,6 +17,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     if not optimizer.state:  # no step was taken yet
         materialise(optimizer)
+    unknown = [name for name, parameter in trainable(model) if parameter not in optimizer.state]
+    assert not unknown, f"the optimizer does not know {unknown[0]}"
     return {
         f"optimizer.{name}.{key}": value
         for name, parameter in trainable(model)

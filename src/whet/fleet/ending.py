@@ -28,7 +28,7 @@ def read_ending(folder: Path, code: int, report: Path | None, began: float, aske
     is_news = float(status.get("heartbeat") or 0.0) >= began
     if is_news and status.get("state") == "stopped" and status.get("exit_code") in (STOPPED, INTERRUPTED):
         return Ending("stopped", status["exit_code"], step, status.get("reason") or "stopped")
-    if asked:
+    if asked and not (is_news and status.get("state") == "failed"):
         return _stopped(folder, step)
     first = _first(folder, code, report, began)
     if first["exit_code"] in (STOPPED, INTERRUPTED):

@@ -19,6 +19,9 @@ from whet.model.load import load_model, with_experts_in
 from whet.model.shapes import is_random
 from whet.model.tokenizer import cannot_load, locate
 
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the types that need no scale."""
+
 
 class Source(Protocol):
     """Where the weights of a hollow model are."""
@@ -37,8 +40,15 @@ class Files:
         self._files = [safe_open(folder / name, framework="pt") for name in names if (folder / name).exists()]
         self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._of
+    def holds(self, name: str, like: Tensor) -> bool:
+        """Whether this weight is there as the model has it: of the same shape, in numbers that mean themselves."""
+        if name not in self._of:
+            return False
+        kept = self._of[name].get_slice(name)
+        return tuple(kept.get_shape()) == tuple(like.shape) and kept.get_dtype() in _PLAIN
+
+    def whole(self, name: str) -> Tensor:
+        return self._of[name].get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         return self._of[name].get_slice(name)[start:stop]
@@ -60,7 +70,16 @@ def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Sou
     files = None if is_random(config.path) else Files(_folder(config))
     if files is not None and not config.trust_remote_code:
         model = _bare(config, dtype)
-        if all(name in files for name, _ in model.named_parameters()):
+        saved = model.state_dict(keep_vars=True)
+        buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
+        named = {**dict(model.named_parameters()), **buffers}
+        is_plain = getattr(model.config, "quantization_config", None) is None
+        if is_plain and all(files.holds(name, tensor) for name, tensor in named.items()):
+            for name, buffer in buffers.items():
+                buffer.copy_(files.whole(name))
+            for name, weight in list(model.named_parameters()):
+                if weight.numel() == 1:
+                    _replace(model, weight, files.whole(name).to(dtype))
             return with_experts_in(hollow_(model), dtype), files
     model = load_model(config, dtype, torch.device("cpu"))
     held = Held(model)
@@ -68,15 +87,20 @@ def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Sou
 
 
 def hollow_(model: nn.Module) -> nn.Module:
-    """Take the memory of a model's weights away. Those that were one weight stay one."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            if id(weight) not in made:
-                one = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-                made[id(weight)] = nn.Parameter(one, requires_grad=weight.requires_grad)
-            module.register_parameter(name, made[id(weight)])
+    """Take the memory of a model's weights away; single numbers keep theirs. Those that were one weight stay one."""
+    for weight in list(model.parameters()):
+        if weight.numel() > 1:
+            _replace(model, weight, torch.zeros((), dtype=weight.dtype).expand(weight.shape))
     return model
+
+
+def _replace(model: nn.Module, weight: nn.Parameter, by: Tensor) -> None:
+    """Wherever it is used."""
+    new = nn.Parameter(by, requires_grad=weight.requires_grad)
+    for module in model.modules():
+        for name, held in list(module.named_parameters(recurse=False)):
+            if held is weight:
+                module.register_parameter(name, new)
 
 
 def is_hollow(weight: Tensor) -> bool:

@@ -6,13 +6,16 @@ Neighbours compute the same rows: rank = (replica · shard + part) · context + 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
+from whet.core.watchdog import MARGIN_S
 from whet.parallel.config import ParallelConfig
 
 
@@ -44,15 +47,18 @@ def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
             "change these"
         )
     ranks = replace(ranks, slices=context)
+    patience = timedelta(minutes=config.timeout, seconds=MARGIN_S)  # the watchdog speaks first
     weights, slices = None, None
     if config.shard is not None:
         if not dist.is_initialized():
             _be_a_group_of_one(ranks)
         divided = (config.shard or 1) * context
         weights = init_device_mesh(ranks.device.type, (replicate, divided), mesh_dim_names=("replicate", "shard"))
+        for group in weights.get_all_groups():
+            _set_pg_timeout(patience, group)
     if context > 1:
         for first in range(0, world, context):  # every process takes part in making every group
-            group = dist.new_group(list(range(first, first + context)))
+            group = dist.new_group(list(range(first, first + context)), timeout=patience)
             if first <= ranks.rank < first + context:
                 slices = group
     return Mesh(ranks, replicate, config.shard, context, weights, slices)

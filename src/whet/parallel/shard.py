@@ -24,7 +24,8 @@ def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | N
 
     The rows of hollow weights are read from `source`, by each process its own. Where every weight is trained, and kept
     in more bits than `compute`, they travel in those fewer bits; adapters are small, and what they stand beside is kept
-    in few bits already. Gradients are summed in fp32 at least. Weights in 4 bits stay whole.
+    in few bits already. What is at the root does not: hidden states are in the embedding's type, and mixed precision
+    keeps them in fp32. Gradients are summed in fp32 at least. Weights in 4 bits stay whole.
     """
     assert mesh.weights is not None
     kept = {parameter.dtype for parameter in root.parameters() if parameter.requires_grad}
@@ -32,10 +33,11 @@ def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | N
     all_learn = all(parameter.requires_grad for parameter in root.parameters())
     exact = torch.promote_types(widest, torch.float32)
     travels = compute if all_learn and compute.itemsize < widest.itemsize else None
-    policy = MixedPrecisionPolicy(param_dtype=travels, reduce_dtype=exact, cast_forward_inputs=False)
     whole = {parameter for parameter in root.parameters() if not parameter.is_floating_point()}  # in 4 bits
     _leave_hollow_ones(root)
     for module in (*decoder_layers(root.language_model), root):
+        travelling = None if module is root else travels
+        policy = MixedPrecisionPolicy(param_dtype=travelling, reduce_dtype=exact, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh.weights, mp_policy=policy, ignored_params=whole)
     if source is not None:
         _fill(root, source, mesh.ranks.device)
@@ -108,6 +110,11 @@ def divided_as(weight: Tensor, part: Tensor) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
     mesh, placed = weight.device_mesh, weight.placements
     return DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
+def parts_of(tensor: Tensor) -> int:
+    """Into how many parts a tensor is divided."""
+    return tensor.device_mesh.size(-1) if isinstance(tensor, DTensor) else 1
 
 
 def copies(tensor: Tensor, ranks: Ranks) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from whet.checkpoint import place
 from whet.checkpoint.manifest import NAME
-from whet.config import Config
+from whet.config import Config, read_config
 from whet.core.console import say
 from whet.core.errors import WhetError
 from whet.core.files import read_json, waiting_lock
@@ -30,14 +30,33 @@ def from_run(config: Config) -> Config:
     if found is None:
         return config
     run, which = found
+    before = _begun_from(config, run, which)
+    if before is not None:
+        return _with_model(config, before)
     step = place.find(run / "checkpoints", which)
     with waiting_lock(run / "exports" / f".{place.name_of(step)}.lock"):
         folder = _exported(run, step)
         if folder is None:
             say(f"model.path: {config.model.path}: exporting the weights after step {step}")
             folder = _export(run, step)
-    model = config.model.model_copy(update={"path": str(folder.resolve())})
+    return _with_model(config, folder.resolve())
+
+
+def _with_model(config: Config, folder: Path) -> Config:
+    model = config.model.model_copy(update={"path": str(folder)})
     return config.model_copy(update={"model": model})
+
+
+def _begun_from(config: Config, run: Path, which: str) -> Path | None:
+    """What this run began from, if it exists already: to the one that continues, `latest` is what it was then."""
+    recorded = config.folder / "config.yaml"
+    if not recorded.exists():
+        return None
+    folder = Path(read_config(recorded).model.path)
+    certificate = folder / "certificate.json"
+    if folder.parent != (run / "exports").resolve() or not certificate.exists():
+        return None
+    return folder if which in ("latest", "best", str(read_json(certificate)["step"])) else None
 
 
 def _named_run(path: str) -> tuple[Path, str] | None:

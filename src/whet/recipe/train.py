@@ -11,7 +11,7 @@ from torch import nn
 from whet.checkpoint.place import need_room
 from whet.config import Config
 from whet.core.console import be_quiet, say, warn
-from whet.core.errors import RunFailedError, WhetError
+from whet.core.errors import RunFailedError, StoppedError, WhetError
 from whet.core.files import write_json
 from whet.core.interrupt import terminate_like_ctrl_c
 from whet.core.ranks import Ranks, start_ranks, who_am_i
@@ -93,18 +93,29 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
         stores = digests(data) if world > 1 else {}
         HERE.at("joining the others")
         ranks = start_ranks(patience_s + MARGIN_S)
-        try:
+        with _joined(ranks):
             watch.begin()
             with heard(config.folder, rank, world):
                 check_together(config.folder, stores, ranks)  # rank 0 has written the plan: all may read it now
                 first_step.ends("prepare_s")
                 run = _work(config, data, loading, folder, ranks, until, keeps, first_step, trackers)
-        finally:
             watch.close()
-            ranks.leave()
         if folder is not None:  # alone: nobody waits for what one process writes
             with heard(config.folder, rank, world):
                 _finish(run, folder)
+
+
+@contextlib.contextmanager
+def _joined(ranks: Ranks) -> Iterator[None]:
+    """Leave the others at the end. After an error a GPU's group would wait there for those who still compute, so the
+    process ends without leaving, which they notice."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks.device.type == "cpu" or ranks.world == 1 or isinstance(error, StoppedError):
+            ranks.leave()
+        raise
+    ranks.leave()
 
 
 def _work(
@@ -237,7 +248,13 @@ def _finish(run: Assembled, folder: RunFolder) -> None:
         folder.set_status("stopped", run.last, steps, exit_code=0)
         return
     if run.keeps and kind != "none":
-        alone = Ranks(0, 1, torch.device("cpu"))
-        model = model_after(run.config, steps, alone) if is_sharded(run.root) else run.model
+        model = _whole(run, steps) if is_sharded(run.root) else run.model
         export_model(run.config, run.data, model, kind, steps, kind)
     folder.set_status("finished", steps, steps, exit_code=0)
+
+
+def _whole(run: Assembled, step: int) -> nn.Module:
+    """The model whose parts were trained, on the host, in what it was trained in; any attention will do."""
+    model = run.config.model.model_copy(update={"attention": "auto"})
+    config = run.config.model_copy(update={"model": model})
+    return model_after(config, step, Ranks(0, 1, torch.device("cpu")), run.arithmetic)

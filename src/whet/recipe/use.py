@@ -82,9 +82,9 @@ def load_run(path: Path, step: str = "latest") -> LoadedRun:
     return LoadedRun(config, model_after(config, number, ranks), number, arithmetic, ranks)
 
 
-def model_after(config: Config, step: int, ranks: Ranks) -> nn.Module:
+def model_after(config: Config, step: int, ranks: Ranks, arithmetic: Arithmetic | None = None) -> nn.Module:
     """A run's model as the checkpoint after `step` has it, whole, on the device of `ranks`."""
-    arithmetic = choose_arithmetic(config, ranks.device, trains=False)
+    arithmetic = arithmetic or choose_arithmetic(config, ranks.device, trains=False)
     model = build_model(config, arithmetic, ranks.device, 0)
     folder = config.folder / "checkpoints" / place.name_of(step)
     manifest = load(folder, LossModel(language_model(model)), None, ranks)

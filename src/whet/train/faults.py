@@ -17,7 +17,7 @@ from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
 from whet.parallel.replicate import trainable
-from whet.parallel.shard import is_sharded
+from whet.parallel.shard import give_back, is_sharded
 from whet.train.guard import Kind
 from whet.train.step import seed_of
 from whet.train.watching import broken_gradients, broken_weights, watching
@@ -74,6 +74,13 @@ class Examiner:
     """Conversations of a rank that are looked at: more would hold up a run that goes on. None: all."""
 
     def examine(self, loader: Loader | SavedStep, step: int, kind: Kind) -> Findings:
+        """See `_examine`; afterwards nothing that it gathered is held any more."""
+        try:
+            return self._examine(loader, step, kind)
+        finally:
+            give_back(self.model)
+
+    def _examine(self, loader: Loader | SavedStep, step: int, kind: Kind) -> Findings:
         """Every conversation of a step alone; where none is at fault alone, every micro-batch.
 
         Gradients are thrown away, except after a spike: nothing but losses is looked at then, and the step may still
@@ -87,7 +94,7 @@ class Examiner:
             every = self._of_all(
                 [_not_run(batch) for _, batch in loader.alone(step, self.most) if len(batch.documents)]
             )
-            return Findings(every, every, broken_weights(self.model), layout)
+            return Findings(every, every, self._broken_weights(), layout)
         weight = self.loss_scale / supervised
         backward = kind != "spike" and self.ranks.slices == 1 and not is_sharded(self.model)
         alone = []
@@ -104,7 +111,12 @@ class Examiner:
             if not blamed:
                 batches = [self._run(step, row, batch, weight, backward) for row, batch in loader.micro_batches(step)]
                 blamed = [found for found in self._of_all(batches) if found.layer]
-        return Findings(alone, blamed, broken_weights(self.model), layout)
+        return Findings(alone, blamed, self._broken_weights(), layout)
+
+    def _broken_weights(self) -> list[str]:
+        """Each process looks at its part of divided weights."""
+        give_back(self.model)
+        return sorted(set(self.ranks.gather(broken_weights(self.model))))
 
     def _of_all(self, mine: list[Examined]) -> list[Examined]:
         """What all ranks found; slices of the same documents are put together."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.parallel.shard import local
+
 _OWN = "language_model."
 
 
@@ -77,7 +79,7 @@ def broken_gradients(model: nn.Module) -> list[str]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(local(tensor)).all())
 
 
 def _inputs(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
