@@ -41,8 +41,7 @@ def main(folder: Path, work: str) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
     if ranks.is_first:
         torch.save(found, folder / f"{work}.pt")
-    ranks.wait()  # a process that leaves while another still gathers ends it badly (seen with Gloo)
-    ranks.leave()
+    ranks.leave_together()
 
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ def main() -> None:
             if "sinks" in asked:  # each process has the part of its heads
                 dist.all_reduce(sinks[1].grad)
                 close(sinks[1].grad, sinks[0].grad)
-    ranks.leave()
+    ranks.leave_together()
 
 
 def close(found: Any, wanted: Any) -> None:

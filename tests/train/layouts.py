@@ -254,7 +254,7 @@ def main(folder: Path) -> None:
     ends = end_of_each_rank(store, ranks)
     if ranks.is_first:
         (folder / "ends.json").write_text(json.dumps(ends))
-    ranks.leave()
+    ranks.leave_together()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.core.interrupt import terminate_like_ctrl_c
+from whet.core.interrupt import noted, terminate_like_ctrl_c
 
 _PATIENCE_S = 5.0
 
@@ -34,19 +34,26 @@ class Ended:
 
 def run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
     """Run a command to its end. stderr goes to `log`; stdout is given back. Ctrl-C and SIGTERM end it with us."""
+    asked: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
     with log.open("wb") as words, terminate_like_ctrl_c():
         began = time.time()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=dict(environment),
-            start_new_session=True,
-        )  # fmt: skip
         try:
+            with noted(asked, lambda: None):  # or a signal would come between starting it and knowing what to end
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=dict(environment),
+                    start_new_session=True,
+                )  # fmt: skip
+            if asked:
+                raise KeyboardInterrupt
             out, _ = process.communicate()
         except BaseException:
-            _end(process)
+            if process is not None:
+                _end(process)
             raise
         finally:
-            _signal(process, signal.SIGKILL)  # workers that it left behind would be in the next one's way
+            if process is not None:
+                _signal(process, signal.SIGKILL)  # workers that it left behind would be in the next one's way
     return Ended(process.returncode, began, time.time() - began, out.decode(errors="replace"))
 
 

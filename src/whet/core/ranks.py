@@ -80,10 +80,11 @@ class Ranks:
             dist.barrier()
             HERE.met()
 
-    def wait_long(self, name: str) -> None:
-        """Until every rank is here, where some have work of their own that may take hours; once for each name."""
-        if self.world > 1:
-            wait_for_all(name, self.rank, self.world)
+    def leave_together(self) -> None:
+        """End the group when every rank has come to its end: Gloo aborts who still listens to one that has gone."""
+        if self.world > 1 and dist.is_initialized() and launcher_has_store():
+            wait_for_all("leaving", self.rank, self.world)
+        self.leave()
 
     def leave(self) -> None:
         """End the group; called once, at the end."""

@@ -111,11 +111,14 @@ def _joined(ranks: Ranks) -> Iterator[None]:
     process ends without leaving, which they notice."""
     try:
         yield
-    except BaseException as error:
-        if ranks.device.type == "cpu" or ranks.world == 1 or isinstance(error, StoppedError):
+    except StoppedError:
+        ranks.leave_together()
+        raise
+    except BaseException:
+        if ranks.device.type == "cpu" or ranks.world == 1:
             ranks.leave()
         raise
-    ranks.leave()
+    ranks.leave_together()
 
 
 def _work(
