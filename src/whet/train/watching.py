@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ class Watch:
         if any(tensor.requires_grad for tensor in _tensors(output)):
             for tensor in _inputs(args, kwargs):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._gradient, name, id(tensor)))
+                    tensor.register_hook(partial(self._gradient, name, _number_of(tensor)))
 
     def _gradient(self, name: str, tensor: int, gradient: Tensor) -> None:
         """Of what a module took in. Inner modules end first, so they are named and not the layer around them."""
@@ -47,6 +48,17 @@ class Watch:
         if not any(inner.startswith(f"{name}.") for inner in self._backward) and not _finite(gradient):
             self._tensor = tensor
             self._backward.append(name)
+
+
+_numbers = itertools.count(1)
+
+
+def _number_of(tensor: Any) -> int:
+    """The same for the same tensor, and no other's; `id` is given again when a tensor is gone."""
+    if not hasattr(tensor, "_whet_number"):
+        tensor._whet_number = next(_numbers)
+    number: int = tensor._whet_number
+    return number
 
 
 @contextlib.contextmanager
