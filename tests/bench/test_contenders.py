@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import trl
 
 from whet.bench.contenders import parse_peers
 from whet.core.errors import WhetError
+
+trl = pytest.importorskip("trl")
 
 
 def package(folder: Path, name: str, version: str, code: str = "") -> Path:

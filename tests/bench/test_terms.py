@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl import SFTConfig
 
 from whet.bench.contenders import Contender
 from whet.bench.equivalent import equivalent, notes, reads_weights
@@ -16,6 +15,7 @@ from whet.config import read_config
 from whet.core.errors import WhetError
 from whet.core.yaml import dump_yaml
 
+SFTConfig = pytest.importorskip("trl").SFTConfig
 TERMS = Terms(
     model="llama-8b", mode="full", data=None, rows=2, length=4096, steps=12, warm=4, precision="bf16",
     recompute="none", tokenizer=None, device="cuda",

@@ -50,12 +50,14 @@ def _gradients(backend, states, dtype, window=None, softcap=None, sinks=None, ed
 
 
 def _compare(backend, states, dtype=torch.bfloat16, **ask):
-    """As close to the definition as torch's own attention is, twice over."""
+    """As close to the definition as torch's own attention is, twice over. Of heads that are no multiple of 8 wide torch
+    computes in fp32, so a step of bf16 is spared; a gradient of nothing need not be nothing to the last bit."""
+    spare = 2**-8 if states[0].shape[-1] % 8 else 1e-6
     truth = _gradients(eager, states, torch.float64, **ask)
     ours = _gradients(backend, states, dtype, **ask)
     reference = _gradients(per_document_sdpa, states, dtype, **ask)
     for exact, kernel, sdpa in zip(truth, ours, reference, strict=True):
-        assert (kernel - exact).abs().max() <= 2 * (sdpa - exact).abs().max() + 1e-6 * exact.abs().max()
+        assert (kernel - exact).abs().max() <= 2 * (sdpa - exact).abs().max() + spare * exact.abs().max() + 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 2, 64, 300])

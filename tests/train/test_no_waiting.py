@@ -79,8 +79,11 @@ class OneStep:
     def totals(self, step: int) -> SimpleNamespace:
         return SimpleNamespace(supervised=sum(len(batch.supervised_at) for _, batch in self.micro_batches(step)))
 
+    def count(self, step: int) -> int:
+        return 2
+
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
-        for row in range(2):
+        for row in range(self.count(step)):
             batch = pack_batch(Documents(), np.arange(4), 20, Shape(64, 6, 32))
             yield row, batch.pinned(torch.device("cuda", 0))
 
