@@ -76,6 +76,12 @@ class Saver:
         if ranks.is_first:
             place.clear_leftovers(folder)
 
+    def get_ready(self) -> None:
+        """Make room on the host ahead of the first save, beside the training; the optimizer has taken a step."""
+        if self._ranks.device.type == "cuda":
+            give_back(self._model)
+            self._staging.prepare({**weights(self._model), **optimizer_tensors(self._model, self._optimizer)})
+
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
         began = self.last_saved = time.monotonic()
@@ -129,6 +135,8 @@ class Saver:
                 self._tidy()
         elif self._thread is not None:
             give_up(self._thread, _PATIENCE_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._staging.close()
 
     def _try_to_write(self, step: int, parts: Parts, state: dict[str, Any]) -> None:
         began = time.monotonic()
