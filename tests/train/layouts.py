@@ -66,6 +66,7 @@ class Layout:
     """Supervised positions that the head takes at a time."""
     shard: int | None = None
     context: int = 1
+    tensor: int = 1
     optimizer: str = "adamw"
 
     def __str__(self) -> str:
@@ -135,7 +136,7 @@ def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step
 
 def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     """The run in a layout, by this process or by all of a group."""
-    config = ParallelConfig(recompute=layout.recompute, shard=layout.shard, context=layout.context)
+    config = ParallelConfig(recompute=layout.recompute, shard=layout.shard, context=layout.context, tensor=layout.tensor)
     mesh = arrange(config, changed.pop("ranks", ALONE))
     ranks = mesh.ranks
     plan = plan_of(store, layout.packing)
