@@ -51,7 +51,7 @@ LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_to
 ROW = 400
 BATCH = 5
 STEPS = 30
-FEW = 8
+FEW = 6
 CLIP = 0.5
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 
@@ -288,8 +288,8 @@ def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
 
 
 def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
-    """What comes apart where kernels add in no fixed order, on each process in another one, and bf16 weights are rounded
-    at random: gradients differ a little from process to process before they are used."""
+    """What comes apart where kernels add in no fixed order, on each process in another one, so that gradients differ
+    from process to process, and where bf16 weights are rounded at random."""
     mesh = arrange(ParallelConfig(tensor=ranks.world), ranks)
     model = model_of("llama").bfloat16()
     attention.install(model, "sdpa")
