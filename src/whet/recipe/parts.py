@@ -138,7 +138,8 @@ def make_divided_root(
     device = mesh.ranks.device
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
     shard_(root, mesh, arithmetic.compute, source)
-    try_out(root)
+    with arithmetic.context(device):
+        try_out(root)
     root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
     prove(config, root, arithmetic, device, tokens, longest)
     give_back(root)
