@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from whet.core.errors import WhetError
+from whet.model.attention import plain
 from whet.model.loss import LossModel
 from whet.model.modes import evaluating
 from whet.parallel.tensor_plan import TensorPlan, read_plan
@@ -77,7 +78,7 @@ def try_out(root: LossModel) -> None:
 @torch.no_grad()
 def _try(root: LossModel, processes: int) -> None:
     tokens = torch.arange(4, device=next(root.parameters()).device)[None]
-    with evaluating(root):
+    with evaluating(root), plain(root.language_model):
         try:
             root.language_model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:

@@ -51,7 +51,7 @@ def read_plan(model: nn.Module, processes: int) -> TensorPlan:
     _need_heads(model, processes)
     for name in divided:
         _need_size(model, name, styles[name], processes)
-    between = {name.rpartition(".")[0] for name in divided if styles[name] == _COLWISE}
+    between = dict.fromkeys(name.rpartition(".")[0] for name in divided if styles[name] == _COLWISE)
     summed = dict.fromkeys(name for name, style in styles.items() if style == _SUMMED)
     for parent in between:
         summed |= dict.fromkeys(_beside(model, parent, styles, processes))
