@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.core.errors import WhetError
 from whet.core.ranks import start_ranks
@@ -108,6 +109,23 @@ def graphs(mesh: Mesh | None) -> int:
     return compile_count() - before
 
 
+def sums(mesh: Mesh) -> int:
+    """How often states are summed over the processes, forth and back, in each layer."""
+    root = make("Llama")
+    shard_(root, mesh, torch.float64)
+    with CountSums() as count, HonestDouble():
+        root(batch()).objective.backward()
+    return count.sums // SHAPE["num_hidden_layers"]
+
+
+class CountSums(TorchDispatchMode):
+    sums = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.sums += func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **kwargs or {})
+
+
 def refusal(mesh: Mesh) -> str:
     """Of a model that knows by itself how wide its layers are."""
     root = make("Llama")
@@ -136,6 +154,7 @@ def main(folder: Path) -> None:
     found = {
         "differs": {family: differs(family, mesh) for family in FAMILIES},
         "graphs": [graphs(None), graphs(mesh)],
+        "sums": sums(mesh),
         "refusal": refusal(mesh),
         "held": held(mesh),
     }

@@ -90,5 +90,6 @@ def test_gradients_of_two_processes_are_those_of_one_in_many_families(tmp_path: 
         family: worst for family, worst in found["differs"].items() if isinstance(worst, str) or worst > 1e-12
     } == {}
     assert found["graphs"][1] == found["graphs"][0] == 1
+    assert found["sums"] == 4, "once for queries, keys and values together"
     assert found["held"] == [0.5]
     assert "this model does not compute with a part of its heads" in found["refusal"]

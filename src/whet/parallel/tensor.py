@@ -47,13 +47,14 @@ def divide_(root: LossModel, mesh: DeviceMesh) -> None:
     """Leave this process its part of the layers that the model's plan divides."""
     model, group = root.language_model, mesh.get_group()
     plan = read_plan(model, mesh.size())
+    doors = {name.rpartition(".")[0]: Door(group.group_name) for name in (*plan.colwise, *plan.rowwise)}
     for names, kind, dim in ((plan.colwise, ColwiseLinear, 0), (plan.rowwise, RowwiseLinear, 1)):
         for name in names:
             layer: Any = model.get_submodule(name)
             layer.weight = _part(layer.weight, mesh, dim)
             if dim == 0 and layer.bias is not None:
                 layer.bias = _part(layer.bias, mesh, 0)
-            layer.across = group.group_name
+            layer.door = doors[name.rpartition(".")[0]]
             layer.__class__ = kind  # another function in `forward` would be compiled anew for each layer
     object.__setattr__(root, _MARK, Across(group, _axis(mesh), frozenset(_weights_of(model, plan))))
 
@@ -89,23 +90,43 @@ def _try(root: LossModel, processes: int) -> None:
             ) from None
 
 
+class Door:
+    """Where states enter the divided layers of one module, and where they leave. Layers that take the same, as those of
+    queries, keys and values do, let it in once, so that its gradient is summed once for all of them."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None
+
+    def enter(self, states: Tensor) -> Tensor:
+        if self._inside is None or self._outside is not states:
+            self._outside, self._inside = states, _SumBack.apply(states, self._group)
+        return self._inside
+
+    def leave(self, states: Tensor) -> Tensor:
+        self._outside = self._inside = None  # or they would be kept until the layer is computed again
+        whole: Tensor = _SumForth.apply(states, self._group)
+        return whole
+
+
 class ColwiseLinear(nn.Linear):
     """Of what the whole layer gives, this process's part."""
 
-    across: str
+    door: Door
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else _here(self.bias)
-        return F.linear(_SumBack.apply(input, self.across), _here(self.weight), bias)
+        return F.linear(self.door.enter(input), _here(self.weight), bias)
 
 
 class RowwiseLinear(nn.Linear):
     """What the whole layer gives, of the part of its input that this process has."""
 
-    across: str
+    door: Door
 
     def forward(self, input: Tensor) -> Tensor:
-        whole: Tensor = _SumForth.apply(F.linear(input, _here(self.weight)), self.across)
+        whole = self.door.leave(F.linear(input, _here(self.weight)))
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # once, not by every process
 
 
