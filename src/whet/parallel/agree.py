@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from whet.core.whereabouts import HERE
@@ -20,6 +20,7 @@ from whet.parallel.shard import local
 from whet.parallel.tensor import Across, across
 
 _OWN = "language_model."
+_FOUND = "_whet_shared"
 
 
 def agree(model: nn.Module) -> None:
@@ -32,18 +33,23 @@ def agree(model: nn.Module) -> None:
     _sum_over(same, here.group, here.group.size())
 
 
-def _shared(model: nn.Module, here: Across) -> tuple[list[Tensor], list[Tensor]]:
-    """This process's parts of the gradients that are to be summed, and of those that are the same on all."""
-    summed: list[Tensor] = []
-    same: list[Tensor] = []
-    for name, weight in model.named_parameters():
-        if weight.grad is None or here.divides(weight):
-            continue
-        (summed if name.removeprefix(_OWN) in here.summed else same).append(local(weight.grad))
-    return summed, same
+def _shared(model: nn.Module, here: Across) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Weights whose gradients are to be summed, and those whose gradients are the same on all. Looked for once: to go
+    through a large model's modules takes a while, in which a GPU would wait."""
+    if not hasattr(model, _FOUND):
+        summed: list[nn.Parameter] = []
+        same: list[nn.Parameter] = []
+        for full_name, weight in model.named_parameters():
+            name = full_name.removeprefix(_OWN)
+            if weight.requires_grad and name not in here.divided:
+                (summed if name in here.summed else same).append(weight)
+        object.__setattr__(model, _FOUND, (summed, same))
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = getattr(model, _FOUND)
+    return found
 
 
-def _sum_over(gradients: Sequence[Tensor], group: dist.ProcessGroup, among: int) -> None:
+def _sum_over(weights: Sequence[nn.Parameter], group: dist.ProcessGroup, among: int) -> None:
+    gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
     for bucket in buckets(gradients):
         flat = _flatten_dense_tensors(bucket)
         HERE.meets()

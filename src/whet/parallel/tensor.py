@@ -23,24 +23,20 @@ from whet.core.errors import WhetError
 from whet.model.attention import plain
 from whet.model.loss import LossModel
 from whet.model.modes import evaluating
-from whet.parallel.tensor_plan import TensorPlan, read_plan
+from whet.parallel.tensor_plan import read_plan
 
 _MARK = "_whet_across"
 
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """What a model with divided layers knows of it."""
+    """What a model with divided layers knows of it. Weights are named as they are in the language model."""
 
     group: dist.ProcessGroup
-    axis: str
-    """Its name in meshes that weights are divided over."""
+    divided: frozenset[str]
+    """Weights of which every process has a part of its own."""
     summed: frozenset[str]
     """Weights that every process has whole, and of whose gradient it finds a part."""
-
-    def divides(self, weight: Tensor) -> bool:
-        """Whether each process of the group has another part of this weight."""
-        return isinstance(weight, DTensor) and self.axis in (weight.device_mesh.mesh_dim_names or ())
 
 
 def divide_(root: LossModel, mesh: DeviceMesh) -> None:
@@ -56,12 +52,8 @@ def divide_(root: LossModel, mesh: DeviceMesh) -> None:
                 layer.bias = _part(layer.bias, mesh, 0)
             layer.door = doors[name.rpartition(".")[0]]
             layer.__class__ = kind  # another function in `forward` would be compiled anew for each layer
-    object.__setattr__(root, _MARK, Across(group, _axis(mesh), frozenset(_weights_of(model, plan))))
-
-
-def _axis(mesh: DeviceMesh) -> str:
-    assert mesh.mesh_dim_names is not None
-    return mesh.mesh_dim_names[0]
+    divided = frozenset([*_weights_of(model, plan.colwise), *(f"{name}.weight" for name in plan.rowwise)])
+    object.__setattr__(root, _MARK, Across(group, divided, frozenset(_weights_of(model, plan.summed))))
 
 
 def across(root: nn.Module) -> Across | None:
@@ -144,8 +136,8 @@ def _part(weight: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     return nn.Parameter(divided, requires_grad=weight.requires_grad)
 
 
-def _weights_of(model: nn.Module, plan: TensorPlan) -> list[str]:
-    return [f"{name}.{each}" for name in plan.summed for each, _ in model.get_submodule(name).named_parameters()]
+def _weights_of(model: nn.Module, modules: list[str]) -> list[str]:
+    return [f"{name}.{each}" for name in modules for each, _ in model.get_submodule(name).named_parameters()]
 
 
 class _SumBack(torch.autograd.Function):
