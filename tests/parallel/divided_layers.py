@@ -65,10 +65,10 @@ def batch() -> SimpleNamespace:
 def make(family: str, **settings: Any) -> LossModel:
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     for weight in model.parameters():
         weight.data += 0.05 * torch.randn(weight.shape)  # biases and norms too
-    attention.install(model.double(), "eager")
+    attention.install(model, "eager")
     return LossModel(model)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from whet.core.ranks import Ranks, start_ranks
 from whet.data.config import DataConfig, Source
@@ -133,13 +133,14 @@ def model_of(family: str) -> nn.Module:
     }  # fmt: skip
     torch.manual_seed(0)
     if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape, mlp_bias=True, tie_word_embeddings=False))
+        config: Any = LlamaConfig(**shape, mlp_bias=True, tie_word_embeddings=False)
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape | {"num_key_value_heads": 2}, tie_word_embeddings=True))
+        config = Qwen3Config(**shape | {"num_key_value_heads": 2}, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     for name, weight in model.named_parameters():  # transformers starts biases at 0 and norms at 1
         if weight.ndim == 1:
             weight.data += 0.1 * torch.randn(weight.shape) * (1 if "norm" in name else 0.2)
-    return model.to(torch.float64).eval()
+    return model.eval()
 
 
 def plan_of(store: Store, packing: str, steps: int = STEPS) -> Plan:
