@@ -152,7 +152,7 @@ class Saver:
             self._error = self._in_words(error, step)
 
     def _write(self, step: int, parts: Parts, state: dict[str, Any], temporary: Path) -> None:
-        size = sum(local(tensor).nbytes for tensors in parts.values() for tensor in tensors.values())
+        size = sum(local(each).nbytes * parts_of(each) for tensors in parts.values() for each in tensors.values())
         self._first_does(lambda: self._make_room(temporary, list(parts), size))
         for part, tensors in parts.items():
             writer = Writer(temporary / part)
@@ -163,8 +163,7 @@ class Saver:
         self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
 
     def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
-        all_parts = size * max(map(parts_of, self._model.parameters()))
-        need_space(self._folder, all_parts + 2**20, "a checkpoint")
+        need_space(self._folder, size + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
         for part in parts:
             (temporary / part).mkdir(parents=True)
