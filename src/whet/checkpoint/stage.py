@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from whet.core.memory import free_memory
 from whet.parallel.shard import local
 
 _PART = 0.9  # of the free memory
@@ -47,12 +47,3 @@ class Staging:
 def _like(tensor: Tensor, host: Tensor) -> Tensor:
     """`from_local` would send the part back to the mesh's device."""
     return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
-
-
-def free_memory() -> int | None:
-    """Bytes that programs can still take, where the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
