@@ -17,7 +17,7 @@ from typing import Any
 
 from whet.core.console import say, warn
 from whet.core.errors import FAILED, INPUT
-from whet.core.files import JsonLines, read_json, write_json
+from whet.core.files import append_line, read_json, write_json
 from whet.core.interrupt import ASKING
 from whet.core.run import note_failure
 from whet.fleet.agent import REPORT
@@ -106,8 +106,8 @@ def _log(job: Job, attempt: int, began: float, ending: Ending, decision: Restart
         return
     line = {"attempt": attempt, "node": socket.gethostname(), "began": began, "ended": time.time(), **asdict(ending)}
     line |= {"then": "restart" if isinstance(decision, Restart) else "end", **asdict(decision)}
-    with contextlib.suppress(OSError), contextlib.closing(JsonLines(job.folder / "launch.jsonl")) as lines:
-        lines.write(line)
+    with contextlib.suppress(OSError):
+        append_line(job.folder / "launch.jsonl", line)
 
 
 class Marker:
