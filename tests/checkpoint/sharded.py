@@ -56,7 +56,7 @@ def _wait_in_vain(saver: Saver, ranks: Ranks) -> None:
         try:
             saver.wait()
         except RunFailedError as error:
-            print(f"after {time.monotonic() - began:.0f} s: {error}")
+            sys.stdout.write(f"after {time.monotonic() - began:.0f} s: {error}\n")
     ranks.leave_together()
 
 

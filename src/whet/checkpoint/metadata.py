@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from whet.core.errors import WhetError
+from whet.core.patience import UnreadableError, read_patiently
 
 _THREADS = 4  # each holds a tensor twice while it reads it
 
@@ -57,8 +58,13 @@ class SafeReader(FileSystemReader):
         files: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             files[self.storage_data[item.storage_index].relative_path].append(item)
+
+        def read(name: str) -> None:  # a second time, it puts the same numbers in the same places
+            part = LoadPlan(files[name])
+            read_patiently(lambda: super(SafeReader, self).read_data(part, planner), Path(self.path) / name)
+
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda items: super(SafeReader, self).read_data(LoadPlan(items), planner), files.values()))
+            list(pool.map(read, files))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -71,8 +77,10 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
+            content = read_patiently(path.read_bytes, path)
+            metadata = _Unpickler(io.BytesIO(content)).load()
+        except UnreadableError:
+            raise
         except Exception as error:  # a damaged pickle makes Python say almost anything
             raise WhetError(
                 f"{path}: not the metadata of a checkpoint ({error}). Delete the checkpoint and use an older one"
