@@ -65,7 +65,23 @@ class Config(Section):
             self._has_a_best()
         if self.quantize is not None:
             self._can_be_quantized(self.quantize)
+        if self.parallel.offload == "weights":
+            self._weights_can_wait()
         return self
+
+    def _weights_can_wait(self) -> None:
+        if self.parallel.shard is None:
+            raise impossible(
+                "parallel.offload",
+                "weights, but only weights that are divided can wait in the host's memory. Set parallel.shard too; 1 "
+                "is enough for one process",
+            )
+        if self.quantize is not None:
+            raise impossible(
+                "parallel.offload",
+                f"weights, but those in {self.quantize} stay on the device, whole, and adapters are small: there is "
+                "nothing to gain. Leave one of them out; parallel.offload=activations works",
+            )
 
     def _has_a_best(self) -> None:
         """Of checkpoints that are measured while training, by something that is measured."""

@@ -34,10 +34,11 @@ class ParallelConfig(Section):
         description="What the backward pass computes again instead of keeping it: selective keeps matrix products and "
         "attention, full keeps the input of each layer only.",
     )
-    offload: Literal["none", "activations", "optimizer", "both"] = Field(
+    offload: Literal["none", "activations", "optimizer", "both", "weights"] = Field(
         default="none",
         description="What waits in the host's memory until it is needed: what layers keep for the backward pass, the "
-        "optimizer's state, or both.",
+        "optimizer's state, or both; or, with shard, weights, gradients and the optimizer's state, and the step is "
+        "taken there.",
     )
     timeout: float = Field(
         default=30.0,

@@ -136,7 +136,7 @@ def make_divided_root(
     proof together."""
     device = mesh.ranks.device
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
-    shard_(root, mesh, arithmetic.compute, source)
+    shard_(root, mesh, arithmetic.compute, source, config.parallel.offload == "weights")
     root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
     prove(config, root, arithmetic, device, tokens, longest)
     give_back(root)
