@@ -32,7 +32,7 @@ from whet.model.quantize import quantize_
 from whet.model.shapes import is_random
 from whet.parallel.mesh import Mesh
 from whet.parallel.narrow import narrow
-from whet.parallel.shard import give_back, shard_
+from whet.parallel.shard import give_back, one_by_one, shard_
 
 _LENGTHS = 4
 _EIGHT_BITS: dict[str, Recipe] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
@@ -138,6 +138,9 @@ def make_divided_root(
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
     shard_(root, mesh, arithmetic.compute, source, config.parallel.offload == "weights")
     root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
+    if _fuses(config, arithmetic, device):
+        for layer in one_by_one(root):  # what can be fused is found by computing with it
+            fuse_lora_(layer)
     prove(config, root, arithmetic, device, tokens, longest)
     give_back(root)
     return root
@@ -194,10 +197,15 @@ def build_model(
         place_(model, device)
         return model
     model = model.to(device)  # what the adapters brought along
-    if config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS:
+    if _fuses(config, arithmetic, device):
         fuse_lora_(model)
     attend(config, language_model(model), arithmetic, device, typical)
     return model
+
+
+def _fuses(config: Config, arithmetic: Arithmetic, device: torch.device) -> bool:
+    """Whether adapters are computed together with their layers."""
+    return config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS
 
 
 def attend(config: Config, plain: nn.Module, arithmetic: Arithmetic, device: torch.device, typical: float) -> None:
