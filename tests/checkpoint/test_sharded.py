@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,7 @@ def test_shards_of_two_are_read_by_two_three_and_one(tmp_path: Path) -> None:
     assert {name.split("/")[1].split("_")[2] for name in manifest["files"] if name.endswith("distcp")} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_to_save_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     said = run(2, str(tmp_path), "missing")
     found = re.match(r"after (\d+) s: .*a checkpoint could not be saved after step 3", said)

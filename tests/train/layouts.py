@@ -235,8 +235,6 @@ RULES = (
     Layout("none", 2, shard=2, optimizer="muon"),
     Layout("none", 2, shard=2, optimizer="adamw8bit"),
     Layout("best-fit", 2, shard=2, offload="weights"),
-    Layout("none", 2, shard=2, optimizer="muon", offload="weights"),
-    Layout("none", 2, shard=2, adapter="peft"),
     Layout("best-fit", 2, recompute="full", shard=2, adapter="fused"),
     Layout("none", 1, shard=2, offload="weights", adapter="fused"),
 )
