@@ -67,7 +67,23 @@ class Config(Section):
             self._can_be_quantized(self.quantize)
         if self.parallel.tensor > 1:
             self._can_divide_layers()
+        if self.parallel.offload == "weights":
+            self._weights_can_wait()
         return self
+
+    def _weights_can_wait(self) -> None:
+        if self.parallel.shard is None:
+            raise impossible(
+                "parallel.offload",
+                "weights, but only weights that are divided can wait in the host's memory. Set parallel.shard too; 1 "
+                "is enough for one process",
+            )
+        if self.quantize is not None:
+            raise impossible(
+                "parallel.offload",
+                f"weights, but those in {self.quantize} stay on the device, whole, and adapters are small: there is "
+                "nothing to gain. Leave one of them out; parallel.offload=activations works",
+            )
 
     def _has_a_best(self) -> None:
         """Of checkpoints that are measured while training, by something that is measured."""
@@ -129,7 +145,7 @@ class Config(Section):
     @property
     def divides_weights(self) -> bool:
         """Whether each process reads its own part of the weights: those in 4 bits are whole everywhere."""
-        return (self.parallel.shard is not None or self.parallel.tensor > 1) and self.quantize is None
+        return self.parallel.divides_weights and self.quantize is None
 
     def at(self, folder: Path) -> Config:
         """The same run in another folder."""

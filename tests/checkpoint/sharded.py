@@ -1,11 +1,12 @@
 """Started under torchrun by test_sharded.py: a sharded model is saved, changed meanwhile, loaded again.
 
-python sharded.py FOLDER save|load
+python sharded.py FOLDER save|load, or `missing`: one of them does not come to save.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from whet.checkpoint.load import load
 from whet.checkpoint.save import Saver
-from whet.core.ranks import start_ranks
+from whet.core.errors import RunFailedError
+from whet.core.ranks import Ranks, start_ranks
 
 
 def main(folder: Path, work: str) -> None:
@@ -26,6 +28,9 @@ def main(folder: Path, work: str) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     whole = {}
+    if work == "missing":
+        _wait_in_vain(Saver(folder, model, optimizer, ranks, patience_s=1.0), ranks)
+        return
     if work == "save":
         model(torch.ones(2, 6)).square().sum().backward()
         optimizer.step()
@@ -41,6 +46,17 @@ def main(folder: Path, work: str) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
     if ranks.is_first:
         torch.save(found, folder / f"{work}.pt")
+    ranks.leave_together()
+
+
+def _wait_in_vain(saver: Saver, ranks: Ranks) -> None:
+    began = time.monotonic()
+    if ranks.is_first:
+        saver.save(3, {})
+        try:
+            saver.wait()
+        except RunFailedError as error:
+            sys.stdout.write(f"after {time.monotonic() - began:.0f} s: {error}\n")
     ranks.leave_together()
 
 

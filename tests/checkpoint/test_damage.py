@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from whet.checkpoint import load as loading
 from whet.checkpoint import save as saving
 from whet.checkpoint.load import load
 from whet.checkpoint.manifest import DamagedError
 from whet.checkpoint.metadata import SafeReader
 from whet.checkpoint.save import Saver
+from whet.core import patience
 from whet.core.errors import RunFailedError, WhetError
 from whet.core.ranks import Ranks
 
@@ -59,6 +64,80 @@ def test_one_altered_byte_anywhere_is_found_and_the_file_named(path: Path) -> No
             assert torch.equal(model.weight, before)  # nothing was loaded
         file.write_bytes(whole)
     load(path, *make(), ALONE)
+
+
+class FailingDisk:
+    """Opens one file for so many times as a disk does that fails: nothing can be read from it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path, times: int, error: int = errno.EIO) -> None:
+        self.file, self.left, self.error, self._open = file, times, error, io.open
+        monkeypatch.setattr(io, "open", self)
+        monkeypatch.setattr(patience, "WAITS_S", (0.001, 0.002))
+
+    def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        opened = self._open(file, mode, *args, **kwargs)
+        if self.left and Path(file) == self.file and "r" in mode:
+            self.left -= 1
+            opened.close()
+            raise OSError(self.error, os.strerror(self.error), str(file))
+        return opened
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_for_a_moment_is_asked_again(path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    for file in every_file(path):
+        disk = FailingDisk(monkeypatch, file, times=2, error=error)
+        load(path, *make(), ALONE)
+        assert disk.left == 0, file
+        monkeypatch.undo()
+
+
+def test_a_disk_that_goes_on_failing_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in every_file(path):
+        FailingDisk(monkeypatch, file, times=99)
+        model, optimizer = make()
+        before = model.weight.clone()
+        with pytest.raises(patience.UnreadableError, match=r"Input/output error \(tried 3 times") as raised:
+            load(path, model, optimizer, ALONE)
+        assert str(file) in str(raised.value)
+        assert raised.value.exit_code == 1
+        assert torch.equal(model.weight, before)
+        monkeypatch.undo()
+
+
+def test_a_disk_that_begins_to_fail_after_the_hashes_were_compared_is_no_other_model(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = loading.verify
+    for file in every_file(path / "model"):
+        disk = FailingDisk(monkeypatch, file, times=0)
+
+        def verify(*args: Any, disk: FailingDisk = disk) -> Any:
+            manifest = compare(*args)
+            disk.left = 99
+            return manifest
+
+        monkeypatch.setattr(loading, "verify", verify)
+        with pytest.raises(patience.UnreadableError) as raised:
+            load(path, *make(), ALONE)
+        assert str(file) in str(raised.value)
+        monkeypatch.undo()
+
+
+def test_what_may_not_be_read_is_not_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FailingDisk(monkeypatch, path / "manifest.json", times=99, error=errno.EACCES)
+    with pytest.raises(patience.UnreadableError, match=r"Permission denied\. It may be whole"):
+        load(path, *make(), ALONE)
+    assert disk.left == 98
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux has a file that fails to be read")
+def test_a_read_that_the_kernel_refuses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "WAITS_S", (0.001,))
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("/proc/self/mem")  # its first page is never there: EIO
+    with pytest.raises(patience.UnreadableError, match="Input/output error"):
+        load(path, *make(), ALONE)
 
 
 @pytest.mark.parametrize("left", [0.0, 0.5])

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from whet.checkpoint import place
 from whet.checkpoint.load import load
 from whet.core.ranks import Ranks
 
 SCRIPT = str(Path(__file__).with_name("sharded.py"))
 
 
-def run(processes: int, *arguments: str) -> None:
+def run(processes: int, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", SCRIPT]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_shards_of_two_are_read_by_two_three_and_one(tmp_path: Path) -> None:
@@ -35,3 +39,12 @@ def test_shards_of_two_are_read_by_two_three_and_one(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "step-000003" / "manifest.json").read_text())
     assert manifest["world"] == 2
     assert {name.split("/")[1].split("_")[2] for name in manifest["files"] if name.endswith("distcp")} == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_to_save_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    said = run(2, str(tmp_path), "missing")
+    found = re.match(r"after (\d+) s: .*a checkpoint could not be saved after step 3", said)
+    assert found is not None, said
+    assert int(found[1]) < 20
+    assert place.steps_in(tmp_path) == []

@@ -21,6 +21,7 @@ from whet.core.errors import WhetError
 from whet.core.files import (
     FolderLock,
     JsonLines,
+    append_line,
     atomic_dir,
     atomic_write,
     cache_dir,
@@ -369,3 +370,23 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     assert cache_dir() == Path("/home/me/.cache/whet")
     monkeypatch.delenv("WHET_CACHE")
     assert cache_dir() == Path("/home/me/.cache/whet")
+
+
+def test_lines_that_several_processes_append_are_not_mixed_up(tmp_path: Path) -> None:
+    file = tmp_path / "launch.jsonl"
+    long = "x" * 20_000  # more than a buffer of Python's holds
+
+    def write(who: str) -> None:
+        for number in range(200):
+            append_line(file, {"who": who, "number": number, "words": long})
+
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=write, args=(who,)) for who in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    lines = read_json_lines(file)
+    assert [line["words"] for line in lines] == [long] * 400
+    for who in "ab":
+        assert [line["number"] for line in lines if line["who"] == who] == list(range(200))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
 import pytest
 
 from whet.core.errors import StoppedError
-from whet.core.interrupt import noted, terminate_like_ctrl_c
+from whet.core.interrupt import AskedToStop, noted, terminate_like_ctrl_c
 
 
 def send(number: signal.Signals) -> None:
@@ -60,3 +61,32 @@ def test_after_a_good_end_signals_interrupt_again() -> None:
             pass
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
+
+
+def test_a_signal_whose_exception_was_lost_is_noted_all_the_same() -> None:
+    signals: list[int] = []
+    with terminate_like_ctrl_c():
+        with contextlib.suppress(BaseException):  # as some libraries do
+            send(signal.SIGTERM)
+        with noted(signals, lambda: None):
+            pass
+    assert signals == [signal.SIGTERM]
+    later: list[int] = []
+    with terminate_like_ctrl_c(), noted(later, lambda: None):
+        pass
+    assert later == []
+
+
+def test_what_programs_ask_for_is_told_from_ctrl_c() -> None:
+    with pytest.raises(AskedToStop), terminate_like_ctrl_c(), terminate_like_ctrl_c():
+        send(signal.SIGUSR1)
+    with pytest.raises(KeyboardInterrupt) as raised, terminate_like_ctrl_c():
+        send(signal.SIGINT)
+    assert raised.type is KeyboardInterrupt
+
+
+def test_inside_another_one_that_is_ending_nothing_is_disturbed() -> None:
+    with terminate_like_ctrl_c():
+        with pytest.raises(StoppedError), terminate_like_ctrl_c(), noted([], lambda: None):
+            raise StoppedError("stopped")
+        send(signal.SIGTERM)  # would raise

@@ -62,6 +62,9 @@ def test_a_launcher_without_a_report_has_crashed(tmp_path: Path) -> None:
 
 def test_what_was_asked_for_is_a_stop_and_worth_75_if_something_is_saved(tmp_path: Path) -> None:
     assert ending(tmp_path, 1, failure(0, -15), asked=True)[:2] == ("stopped", 130)
+    assert ending(tmp_path, 1, failure(0, 130))[:2] == ("stopped", 130)
+    assert ending(tmp_path, 1, failure(0, 75))[:2] == ("stopped", 75)  # before the first step: it begins anew
+    assert read_ending(tmp_path, -15, None, began=0.0, asked=True, again=True).exit_code == 75
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step-000010\n")
     assert ending(tmp_path, 1, failure(0, -15), asked=True)[:2] == ("stopped", 75)

@@ -58,6 +58,26 @@ def test_a_launch_that_is_asked_to_stop_ends_with_75_and_can_be_finished(
     assert_same(run.folder, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_launch_that_a_program_asks_to_stop_before_the_first_step_ends_with_75(
+    processes: int, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
+) -> None:
+    run = start.launch(recipe, *OPTIONS, f"launch.processes={processes}")
+    until = time.monotonic() + 60
+    while not (run.folder / "config.yaml").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.ended()
+    assert code == 75, err
+    assert "Traceback" not in err
+    assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
+    ended = whet("train", recipe, *OPTIONS, f"run.dir={run.folder}", "--resume")
+    assert ended.code == 0, ended.err
+    assert_same(run.folder, whole)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stop_file_ends_a_launch_without_a_restart(processes: int, start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, f"launch.processes={processes}")

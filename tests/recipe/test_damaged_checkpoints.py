@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from whet.checkpoint import manifest
+from whet.core import patience
+from whet.core.files import hash_file
 
 Exact = Callable[[Path], list[dict[str, Any]]]
 WEIGHTS = "exports/merged/model.safetensors"
@@ -68,6 +73,28 @@ def test_without_a_whole_one_nothing_is_thrown_away(whet: Any, recipe: str, brok
     assert (broken_off / "metrics.jsonl").read_bytes() == metrics
     shutil.rmtree(broken_off / "checkpoints")
     assert whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume").code == 0
+
+
+def test_a_disk_that_fails_ends_the_start_and_sets_nothing_aside(
+    whet: Any, recipe: str, broken_off: Path, monkeypatch: pytest.MonkeyPatch, tiny_run: Path, exact_of: Exact
+) -> None:
+    file = sorted((broken_off / "checkpoints/step-000030/optimizer").glob("*.distcp"))[0]
+
+    def fail(path: Path, **kind: Any) -> str:
+        if path == file:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return hash_file(path, **kind)
+
+    monkeypatch.setattr(patience, "WAITS_S", (0.001, 0.001))
+    monkeypatch.setattr(manifest, "hash_file", fail)
+    ended = whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume")
+    assert ended.code == 1
+    assert f"{file}: cannot be read: Input/output error (tried 3 times" in ended.err
+    assert "Traceback" not in ended.err
+    assert (broken_off / "checkpoints/step-000030").is_dir()
+    monkeypatch.undo()
+    assert whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume").code == 0
+    assert exact_of(broken_off) == exact_of(tiny_run)
 
 
 def test_an_export_of_a_damaged_checkpoint_is_refused_and_another_can_be_had(whet: Any, broken_off: Path) -> None:

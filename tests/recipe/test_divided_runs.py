@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 Steps = Callable[[Path], list[dict[str, Any]]]
 
@@ -72,6 +74,21 @@ def test_one_process_may_divide_by_one(whet: Any, tiny_run: Path, recipe: str, t
     folder = tmp_path / "run"
     assert whet("train", recipe, f"run.dir={folder}", "train.precision=fp64", "parallel.shard=1").code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))
+
+
+def test_weights_may_wait_in_the_hosts_memory_for_a_part_of_the_run(
+    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
+    folder = tmp_path / "run"
+    options = ("train", recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
+    assert whet(*options, "--until", "7").code == 0
+    assert whet(*options, "--until", "19", "parallel.shard=1", "parallel.offload=weights").code == 0
+    assert whet(*options, "parallel.shard=1").code == 0
+    assert_equal(steps_of(folder), steps_of(tiny_run))
+    ours, theirs = (load_file(run / "exports/merged/model.safetensors") for run in (folder, tiny_run))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,10 @@ def test_sigterm_while_measuring_is_an_end_in_good_order(own: Path) -> None:
     )
     command = [sys.executable, "-c", code, "train", str(own), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 130, done.stderr
-    assert json.loads(done.stdout)["exit_code"] == 130
-    assert not (own.parent / "runs").exists()
+    assert done.returncode == 75, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 75
+    (status,) = (json.loads(file.read_text()) for file in (own.parent / "runs").glob("*/status.json"))
+    assert (status["state"], status["exit_code"], status["step"]) == ("stopped", 75, 0)
 
 
 def test_what_a_dead_process_left_is_cleared_away(tmp_path: Path) -> None:

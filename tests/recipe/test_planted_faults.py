@@ -279,6 +279,24 @@ def test_divided_weights_go_back_or_on_as_whole_ones_do(
         assert ours == pytest.approx(theirs, rel=1e-9)
 
 
+def test_where_gradients_of_one_conversation_cannot_be_had_the_message_says_so_and_the_replay_finds_it(
+    planted: Any, tmp_path: Path, whet: Any
+) -> None:
+    ended = whet(
+        "train", planted("backward"), f"run.dir={tmp_path / 'run'}", "parallel.shard=1", "parallel.offload=weights"
+    )
+    assert ended.code == 3, ended.err
+    assert "gradients were not looked at, because several processes compute them together" in ended.err
+    assert "which looks at gradients too" in ended.err
+    assert "At fault" not in ended.err
+    (event,) = events(tmp_path / "run")
+    assert (event["losses_only"], event["conversations"]) == (True, [])
+    found = replayed(whet, event)
+    assert found["reproduced"]
+    (bad,) = [each for each in found["conversations"] if each["layer"]]
+    assert bad["line"] == BAD
+
+
 def test_a_step_in_which_nothing_is_supervised_has_its_own_words(whet: Any, planted: Any, tmp_path: Path) -> None:
     """No conversation without a target gets into a store, so one is made in a store: its mask is wiped."""
     run, options = tmp_path / "run", [f"data.store={tmp_path / 'store'}", "train.batch.conversations=1"]

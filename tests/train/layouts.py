@@ -31,15 +31,17 @@ from whet.data.planner import Length, plan_by_conversations
 from whet.data.prepare import prepare
 from whet.data.store import Store
 from whet.model import attention, cross_entropy
-from whet.model.config import ModelConfig
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.fused_lora import fuse_lora_
 from whet.model.load import load_model
+from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.model.tokenizer import load_tokenizer
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
 from whet.parallel.mesh import arrange
-from whet.parallel.shard import local, part_of, shard_
+from whet.parallel.shard import local, one_by_one, part_of, shard_
 from whet.parallel.ulysses import work_together
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, take_step
@@ -73,6 +75,9 @@ class Layout:
     optimizer: str = "adamw"
     family: str = "tiny"
     steps: int = STEPS
+    offload: str = "none"
+    adapter: str = "none"
+    """peft: computed by it; fused: together with its layer."""
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -164,23 +169,32 @@ def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step
 def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     """The run in a layout, by this process or by all of a group."""
     config = ParallelConfig(
-        recompute=layout.recompute, shard=layout.shard, context=layout.context, tensor=layout.tensor
+        recompute=layout.recompute,
+        shard=layout.shard,
+        context=layout.context,
+        tensor=layout.tensor,
+        offload=layout.offload,
     )
     mesh = arrange(config, changed.pop("ranks", ALONE))
     ranks = mesh.ranks
     plan = plan_of(store, layout.packing, layout.steps)
     model = model_of(layout.family)
+    if layout.adapter != "none":
+        model = language_model(add_adapter(model, AdapterConfig(rank=4), seed=0).to(torch.float64))
     attention.install(model, layout.attention)
     root = LossModel(model)
     work_together(root, mesh)
     apply(model, config, compile=False)
     if mesh.weights is not None:
-        shard_(root, mesh, torch.float64)
+        shard_(root, mesh, torch.float64, on_host=layout.offload == "weights")
     optimizer = make_optimizer(root, OPTIMIZER.model_copy(update={"name": layout.optimizer}), 0)
     loader = Loader(
         store, plan, layout.micro_rows, ranks.team, ranks.teams, ROW if layout.padded else None,
         part=(ranks.slice, ranks.slices),
     )  # fmt: skip
+    if layout.adapter == "fused":
+        measure(root, loader)
+        assert all(fuse_lora_(layer) == 3 for layer in one_by_one(root))  # q k v, o, and the MLP
     measure(root, loader)  # a forward pass without a backward pass must not keep anything from what follows
     before, cross_entropy._CHUNK_BYTES = cross_entropy._CHUNK_BYTES, layout.chunk_rows * model.config.vocab_size * 8
     try:
@@ -271,8 +285,12 @@ DIVIDED = {
 RULES = (
     Layout("none", 2, shard=2, optimizer="muon"),
     Layout("none", 2, shard=2, optimizer="adamw8bit"),
+    Layout("best-fit", 2, shard=2, offload="weights"),
+    Layout("best-fit", 2, recompute="full", shard=2, adapter="fused"),
+    Layout("none", 1, shard=2, offload="weights", adapter="fused"),
 )
-"""The same for optimizers that look at more than one number at a time, by two processes."""
+"""The same for optimizers that look at more than one number at a time, for weights that wait in the host's memory and
+for adapters, by two processes."""
 
 
 def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from whet.core.errors import WhetError
-from whet.watch.run import RunView
+from whet.watch.run import RunView, Score
+from whet.watch.samples import Pair, Sample
+from whet.watch.summary import summary
+from whet.watch.table import score_line
 
 MakeRun = Callable[..., Path]
 ALL_BUT_CONFIG = ("status", "ledger", "plan", "metrics", "samples", "certificate")
@@ -39,6 +42,26 @@ def test_samples_are_paired_by_prompt(make_run: MakeRun) -> None:
 def test_an_evaluation_after_step_0_is_not_before(make_run: MakeRun) -> None:
     run = RunView.read(make_run(metrics=[{"step": 2, "task/orders": 0.5}]))
     assert (run.results[0].before, run.results[0].after) == (None, 0.5)
+
+
+def test_a_run_that_takes_steps_for_done_was_before_where_it_began(make_run: MakeRun) -> None:
+    metrics = [
+        {"step": 25, "val_loss": 3.1, "task/orders": 0.25},
+        *({"step": step, "loss": 1.0, "tokens": 1000 * step, "step_s": 2.0} for step in range(26, 31)),
+        {"step": 30, "val_loss": 1.1, "task/orders": 0.75},
+    ]
+    samples = [
+        {"step": step, "task": "orders", "prompt": "p", "expected": "e", "answer": f"answer {step}", "right": step > 25}
+        for step in (25, 30)
+    ]
+    run = RunView.read(make_run(config="train: {start_step: 25}\n", metrics=metrics, samples=samples))
+    assert run.results == [Score("orders", 0.25, 0.75, 30)]
+    assert run.validation["val_loss"] == (3.1, 1.1)
+    before, after = (Sample(step, "orders", "p", "e", f"answer {step}", step > 25) for step in (25, 30))
+    assert run.pairs == [Pair(before, after)]
+    assert run.tokens_per_s == pytest.approx(500)  # the first 25 000 tokens took it no time
+    assert "(the first 25 steps were taken for done)" in summary(run)
+    assert score_line(run).plain.startswith("orders 25")
 
 
 def test_the_base_model_alone_has_no_after(make_run: MakeRun) -> None:

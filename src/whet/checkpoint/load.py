@@ -15,6 +15,7 @@ from whet.checkpoint.metadata import SafeReader
 from whet.checkpoint.quiet import quiet
 from whet.checkpoint.tensors import materialise, optimizer_tensors, weights
 from whet.core.errors import WhetError
+from whet.core.patience import UnreadableError
 from whet.core.ranks import Ranks
 from whet.parallel.shard import give_back
 
@@ -22,7 +23,8 @@ from whet.parallel.shard import give_back
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
     """Put a checkpoint's weights, and the optimizer's state if wanted, in place; gives its manifest.
 
-    A DamagedError, the same on every rank, comes before anything was changed.
+    A DamagedError or an UnreadableError, the same on every rank, comes before anything was changed; a disk that begins
+    to fail after that is an UnreadableError too.
     """
     parts = ["model"] if optimizer is None else ["model", "optimizer"]
     manifest = verify(path, parts, ranks)
@@ -37,6 +39,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         try:
             dcp_load(tensors[part], storage_reader=SafeReader(path / part), no_dist=ranks.world == 1)
         except (Exception, CheckpointException) as error:
+            if (lost := _unreadable_in(error)) is not None:
+                raise lost from None
             raise WhetError(
                 f"{path}: this checkpoint does not fit the model ({type(error).__name__}). Was the model changed "
                 "since? Bring it back, or start a new run: run.dir=FOLDER"
@@ -47,6 +51,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 def verify(path: Path, parts: list[str], ranks: Ranks) -> dict[str, Any]:
     """The manifest, if every file of these parts is what was written; each rank looks at some of them, all know."""
     manifest: dict[str, Any] = {}
+    unreadable: list[str] = []
     try:
         manifest = read_manifest(path)
         missing = [part for part in parts if part not in manifest["parts"]]
@@ -56,9 +61,20 @@ def verify(path: Path, parts: list[str], ranks: Ranks) -> dict[str, Any]:
             names = sorted(name for name in manifest["files"] if name.split("/")[0] in parts)
             found = damage_in(path, manifest["files"], names[ranks.rank :: ranks.world])
         reasons = [str(damaged(words)) for words in found]
+    except UnreadableError as error:
+        unreadable, reasons = [str(error)], []
     except WhetError as error:
         reasons = [str(error)]
-    reasons = ranks.gather(reasons)
+    unreadable, reasons = ranks.gather(unreadable), ranks.gather(reasons)
+    if unreadable:  # whether it is damaged is not known
+        raise UnreadableError(unreadable[0])
     if reasons:
         raise DamagedError(reasons[0])
     return manifest
+
+
+def _unreadable_in(error: BaseException) -> UnreadableError | None:
+    """torch packs what went wrong on each rank into an error of its own."""
+    if isinstance(error, CheckpointException):
+        return next((found for found, _ in error.failures.values() if isinstance(found, UnreadableError)), None)
+    return error if isinstance(error, UnreadableError) else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from whet.core.errors import WhetError
 from whet.core.files import hash_file, hash_json, read_json, write_json
+from whet.core.patience import UnreadableError, read_patiently
 
 NAME = "manifest.json"
 _FORMAT = 1
@@ -40,12 +41,14 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest as it was written, or a DamagedError."""
+    """The manifest as it was written, or a DamagedError; an UnreadableError where the disk does not give it."""
     file = folder / NAME
     try:
-        found = read_json(file)
+        found = read_patiently(lambda: read_json(file), file)
         if not isinstance(found, dict) or hash_json({k: v for k, v in found.items() if k != "hash"}) != found["hash"]:
             raise WhetError(f"{file}: its content is not what was written")
+    except UnreadableError:
+        raise
     except (WhetError, KeyError) as error:
         reason = str(error) if isinstance(error, WhetError) else f"{file}: it has no hash of itself"
         raise DamagedError(f"{reason}. {_REMEDY}") from None
@@ -57,7 +60,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage_in(folder: Path, files: Files, names: Sequence[str]) -> list[str]:
-    """What is wrong with these files, in words; nothing for those that are as they were written."""
+    """What is wrong with these files, in words; nothing for those that are as they were written. A file that is not
+    there, too short or other than it was is damaged; one that the disk does not give is an UnreadableError."""
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _damage(folder / name, files[name]), names)
     return [words for words in found if words is not None]
@@ -72,10 +76,10 @@ _REMEDY = "The checkpoint is damaged; use another one (RUN@STEP)"
 
 def _damage(path: Path, recorded: dict[str, Any]) -> str | None:
     try:
-        size = path.stat().st_size
+        size = read_patiently(lambda: path.stat().st_size, path)
         if size != recorded["bytes"]:
             return f"{path}: it has {size:,} bytes and was written with {recorded['bytes']:,}"
-        if hash_file(path, sha256=True) != recorded["hash"]:
+        if read_patiently(lambda: hash_file(path, sha256=True), path) != recorded["hash"]:
             return f"{path}: its content is not what was written (its hash differs)"
     except FileNotFoundError:
         return f"{path}: the file is gone"

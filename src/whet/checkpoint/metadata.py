@@ -7,13 +7,11 @@ types that a checkpoint consists of and nothing else.
 from __future__ import annotations
 
 import io
-import mmap
 import pickle
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from whet.core.errors import WhetError
+from whet.core.patience import UnreadableError, read_patiently
 
 _THREADS = 4
 
@@ -56,42 +55,53 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader, with the restricted unpickler, several files at a time, and tensors taken from the files as the
-    system maps them: torch's own reads each into memory twice."""
+    """torch's reader, with the restricted unpickler, several files at a time, and each tensor read once: torch's own
+    reads it into memory twice."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         files: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             files[self.storage_data[item.storage_index].relative_path].append(item)
+
+        def read(name: str) -> None:  # a second time, it puts the same numbers in the same places
+            file = Path(self.path) / name
+            read_patiently(lambda: self._read(planner, file, files[name]), file)
+
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(partial(self._read, planner), files, files.values()))
+            list(pool.map(read, files))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, planner: LoadPlanner, path: str, items: list[ReadItem]) -> None:
-        with (Path(self.path) / path).open("rb") as file:
-            # private: torch wants memory that it could write to
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        for item in items:
-            about = self.storage_data[item.storage_index]
-            if about.transform_descriptors:
-                raise WhetError(f"{path}: is packed by {about.transform_descriptors}, which whet does not read")
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(mapped[about.offset : about.offset + about.length]))
-                continue
-            found = narrow_tensor_by_index(_tensor_in(mapped, about), item.storage_offsets, item.lengths)
-            target = planner.resolve_tensor(item).detach()
-            if target.shape != found.shape:
-                raise ValueError(f"{item.storage_index.fqn}: {tuple(found.shape)} instead of {tuple(target.shape)}")
-            target.copy_(found)
-            planner.commit_tensor(item, target)
+    def _read(self, planner: LoadPlanner, path: Path, items: list[ReadItem]) -> None:
+        room = torch.empty(0, dtype=torch.uint8)
+        with path.open("rb", buffering=0) as file:
+            for item in items:
+                about = self.storage_data[item.storage_index]
+                if about.transform_descriptors:
+                    raise WhetError(f"{path}: is packed by {about.transform_descriptors}, which whet does not read")
+                part = _Part(file, about.offset, about.length)
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(part.read()))
+                    continue
+                with FakeTensorMode():  # torch tells what the tensor is like and where its numbers are
+                    like = torch.load(part, weights_only=True)  # type: ignore[arg-type]
+                if len(room) < like.untyped_storage().nbytes():
+                    room = torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8)
+                found = narrow_tensor_by_index(_filled(like, part, room), item.storage_offsets, item.lengths)
+                target = planner.resolve_tensor(item).detach()
+                if target.shape != found.shape:
+                    raise ValueError(f"{item.storage_index.fqn}: {tuple(found.shape)}, not {tuple(target.shape)}")
+                target.copy_(found)
+                planner.commit_tensor(item, target)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
+            content = read_patiently(path.read_bytes, path)
+            metadata = _Unpickler(io.BytesIO(content)).load()
+        except UnreadableError:
+            raise
         except Exception as error:  # a damaged pickle makes Python say almost anything
             raise WhetError(
                 f"{path}: not the metadata of a checkpoint ({error}). Delete the checkpoint and use an older one"
@@ -103,10 +113,10 @@ class SafeReader(FileSystemReader):
 
 
 class _Part(io.RawIOBase):
-    """A part of a mapped file, as a file."""
+    """A part of a file, as a file."""
 
-    def __init__(self, mapped: mmap.mmap, start: int, length: int) -> None:
-        self._mapped, self._start, self._length, self._at = mapped, start, length, 0
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
         return True
@@ -122,24 +132,22 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
-        first = self._start + self._at
-        buffer[:count] = self._mapped[first : first + count]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(buffer[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
         self._at += count
-        return count
+        return int(count)
 
 
-def _tensor_in(mapped: mmap.mmap, about: Any) -> Tensor:
-    """A tensor that torch saved at this place, where it lies: torch reads what it is like and where its numbers are."""
-    with FakeTensorMode():
-        like = torch.load(_Part(mapped, about.offset, about.length), weights_only=True)  # type: ignore[arg-type]
+def _filled(like: Tensor, part: _Part, room: Tensor) -> Tensor:
+    """A tensor with the numbers that the file has for it, in the memory of `room`."""
     storage = like.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty(like.shape, dtype=like.dtype)
-    start = about.offset + storage._checkpoint_offset
-    if start + storage.nbytes() > about.offset + about.length:
-        raise ValueError("a tensor that is longer than its place")
-    numbers = torch.frombuffer(mapped, dtype=torch.uint8, count=storage.nbytes(), offset=start)
-    if numbers.data_ptr() % like.dtype.itemsize:
-        numbers = numbers.clone()  # of another tensor's end
+    numbers = room[: storage.nbytes()]
+    if len(numbers):
+        part.seek(int(storage._checkpoint_offset or 0))
+        wanted = memoryview(numbers.numpy())  # type: ignore[arg-type]
+        while wanted:
+            count = part.readinto(wanted)
+            if not count:
+                raise ValueError("a tensor that is longer than its place")
+            wanted = wanted[count:]
     return numbers.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())

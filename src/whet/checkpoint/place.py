@@ -15,6 +15,7 @@ from whet.checkpoint.manifest import NAME, DamagedError, read_manifest, write_ma
 from whet.checkpoint.retention import Retention
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write, need_space, sync_folder
+from whet.core.patience import UnreadableError
 
 
 def name_of(step: int) -> str:
@@ -34,14 +35,15 @@ def newest(folder: Path) -> Path | None:
 
 
 def resumable(folder: Path) -> list[int]:
-    """Those of them that still have the optimizer's state, oldest first. A damaged manifest is found out later."""
+    """Those of them that still have the optimizer's state, oldest first. What a manifest that cannot be read, or is
+    damaged, comes to is found out later."""
     return [step for step in steps_in(folder) if _has_optimizer(folder / name_of(step))]
 
 
 def _has_optimizer(path: Path) -> bool:
     try:
         return "optimizer" in read_manifest(path)["parts"]
-    except DamagedError:
+    except (DamagedError, UnreadableError):
         return True
 
 
@@ -94,7 +96,7 @@ def drop_optimizer(folder: Path, steps: Iterable[int]) -> None:
         path = folder / name_of(step)
         try:
             manifest = read_manifest(path)
-        except DamagedError:
+        except (DamagedError, UnreadableError):
             continue
         if "optimizer" in manifest["parts"]:
             manifest["parts"].remove("optimizer")

@@ -51,10 +51,11 @@ class Saver:
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
         retention: Retention | None = None, optimizers: Literal["all", "newest"] = "all",
-        about: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True,
+        about: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, patience_s: float = 1800.0,
     ) -> None:  # fmt: skip
         """`about` gives what else the manifest says; it is asked once, in the thread. `optimizers`: newest takes the
-        optimizer away from all checkpoints but the newest two."""
+        optimizer away from all checkpoints but the newest two. `patience_s`: how long a process waits for the others
+        while they write."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
         self._about, self._known_about = about, dict[str, Any]()
@@ -69,9 +70,8 @@ class Saver:
         self.blocked_s, self.written_s = 0.0, 0.0
         """How long training waited in the last save (also for the one before it), and how long writing took."""
         # Its own group: collectives of the thread and of training may be under way at the same time.
-        self._group = (
-            dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=30)) if ranks.world > 1 else None
-        )
+        patience = datetime.timedelta(seconds=patience_s)
+        self._group = dist.new_group(backend="gloo", timeout=patience) if ranks.world > 1 else None
         quiet()
         if ranks.is_first:
             place.clear_leftovers(folder)

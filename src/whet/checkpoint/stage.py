@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from whet.checkpoint.pinned import Pinned
+from whet.core.memory import free_memory
 from whet.parallel.shard import local
 
 _PART = 0.9  # of the free memory
@@ -76,12 +76,3 @@ class Staging:
 def _like(tensor: Tensor, host: Tensor) -> Tensor:
     """`from_local` would send the part back to the mesh's device."""
     return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
-
-
-def free_memory() -> int | None:
-    """Bytes that programs can still take, where the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from whet.cli.common import Json, Overrides, Quiet, verb
-from whet.core.errors import UsageError
+from whet.core.errors import StoppedError, UsageError
+from whet.core.interrupt import AskedToStop, terminate_like_ctrl_c
 
 
 @verb
@@ -45,6 +46,16 @@ def train(
         return _replay(replay, alone=recipe is None and not (resume or smoke or dry_run or until))
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
+    try:
+        with terminate_like_ctrl_c():  # from here on: importing takes seconds, too
+            return _train(recipe, overrides or [], resume, until, smoke, dry_run)
+    except AskedToStop:
+        raise StoppedError("asked to stop. Start it again to continue (whet train: with --resume)") from None
+
+
+def _train(
+    recipe: Path, overrides: list[str], resume: bool, until: int | None, smoke: bool, dry_run: bool
+) -> dict[str, Any]:
     from whet.config import read_config
     from whet.core.console import say
     from whet.core.imports import importing
@@ -60,7 +71,7 @@ def train(
         raise UsageError("--smoke and --dry-run begin anew each time and go to their end: no --resume, no --until")
     if smoke and dry_run:
         raise UsageError("--smoke, --dry-run: give one of them")
-    config = read_config(recipe, overrides or [])
+    config = read_config(recipe, overrides)
     read_ahead(config.model.path, config.model.revision)
     with importing():  # after the recipe was read: this takes seconds
         from whet.recipe import trial

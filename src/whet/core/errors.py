@@ -7,8 +7,8 @@ from pathlib import Path
 
 DONE, INPUT, USAGE, FAILED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 """Exit codes: done; the user's input or data is at fault; wrong usage; the run failed and can be resumed;
-stopped by a signal after a checkpoint (EX_TEMPFAIL, which schedulers read as "requeue me"); interrupted when there was
-nothing to save."""
+stopped on request, and --resume goes on from a checkpoint or begins anew (EX_TEMPFAIL, which schedulers read as
+"requeue me"); interrupted by Ctrl-C when there was nothing to save."""
 
 
 class WhetError(Exception):
@@ -30,7 +30,7 @@ class RunFailedError(WhetError):
 
 
 class StoppedError(WhetError):
-    """A run was asked to stop and did so after saving a checkpoint."""
+    """A run was asked to stop and did so; it can be resumed."""
 
     exit_code = STOPPED
 

@@ -192,6 +192,16 @@ class JsonLines:
         self._file.close()
 
 
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one object to a file that others append to as well: in one write, so that lines are not mixed up."""
+    line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(handle, line)
+    finally:
+        os.close(handle)
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All complete objects of a JSON-lines file; a last line cut by a crash is left out."""
     if not path.exists():

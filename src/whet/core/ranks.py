@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whet.core.console import say
-from whet.core.cores import usable_cores
+from whet.core.cores import my_cores
 from whet.core.errors import WhetError
 from whet.core.meeting import launcher_has_store, wait_for_all
 from whet.core.whereabouts import HERE
@@ -139,8 +139,7 @@ def start_ranks(timeout_s: float = 1800.0) -> Ranks:
     if world > 1:
         if device.type == "cpu":
             # More threads than cores make processes wait for each other: ten times slower, seen on two cores.
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-            torch.set_num_threads(max(1, usable_cores() // here))
+            torch.set_num_threads(my_cores(world))
         if not dist.is_initialized():
             if launcher_has_store():
                 wait_for_all("joining", rank, world, _tell)

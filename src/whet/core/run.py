@@ -44,9 +44,10 @@ class RunFolder:
                 f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
             ) from None
         self._was_empty = not self._entries()
-        self._started = read_status(path).get("started") or time.time()
+        status = read_status(path)
+        self._started = status.get("started") or time.time()
         self._beat = 0.0
-        self._step, self._steps = 0, 0
+        self._step, self._steps = status.get("step") or 0, status.get("steps") or 0
         self.first_step: dict[str, float] | None = None
         """How long this process took to its first step, and on what; None before it."""
 
@@ -86,19 +87,21 @@ class RunFolder:
         if time.time() - self._beat > _HEARTBEAT_S:
             self.set_status("running", step, steps)
 
-    def end(self, state: str, exit_code: int, reason: str | None = None) -> None:
-        """Write into the status how a run ended that had begun."""
-        if self._beat:
+    def end(self, state: str, exit_code: int, reason: str | None = None, begun: bool = False) -> None:
+        """Write into the status how a run ended that had begun; `begun`: it had, even if it came to no step."""
+        if self._beat or begun:
             self.set_status(state, self._step, self._steps, exit_code, reason)
 
     def stop_requested(self) -> bool:
         """Whether someone put a file named `stop` into the folder."""
         return (self.path / "stop").exists()
 
-    def abandon(self) -> None:
-        """Let go after an error. A run that had not begun to learn leaves no trace; what was there before stays."""
+    def abandon(self, stays: bool = False) -> None:
+        """Let go after an error. A run that had not begun to learn leaves no trace, unless it `stays` to be continued;
+        what was there before stays always."""
         grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
-        if self._was_empty and not any(file.exists() and file.stat().st_size for file in grown):
+        has_grown = any(file.exists() and file.stat().st_size for file in grown)
+        if self._was_empty and not has_grown and not (stays and self.holds_run()):
             for entry in self.path.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)

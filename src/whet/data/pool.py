@@ -156,6 +156,7 @@ class FailedAtError(Exception):
 def _child(work: Work, worker: int, share: Share, failures: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its children
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a job
     gc.freeze()  # what is there already is never garbage here: looking at it would copy shared pages
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked thread pool would wait for ever
     try:

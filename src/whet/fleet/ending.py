@@ -10,6 +10,7 @@ from typing import Any
 
 from whet.core.errors import DONE, FAILED, INPUT, INTERRUPTED, STOPPED, USAGE
 from whet.core.files import read_json_lines
+from whet.core.interrupt import STOPPED_EARLY
 from whet.core.last_words import first_in_run
 from whet.core.run import read_status
 from whet.fleet.decide import Ending
@@ -18,9 +19,9 @@ _FROM_TORCHRUN = (signal.SIGTERM, signal.SIGKILL)
 """What it sends to the others when one has failed."""
 
 
-def read_ending(folder: Path, code: int, report: Path | None, began: float, asked: bool) -> Ending:
+def read_ending(folder: Path, code: int, report: Path | None, began: float, asked: bool, again: bool = False) -> Ending:
     """`code`: of the process that was started. `report`: the launcher's, None where a single process was started.
-    `asked`: whether it had been asked to stop."""
+    `asked`: whether it had been asked to stop; `again`: by a program, which will start it again."""
     step = steps_done(folder)
     if code == DONE:
         return Ending("done", DONE, step)
@@ -29,18 +30,20 @@ def read_ending(folder: Path, code: int, report: Path | None, began: float, aske
     if is_news and status.get("state") == "stopped" and status.get("exit_code") in (STOPPED, INTERRUPTED):
         return Ending("stopped", status["exit_code"], step, status.get("reason") or "stopped")
     if asked and not (is_news and status.get("state") == "failed"):
-        return _stopped(folder, step)
+        return _stopped(folder, step, again)
     first = _first(folder, code, report, began)
     if first["exit_code"] in (STOPPED, INTERRUPTED):
-        return _stopped(folder, step)
+        return _stopped(folder, step, again=first["exit_code"] == STOPPED)
     kind = "input" if first["exit_code"] in (INPUT, USAGE) and first["rank"] is not None else "crashed"
     exit_code = INPUT if kind == "input" else FAILED
     return Ending(kind, exit_code, step, first["message"], first["rank"], first.get("host"))  # type: ignore[arg-type]
 
 
-def _stopped(folder: Path, step: int) -> Ending:
+def _stopped(folder: Path, step: int, again: bool) -> Ending:
     if (folder / "checkpoints" / "latest").exists():
         return Ending("stopped", STOPPED, step, "stopped; the last checkpoint is good")
+    if again:
+        return Ending("stopped", STOPPED, step, STOPPED_EARLY)
     return Ending("stopped", INTERRUPTED, step, "interrupted before there was anything to save")
 
 

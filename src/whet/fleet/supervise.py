@@ -17,7 +17,7 @@ from typing import Any
 
 from whet.core.console import say, warn
 from whet.core.errors import FAILED, INPUT
-from whet.core.files import JsonLines, read_json, write_json
+from whet.core.files import append_line, read_json, write_json
 from whet.core.interrupt import ASKING
 from whet.core.run import note_failure
 from whet.fleet.agent import REPORT
@@ -59,7 +59,7 @@ def supervise(job: Job) -> Outcome:
                 f"{len(history)} of {job.max_restarts} in {decision.after_s:g} s"
             )
             if signals.wait(decision.after_s):
-                return _end(job, End(*_while_waiting(job)), history, marker)
+                return _end(job, End(*_while_waiting(job, signals)), history, marker)
 
 
 def _end(job: Job, decision: End, history: list[Ending], marker: Marker) -> Outcome:
@@ -70,9 +70,9 @@ def _end(job: Job, decision: End, history: list[Ending], marker: Marker) -> Outc
     return Outcome(decision.exit_code, decision.reason, history)
 
 
-def _while_waiting(job: Job) -> tuple[int, str]:
+def _while_waiting(job: Job, signals: _Signals) -> tuple[int, str]:
     """Asked to stop when nothing runs."""
-    stopped = read_ending(job.folder, 1, None, time.time(), asked=True)
+    stopped = read_ending(job.folder, 1, None, time.time(), asked=True, again=signals.again)
     return stopped.exit_code, stopped.message
 
 
@@ -90,7 +90,7 @@ def _attempt(job: Job, resume: bool, signals: _Signals, marker: Marker, began: f
                 if not alone and marker.read() is not None:  # another machine's processes will not come back
                     alone = True
                     process.terminate()
-        return read_ending(job.folder, code, report, began, asked=signals.count > 0)
+        return read_ending(job.folder, code, report, began, asked=signals.count > 0, again=signals.again)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:
@@ -106,8 +106,8 @@ def _log(job: Job, attempt: int, began: float, ending: Ending, decision: Restart
         return
     line = {"attempt": attempt, "node": socket.gethostname(), "began": began, "ended": time.time(), **asdict(ending)}
     line |= {"then": "restart" if isinstance(decision, Restart) else "end", **asdict(decision)}
-    with contextlib.suppress(OSError), contextlib.closing(JsonLines(job.folder / "launch.jsonl")) as lines:
-        lines.write(line)
+    with contextlib.suppress(OSError):
+        append_line(job.folder / "launch.jsonl", line)
 
 
 class Marker:
@@ -136,6 +136,8 @@ class _Signals:
 
     def __init__(self) -> None:
         self.count = 0
+        self.again = False
+        """A program asked, which will start the run again; Ctrl-C is a person's."""
         self._process: subprocess.Popen[bytes] | None = None
         self._has_workers = False
 
@@ -167,6 +169,7 @@ class _Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        self.again = self.again or number != signal.SIGINT
         if self._process is None:
             return
         # Not to torchrun, where there is one: it kills, 30 s after a signal, whoever is still saving.

@@ -24,11 +24,14 @@ _LOUD = 1000
 
 
 def fuse_lora_(model: nn.Module) -> int:
-    """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many."""
+    """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many.
+
+    `model` may be a part of one: a layer whose weights are there while the others' are not.
+    """
     mlps = [module for module in model.modules() if _is_gated_mlp(module)]
     attentions = [module for module in model.modules() if _shares_input(module)]
-    outer: Any = next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
-    head = outer.get_output_embeddings()  # which the loss asks for its weights, and does not call
+    outer: Any = next((module for module in model.modules() if hasattr(module, "get_output_embeddings")), None)
+    head = outer and outer.get_output_embeddings()  # which the loss asks for its weights, and does not call
     layers = [module for module in model.modules() if _is_adapted_linear(module) and module is not head]
     for layer in layers:  # those inside of others too, for when something calls them by themselves
         _become(layer, _FusedLinear)

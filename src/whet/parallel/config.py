@@ -41,10 +41,11 @@ class ParallelConfig(Section):
         description="What the backward pass computes again instead of keeping it: selective keeps matrix products and "
         "attention, full keeps the input of each layer only.",
     )
-    offload: Literal["none", "activations", "optimizer", "both"] = Field(
+    offload: Literal["none", "activations", "optimizer", "both", "weights"] = Field(
         default="none",
         description="What waits in the host's memory until it is needed: what layers keep for the backward pass, the "
-        "optimizer's state, or both.",
+        "optimizer's state, or both; or, with shard, weights, gradients and the optimizer's state, and the step is "
+        "taken there.",
     )
     timeout: float = Field(
         default=30.0,
@@ -52,3 +53,11 @@ class ParallelConfig(Section):
         description="Minutes after which a run of several processes, none of which gets any further, ends with the "
         "name of the one that the others wait for.",
     )
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether FSDP2 is used. Dividing by one would only copy every layer back and forth, unless weights wait on the
+        host."""
+        if self.tensor > 1:
+            return True
+        return self.shard is not None and (self.shard * self.context > 1 or self.offload == "weights")

@@ -59,7 +59,7 @@ def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
         sizes = (replicate, (config.shard or 1) * context, config.tensor)
         whole = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
         weights, tensor = whole["replicate", "shard"], whole["tensor"]
-    elif config.shard is not None:
+    elif config.divides_weights:
         if not dist.is_initialized():
             _be_a_group_of_one(ranks)
         divided = (config.shard or 1) * context

@@ -42,20 +42,21 @@ def narrow(root: LossModel) -> bool:
 @torch.no_grad()
 def _is_the_same(root: LossModel) -> bool:
     """What the model says of the chosen positions does not change when only they are computed."""
-    device = next(root.parameters()).device
-    rows = torch.arange(1, _TOKENS, 3, device=device)
     with evaluating(root):
         try:
-            whole, few = (
-                root.within(functools.partial(_hidden, root, device, chosen))[rows].float() for chosen in (None, rows)
-            )
+            whole, few = (root.within(functools.partial(_some_hidden, root, alone)) for alone in (False, True))
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return False  # it takes or gives something else than hidden states
-    is_coarse = torch.is_autocast_enabled(device.type) or next(root.parameters()).dtype.itemsize < 4
+    is_coarse = torch.is_autocast_enabled(whole.device.type) or next(root.parameters()).dtype.itemsize < 4
     return bool((whole - few).norm() <= (0.02 if is_coarse else 1e-5) * whole.norm())
 
 
-def _hidden(root: LossModel, device: torch.device, chosen: Tensor | None) -> Tensor:
+def _some_hidden(root: LossModel, alone: bool) -> Tensor:
+    """Hidden states of some rows, computed `alone` or with all others. Weights that wait elsewhere are only in here on
+    the device that computes."""
+    device = next(root.parameters()).device
     tokens = torch.arange(_TOKENS, device=device)
+    rows = torch.arange(1, _TOKENS, 3, device=device)
     cu_seqlens = torch.tensor((0, _TOKENS), device=device, dtype=torch.int32)
-    return root.hidden(tokens, tokens, cu_seqlens, _TOKENS, (0, _TOKENS), chosen)
+    hidden = root.hidden(tokens, tokens, cu_seqlens, _TOKENS, (0, _TOKENS), rows if alone else None)
+    return hidden[rows].float()

@@ -7,11 +7,20 @@ divided by the count of the whole step already.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.core.ranks import Ranks
@@ -22,13 +31,16 @@ from whet.parallel.mesh import Mesh
 from whet.parallel.tensor import divide_
 
 
-def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | None = None) -> None:
+def shard_(
+    root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | None = None, on_host: bool = False
+) -> None:
     """Divide the weights of a model, layer by layer; what is in no layer (embedding, head, last norm) at the root.
 
     The rows of hollow weights are read from `source`, by each process its own. Where every weight is trained, and kept
     in more bits than `compute`, they travel in those fewer bits; adapters are small, and what they stand beside is kept
     in few bits already. What is at the root does not: hidden states are in the embedding's type, and mixed precision
-    keeps them in fp32. Gradients are summed in fp32 at least. Weights in 4 bits stay whole.
+    keeps them in fp32. Gradients are summed in fp32 at least. Weights in 4 bits stay whole. `on_host`: the parts, and
+    their gradients, are in the host's memory, and on the device only what is gathered of them.
     """
     assert mesh.weights is not None
     kept = {parameter.dtype for parameter in root.parameters() if parameter.requires_grad}
@@ -37,15 +49,17 @@ def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | N
     exact = torch.promote_types(widest, torch.float32)
     travels = compute if all_learn and compute.itemsize < widest.itemsize else None
     whole = {parameter for parameter in root.parameters() if not parameter.is_floating_point()}  # in 4 bits
+    place = torch.device("cpu") if on_host else mesh.ranks.device
+    offload = CPUOffloadPolicy(pin_memory=mesh.ranks.device.type == "cuda") if on_host else OffloadPolicy()
     _leave_hollow_ones(root)
     if mesh.tensor is not None:  # before FSDP2, which divides what is left of each weight here
         divide_(root, mesh.tensor)
     for module in (*decoder_layers(root.language_model), root):
         travelling = None if module is root else travels
         policy = MixedPrecisionPolicy(param_dtype=travelling, reduce_dtype=exact, cast_forward_inputs=False)
-        fully_shard(module, mesh=mesh.weights, mp_policy=policy, ignored_params=whole)
+        fully_shard(module, mesh=mesh.weights, mp_policy=policy, offload_policy=offload, ignored_params=whole)
     if source is not None:
-        _fill(root, source, mesh.ranks.device)
+        _fill(root, source, place)
     for module in root.modules():  # each for itself: the root's setting does not reach the layers
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -103,6 +117,16 @@ def sums_now(model: nn.Module, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
+def one_by_one(root: LossModel) -> Iterator[nn.Module]:
+    """The layers of a divided model, each with its weights whole while it is looked at. All processes look together,
+    after a first forward pass."""
+    for layer in decoder_layers(root.language_model):
+        assert isinstance(layer, FSDPModule)
+        layer.unshard()
+        yield layer
+        layer.reshard()
+
+
 def give_back(model: nn.Module) -> None:
     """Let go of what was gathered for a forward pass that no backward pass follows."""
     if isinstance(model, FSDPModule):
@@ -115,14 +139,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def divided_as(weight: Tensor, part: Tensor) -> Tensor:
-    """`part` as this process's part of a tensor that is divided as `weight` is; one of another width, in rows."""
+    """`part` as this process's part of a tensor that is divided as `weight` is; one of another width, in rows. It stays
+    where it is; `from_local` would send it to the mesh's device."""
     if not isinstance(weight, DTensor):
         return part
     alike = part.shape == local(weight).shape
     shape = weight.shape if alike else torch.Size((len(weight), *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placed = weight.device_mesh, weight.placements
-    return DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride)
+    spec = DTensorSpec(weight.device_mesh, weight.placements, TensorMeta(shape, stride, part.dtype))
+    return DTensor(part, spec, requires_grad=False)
 
 
 def my_part(weight: Tensor, whole: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ def event_of(fault: Fault, data: Data, file: Path) -> dict[str, Any]:
         "together": _only_together(found.blamed),
         "all": fault.verdict.kind == "nonfinite" and 1 < len(found.alone) == len(found.blamed),
         "layer": _layer(fault),
+        "losses_only": found.losses_only,
         "weights": found.weights,
         "file": str(file),
     }
@@ -108,6 +109,11 @@ def message_of(event: dict[str, Any]) -> str:
         parts.append("Every conversation of the step fails: the weights are at fault, not the data")
     elif named:
         parts.append(f"At fault: {listed}")
+    elif event["kind"] == "nonfinite" and event["losses_only"]:
+        parts.append(
+            "The loss of each conversation alone is finite; gradients were not looked at, because several processes "
+            "compute them together (parallel.shard, parallel.context)"
+        )
     elif event["kind"] == "nonfinite":
         parts.append("It did not come again when its conversations were run one by one")
     if event["layer"]:
@@ -122,7 +128,8 @@ def message_of(event: dict[str, Any]) -> str:
     }
     parts.append(became[event["action"]])
     state = "" if event["action"] == "stop" else " (with the newest checkpoint before it)"
-    parts.append(f"Run it again: whet train --replay {shlex.quote(event['file'])}{state}")
+    tells = ", which looks at gradients too" if event["losses_only"] and not named else ""
+    parts.append(f"Run it again: whet train --replay {shlex.quote(event['file'])}{state}{tells}")
     is_about_data = bool(named) and not (event["together"] or event["all"])
     if event["action"] == "stop":
         if is_about_data and event["policy"] == "stop":

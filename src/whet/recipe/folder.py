@@ -18,6 +18,7 @@ from whet.config import Config
 from whet.core.console import say, warn
 from whet.core.errors import FAILED, INPUT, INTERRUPTED, StoppedError, WhetError, disk_error
 from whet.core.files import JsonLines, atomic_dir, atomic_write, read_json, write_json
+from whet.core.interrupt import STOPPED_EARLY, AskedToStop
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
 from whet.core.yaml import read_yaml
@@ -43,12 +44,16 @@ def run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder 
         known = None if isinstance(error, WhetError) else disk_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and place.newest(folder.path / "checkpoints"):
             known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
+        elif isinstance(error, AskedToStop):
+            known = StoppedError(STOPPED_EARLY)
         end = known or error
         code = end.exit_code if isinstance(end, WhetError) else FAILED
         code = INTERRUPTED if isinstance(end, KeyboardInterrupt) else code
+        stays = isinstance(error, AskedToStop)
         with contextlib.suppress(OSError):
-            folder.end("failed" if code in (INPUT, FAILED) else "stopped", code, str(end) or type(end).__name__)
-        folder.abandon()
+            state = "failed" if code in (INPUT, FAILED) else "stopped"
+            folder.end(state, code, str(end) or type(end).__name__, begun=stays and folder.holds_run())
+        folder.abandon(stays)
         raise end from None
     folder.close()
 

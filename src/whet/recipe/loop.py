@@ -18,6 +18,7 @@ from whet.core.console import say
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.core.run import RunFolder
+from whet.core.watchdog import MARGIN_S
 from whet.data.loader import Loader
 from whet.data.plan import Plan
 from whet.model.flops import work_of
@@ -140,6 +141,7 @@ def _saver(run: Assembled, lines: list[dict[str, Any]]) -> Saver:
     saver = Saver(
         config.folder / "checkpoints", run.root, run.optimizer, run.ranks, config.checkpoint.retention,
         config.checkpoint.optimizer, partial(about, config), lower_is_better(config.eval.best),
+        60.0 * config.parallel.timeout + MARGIN_S,
     )  # fmt: skip
     saver.score({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
     return saver

@@ -32,7 +32,7 @@ from whet.model.quantize import quantize_
 from whet.model.shapes import is_random
 from whet.parallel.mesh import Mesh
 from whet.parallel.narrow import narrow
-from whet.parallel.shard import give_back, shard_
+from whet.parallel.shard import give_back, one_by_one, shard_
 from whet.parallel.tensor import try_out
 
 _LENGTHS = 4
@@ -137,10 +137,13 @@ def make_divided_root(
     proof together."""
     device = mesh.ranks.device
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
-    shard_(root, mesh, arithmetic.compute, source)
+    shard_(root, mesh, arithmetic.compute, source, config.parallel.offload == "weights")
     with arithmetic.context(device):
         try_out(root)
     root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
+    if _fuses(config, arithmetic, device):
+        for layer in one_by_one(root):  # what can be fused is found by computing with it
+            fuse_lora_(layer)
     prove(config, root, arithmetic, device, tokens, longest)
     give_back(root)
     return root
@@ -197,10 +200,15 @@ def build_model(
         place_(model, device)
         return model
     model = model.to(device)  # what the adapters brought along
-    if config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS:
+    if _fuses(config, arithmetic, device):
         fuse_lora_(model)
     attend(config, language_model(model), arithmetic, device, typical)
     return model
+
+
+def _fuses(config: Config, arithmetic: Arithmetic, device: torch.device) -> bool:
+    """Whether adapters are computed together with their layers."""
+    return config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS
 
 
 def attend(config: Config, plain: nn.Module, arithmetic: Arithmetic, device: torch.device, typical: float) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from whet.checkpoint.place import need_room
 from whet.config import Config
 from whet.core.console import be_quiet, say, warn
+from whet.core.cores import my_cores
 from whet.core.errors import RunFailedError, StoppedError, WhetError
 from whet.core.files import write_json
 from whet.core.interrupt import terminate_like_ctrl_c
@@ -177,6 +178,8 @@ def _assemble(
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
     if mesh.weights is None:
         start_equal(root, ranks)
+    if config.parallel.offload == "weights":  # torchrun gives each process one thread, and the host takes the steps
+        torch.set_num_threads(my_cores())
     away = config.parallel.offload in ("optimizer", "both")
     optimizer = make_optimizer(root, config.train.optimizer, config.run.seed, away)
     if away:

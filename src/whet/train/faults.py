@@ -59,6 +59,8 @@ class Findings:
     weights: list[str]
     """Weights that are not finite themselves."""
     layout: list[MicroBatch]
+    losses_only: bool = False
+    """Gradients were not looked at, because processes compute together: a fault in them was not found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class Examiner:
             )
             return Findings(every, every, self._broken_weights(), layout)
         weight = self.loss_scale / supervised
-        backward = kind != "spike" and self.ranks.slices == 1 and not is_sharded(self.model)
+        together = self.ranks.slices > 1 or is_sharded(self.model)
+        backward = kind != "spike" and not together
         alone = []
         with progress(f"step {step + 1}: each conversation alone", None) as bar:
             for row, batch in loader.alone(step, self.most):
@@ -111,7 +114,7 @@ class Examiner:
             if not blamed:
                 batches = [self._run(step, row, batch, weight, backward) for row, batch in loader.micro_batches(step)]
                 blamed = [found for found in self._of_all(batches) if found.layer]
-        return Findings(alone, blamed, self._broken_weights(), layout)
+        return Findings(alone, blamed, self._broken_weights(), layout, kind != "spike" and together)
 
     def _broken_weights(self) -> list[str]:
         """Each process looks at its part of divided weights."""

@@ -47,7 +47,7 @@ class Muon(AdamW):
         arithmetic, momentum = arithmetic_of(weight), self.momentum(step - 1)
         slope = self._slope(local(gradient), arithmetic)
         mean = local(self.state[weight]["momentum"]).lerp_(slope, 1 - momentum)
-        direction = _orthogonal(slope.lerp(mean, momentum), weight).to(arithmetic)
+        direction = _orthogonal(slope.lerp(mean, momentum), weight).to(local(weight).device, arithmetic)
         moved = local(weight).to(arithmetic).mul_(1 - group["lr"] * group["weight_decay"])
         moved.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
         put(local(weight), moved, self._generator(weight, step))
@@ -59,10 +59,13 @@ def _is_for_muon(group: dict[str, Any], weight: Tensor) -> bool:
 
 
 def _orthogonal(part: Tensor, weight: Tensor) -> Tensor:
-    """This process's part of an orthogonalised matrix that is divided as `weight` is: it takes the whole to know it."""
+    """This process's part of an orthogonalised matrix that is divided as `weight` is: it takes the whole to know it.
+
+    Where weights wait in the host's memory it is gathered and computed on the device all the same.
+    """
     if not isinstance(weight, DTensor):
         return orthogonalise(part)
-    whole: Any = divided_as(weight, part)
+    whole: Any = divided_as(weight, part.to(weight.device_mesh.device_type))
     direction = orthogonalise(whole.full_tensor())
     return my_part(weight, direction)
 

@@ -82,7 +82,7 @@ def find_gradients(
     sum_gradients(parameters, ranks)
     agree(model)
     if not ranks.counts:
-        sums[:2] = 0
+        sums[:2].zero_()
     sums[3] = _squares(parameters, ranks)
     ranks.sum_(sums)
     loss, hits, stops, squares, saves = sums.tolist()

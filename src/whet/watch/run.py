@@ -136,8 +136,8 @@ class RunView:
 
     def _first_and_last(self, key: str) -> tuple[float | None, float | None]:
         points = self.points(key)
-        before = next((value for step, value in points if step == 0), None)
-        return before, next((value for step, value in reversed(points) if step > 0), None)
+        before = next((value for step, value in points if step == self.first), None)
+        return before, next((value for step, value in reversed(points) if step > self.first), None)
 
     @cached_property
     def scores(self) -> dict[str, list[tuple[int, float]]]:
@@ -147,18 +147,24 @@ class RunView:
 
     @property
     def results(self) -> list[Score]:
-        """Before and after, for each task. An evaluation later than step 0 does not count as before."""
+        """Before and after, for each task. An evaluation after a step of this run does not count as before."""
         results = []
         for task, points in self.scores.items():
-            before = next((score for step, score in points if step == 0), None)
-            after_step, after = next(((step, score) for step, score in reversed(points) if step > 0), (None, None))
+            before = next((score for step, score in points if step == self.first), None)
+            later = ((step, score) for step, score in reversed(points) if step > self.first)
+            after_step, after = next(later, (None, None))
             results.append(Score(task, before, after, after_step))
         return results
 
     @cached_property
     def pairs(self) -> list[Pair]:
         """Samples before and after, paired by prompt."""
-        return pair_up(self.samples)
+        return pair_up(self.samples, self.first)
+
+    @property
+    def first(self) -> int:
+        """The steps that the run took for done when it began (train.start_step): what is measured there is `before`."""
+        return _whole(self.setting("train", "start_step")) or 0
 
     @property
     def step(self) -> int | None:
@@ -196,8 +202,15 @@ class RunView:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens over the time spent in steps, slow first steps included."""
-        return self.tokens / self.train_seconds if self.tokens is not None and self.train_seconds else None
+        """Tokens over the time spent in steps, slow first steps included. Those of steps that were taken for done are
+        counted in the first line, which is left out then."""
+        if self.tokens is None or not self.train_seconds:
+            return None
+        if not self.first:
+            return self.tokens / self.train_seconds
+        tokens, times = self.points("tokens"), self.points("step_s")
+        rest = self.train_seconds - times[0][1]
+        return (tokens[-1][1] - tokens[0][1]) / rest if len(tokens) > 1 and rest > 0 else None
 
     @property
     def peak_gib(self) -> float | None:

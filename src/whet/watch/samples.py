@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer of the model, after `step` steps; step 0 is the base model. `right` is None if nobody judged."""
+    """One answer of the model, after `step` steps. `right` is None if nobody judged."""
 
     step: int
     task: str
@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One prompt with the answers at step 0 and at the last evaluation; None where the model was not asked."""
+    """One prompt with the answers before training and at the last evaluation; None where the model was not asked."""
 
     before: Sample | None
     after: Sample | None
@@ -57,12 +57,12 @@ class Pair:
         return bool(self.after and self.after.right is False)
 
 
-def pair_up(samples: Iterable[Sample]) -> list[Pair]:
-    """One pair for each prompt, in the order in which the prompts were first asked."""
+def pair_up(samples: Iterable[Sample], first: int = 0) -> list[Pair]:
+    """One pair for each prompt, in the order in which the prompts were first asked; `first` is where the run began."""
     samples = list(samples)
-    last = max((sample.step for sample in samples), default=0)
-    before = {_question(sample): sample for sample in samples if sample.step == 0}
-    after = {_question(sample): sample for sample in samples if sample.step == last > 0}
+    last = max((sample.step for sample in samples), default=first)
+    before = {_question(sample): sample for sample in samples if sample.step == first}
+    after = {_question(sample): sample for sample in samples if sample.step == last > first}
     return [Pair(before.get(question), after.get(question)) for question in before | after]
 
 

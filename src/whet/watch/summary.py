@@ -57,9 +57,10 @@ def _method(run: RunView) -> str:
 def _progress(run: RunView) -> str:
     done = DASH if run.step is None else f"{run.step:,}"
     of = (f"{done} of {run.steps:,} steps" if run.steps else f"{done} steps") + _data(run)
+    of += _taken_for_done(run)
     match run.status.state:
         case "finished":
-            return f"was trained for {done} steps{_data(run)}"
+            return f"was trained for {done} steps{_data(run)}{_taken_for_done(run)}"
         case "stopped":
             return f"was stopped after {of}"
         case "failed":
@@ -68,6 +69,10 @@ def _progress(run: RunView) -> str:
             # A killed process cannot say that it ended: only when it was last heard of is known.
             return f"had done {of} when last heard of ({time_text(run.status.heartbeat)})"
     return f"has done {of}" if run.step is not None else "has not been trained yet"
+
+
+def _taken_for_done(run: RunView) -> str:
+    return f" (the first {run.first:,} steps were taken for done)" if run.first else ""
 
 
 def _data(run: RunView) -> str:

@@ -35,8 +35,8 @@ def score_line(run: RunView) -> Text:
     for score in run.results:
         _append(line, score.task, share_text(score.before), share_text(score.after), score.after_step, run.steps)
     if not line and run.val_losses:
-        before = next((loss for step, loss in run.val_losses if step == 0), None)
-        step, after = next(((s, loss) for s, loss in reversed(run.val_losses) if s > 0), (None, None))
+        before = next((loss for step, loss in run.val_losses if step == run.first), None)
+        step, after = next(((s, loss) for s, loss in reversed(run.val_losses) if s > run.first), (None, None))
         _append(line, "validation loss", number_text(before), number_text(after), step, run.steps)
     return line or Text("not evaluated", style="dim")
 

@@ -1,0 +1,49 @@
+"""Reading from disks that fail for a moment: a network's file system that loses a server is there again soon."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from whet.core.errors import WhetError
+
+T = TypeVar("T")
+
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each further attempt."""
+
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_PASSES = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLINK, errno.ECOMM,
+)  # fmt: skip
+
+
+class UnreadableError(WhetError):
+    """A file is there and cannot be read. Nothing is known about its content."""
+
+
+def read_patiently(read: Callable[[], T], path: Path) -> T:
+    """What `read` gives. Where the disk fails it is tried again, and in the end the file is named; a file that is not
+    there is the caller's to judge."""
+    for wait_s in (*WAITS_S, None):
+        try:
+            return read()
+        except _GONE:
+            raise
+        except OSError as error:
+            if wait_s is None or error.errno not in _PASSES:
+                raise _unreadable(path, error, tries=1 if wait_s else 1 + len(WAITS_S)) from error
+            time.sleep(wait_s)
+    raise AssertionError
+
+
+def _unreadable(path: Path, error: OSError, tries: int) -> UnreadableError:
+    often = f" (tried {tries} times in {sum(WAITS_S):g} s)" if tries > 1 else ""
+    return UnreadableError(
+        f"{error.filename or path}: cannot be read: {error.strerror or error}{often}. It may be whole: see to the "
+        "disk, the network or the permissions, then start it again (whet train: with --resume)"
+    )
