@@ -133,7 +133,7 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._at)
-        count = self._file.readinto(buffer[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
         self._at += count
         return int(count)
 
