@@ -79,11 +79,8 @@ def main() -> None:
     if options.profile:
         with torch.profiler.profile() as profile:
             ours()
-        print(
-            profile.key_averages().table(
-                sort_by="self_device_time_total" if CUDA else "self_cpu_time_total", row_limit=25
-            )
-        )  # noqa: E501, T201
+        by = "self_device_time_total" if CUDA else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=by, row_limit=25))  # noqa: T201
     print(json.dumps(results))  # noqa: T201
 
 
@@ -101,7 +98,7 @@ def by_generate(
         mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in numbers])
         settings = transformers.GenerationConfig(
             max_new_tokens=max(limits[i] for i in numbers), do_sample=sampling.temperature > 0, pad_token_id=0,
-            eos_token_id=None, **({"temperature": 1.0, "top_k": 50} if sampling.temperature > 0 else {}),
+            eos_token_id=1 << 30, **({"temperature": 1.0, "top_k": 50} if sampling.temperature > 0 else {}),
         )  # fmt: skip
         output = model.generate(
             tokens.to(model.device), attention_mask=mask.to(model.device), generation_config=settings

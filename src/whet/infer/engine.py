@@ -83,6 +83,7 @@ class Engine:
         self._divided = any(is_sharded(module) for module in model.modules())
         watched = bool(ask.tools or ask.heard or ask.sampling.stop)
         self._count = 1 if watched or self._device.type == "cpu" else _UNWATCHED
+        self._tail = 1 + max((len(string.encode()) for string in ask.sampling.stop), default=0)
         self._together = _TOGETHER.get(self._device.type, _TOGETHER["cuda"])
 
     @torch.inference_mode()
@@ -141,7 +142,8 @@ class Engine:
 
     def _read(self, seated: list[tuple[int, _Row]]) -> int:
         """Compute prompts and their first tokens; how many answers that finished."""
-        edges, tokens, positions, at = [0], [], [], []
+        edges = [0]
+        tokens, positions, at = list[int](), list[int](), list[int]()
         for place, row in seated:
             length = len(row.prompt)
             edges.append(edges[-1] + length)
@@ -194,7 +196,11 @@ class Engine:
         if ask.heard is not None:
             ask.heard(row.number, token)
         if ask.sampling.stop and ask.text is not None:
-            kept = until_string(row.answer.ids, ask.sampling.stop, ask.text)
+            # if it was not there before, it is in the last tokens: as many as it has bytes, and one that it begins in
+            tail = row.answer.ids[-self._tail :]
+            kept = None
+            if any(string in ask.text(tail) for string in ask.sampling.stop):
+                kept = until_string(row.answer.ids, ask.sampling.stop, ask.text)
             if kept is not None:
                 row.answer.ids, row.answer.stopped = kept, STRING
                 row.done = True
@@ -235,10 +241,6 @@ class Engine:
 
 def until_string(ids: list[int], strings: Sequence[str], text: Callable[[Sequence[int]], str]) -> list[int] | None:
     """The tokens that hold all text before the first of `strings`; None where none of them is in the text."""
-    # a string of n bytes is in the last n tokens and the one it begins in, if it was not there before
-    tail = max(len(string.encode()) for string in strings) + 1
-    if not any(string in text(ids[-tail:]) for string in strings):
-        return None
     whole = text(ids)
     begins = [whole.find(string) for string in strings if string in whole]
     if not begins:

@@ -15,6 +15,10 @@ from whet.infer.sampling import row_keys
 from whet.model.attention import plain
 
 
+_NEVER = 1 << 30
+"""No token's id: without any, transformers would take the model's own."""
+
+
 def answer_plainly(
     model: nn.Module, prompts: Sequence[Sequence[int]], limits: Sequence[int], pad_id: int, ask: Ask, batch: int,
     done: Callable[[int], None],
@@ -23,8 +27,8 @@ def answer_plainly(
     because torch's random numbers depend on the batch."""
     if ask.tools is not None:
         raise WhetError(
-            f"model.path: tools cannot be used with this model ({type(model).__name__}), which keeps a state or cache of "
-            "its own kind. Ask it without tools"
+            f"model.path: tools cannot be used with this model ({type(model).__name__}): it keeps a state or cache of "
+            "its own kind, into which whet cannot put their results. Ask it without tools"
         )
     answers = [Answer() for _ in prompts]
     keys = row_keys(prompts, ask.sampling.seed)
@@ -64,7 +68,7 @@ def _generated(
         options |= {"min_p": sampling.min_p} if sampling.min_p > 0 else {}
     settings = GenerationConfig(
         max_new_tokens=limits[numbers[0]], do_sample=sampling.temperature > 0,
-        eos_token_id=sorted(ask.stops) or None, pad_token_id=pad_id, **options,
+        eos_token_id=sorted(ask.stops) or _NEVER, pad_token_id=pad_id, **options,
     )  # fmt: skip
     tokens = torch.tensor([list(prompts[i]) for i in numbers]).to(next(model.parameters()).device)
     width = tokens.shape[1]

@@ -34,11 +34,13 @@ class Stepper:
         self._pool = torch.cuda.graph_pool_handle() if recorded else None
 
     def steps(self, state: Tensor, longest: int, count: int) -> Tensor:
-        """[count, N] the next tokens of N rows, given their state [5, N] on the host; `longest`: their largest position."""
+        """[count, N] the next tokens of N rows, given their state [5, N] on the host. `longest`: how many tokens the
+        longest row has."""
         rows = state.shape[1]
         padded, limit = self._shape(rows, longest + count)
         if padded > rows:  # nobody waits for these rows; they stay where they are
             state = torch.cat([state, state.new_zeros((5, padded - rows))], dim=1)
+        state = state.contiguous()
         self.state[:, :padded].copy_(state.pin_memory() if self._recorded else state, non_blocking=True)
         tokens = torch.empty((count, rows), dtype=torch.int64, device=self.state.device)
         for number in range(count):
