@@ -50,6 +50,8 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)
     stopped: str = LENGTH
+    end: tuple[int, ...] = ()
+    """The token that ended it, if one did."""
 
 
 @dataclass(slots=True)
@@ -190,7 +192,7 @@ class Engine:
         if row.watcher is not None:
             row.forced.extend(row.watcher.see(token))
         if token in ask.stops and not row.forced:
-            row.done, row.answer.stopped = True, END
+            row.done, row.answer.stopped, row.answer.end = True, END, (token,)
             return True
         row.answer.ids.append(token)
         if ask.heard is not None:

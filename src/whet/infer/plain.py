@@ -14,7 +14,6 @@ from whet.infer.engine import END, LENGTH, STRING, Answer, Ask, until_string
 from whet.infer.sampling import row_keys
 from whet.model.attention import plain
 
-
 _NEVER = 1 << 30
 """No token's id: without any, transformers would take the model's own."""
 
@@ -105,8 +104,9 @@ class _Heard:
 
 def _finished(ids: list[int], limit: int, ask: Ask) -> Answer:
     end = next((i for i, token in enumerate(ids) if token in ask.stops), None)
+    last = () if end is None else (ids[end],)
     ids = ids if end is None else ids[:end]
     kept = until_string(ids, ask.sampling.stop, ask.text) if ask.sampling.stop and ask.text else None
     if kept is not None:
         return Answer(kept, STRING)
-    return Answer(ids[:limit], LENGTH if end is None else END)
+    return Answer(ids[:limit], LENGTH if end is None else END, last)
