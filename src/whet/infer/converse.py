@@ -16,10 +16,14 @@ from whet.infer.explain import Explained, explain
 
 _COLOURS = ("bold cyan", "bold magenta")
 _HELP = """\
-/reset            start over                    /system TEXT      another system message, and start over
-/save FILE        add the conversation to FILE  /against MODEL    a second model beside it; none: away with it
-/adapter NAME     another adapter; none: without /quit, Ctrl-D    leave
-A line that ends with \\ goes on; between two lines of \"\"\" stands a text of several lines. Ctrl-C stops an answer."""
+/reset           start over
+/system TEXT     another system message, and start over
+/save FILE       add the conversation to FILE, one line of JSON that whet can train on
+/against MODEL   a second model beside it; none: alone again
+/adapter NAME    another adapter; none: without
+/quit, Ctrl-D    leave
+Ctrl-C           stops an answer
+A line that ends with \\ goes on; a text of several lines stands between \"\"\" and \"\"\"."""
 
 
 @dataclass(slots=True)

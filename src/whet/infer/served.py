@@ -28,13 +28,13 @@ def what_is_asked(model: nn.Module, longest: int) -> list[Asked] | None:
     if changing_rope(model, longest) is not None:
         return None
     if model not in _known:
-        _known[model] = look(model) if _is_served(model) else None
+        seen = look(model)
+        _known[model] = seen if seen and unserved(model, seen) is None and _agrees(model) else None
     return _known[model]
 
 
-def _is_served(model: nn.Module) -> bool:
-    if unserved(model) is not None:
-        return False
+def _agrees(model: nn.Module) -> bool:
+    """Whether two short texts have the same logits through slots as by the model's own attention."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     device = next(model.parameters()).device
     texts = [torch.arange(n, device=device) * 7919 % embedding.num_embeddings for n in (7, 4)]
