@@ -167,6 +167,7 @@ def test_a_text_ends_an_answer_wherever_tokens_are_cut(llama: Any, prompts: list
     (found,) = answers(llama, prompts[2:3], [], 0, Sampling(max_new_tokens=12, stop=(stop,)), text=as_text)
     assert found.stopped == "string"
     before = as_text(whole)[: as_text(whole).index(stop)]
+    assert found.text == before
     assert as_text(found.ids).startswith(before)
     assert not as_text(found.ids[:-1]).startswith(before)
     with pytest.raises(WhetError, match="decodes tokens"):
@@ -179,9 +180,9 @@ def test_no_token_is_lost_before_a_text_that_ends_an_answer() -> None:
     def text(ids: Any) -> str:
         return "".join(pieces[i] for i in ids)
 
-    assert until_string([1, 2, 3], ["cd"], text) == [1, 2]
-    assert until_string([1, 2, 3], ["a"], text) == []
-    assert until_string([1, 2, 3], ["bc", "e"], text) == [1]
+    assert until_string([1, 2, 3], ["cd"], text) == ([1, 2], "ab")
+    assert until_string([1, 2, 3], ["a"], text) == ([], "")
+    assert until_string([1, 2, 3], ["bc", "e"], text) == ([1], "a")
     assert until_string([1, 2, 3], ["x"], text) is None
 
 

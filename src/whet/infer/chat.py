@@ -17,8 +17,8 @@ from whet.data.calculator import SCHEMA
 from whet.data.conversation import BadRecordError
 from whet.data.render import Renderer
 from whet.infer.calculate import calculate
-from whet.infer.generate import Sampling, answers
-from whet.infer.streamed import TextStream, before
+from whet.infer.generate import Answer, Sampling, answers
+from whet.infer.streamed import TextStream
 from whet.infer.tools import CalledCalculator, MarkedCalculator, Tools, called_expression
 
 _MOST_CALLS = 16
@@ -79,10 +79,7 @@ class Speaker:
                 self.model, prompts, self.stops, self._pad, self.sampling, done=done, tools=self.calculator,
                 text=self.text,
             )  # fmt: skip
-        return [
-            Said(before(self.text(answer.ids), self.sampling.stop), answer.stopped, prompt, [*answer.ids, *answer.end])
-            for prompt, answer in zip(prompts, found, strict=True)
-        ]
+        return [self._said(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
 
     def answer(self, prompt: list[int], show: Callable[[str], None] | None = None) -> Said:
         """One answer; `show` gets its text as it comes. Ctrl-C ends it where it is."""
@@ -100,14 +97,16 @@ class Speaker:
                     self.model, [prompt], self.stops, self._pad, self.sampling, tools=self._inside, text=self.text,
                     heard=hear,
                 )  # fmt: skip
-            said = Said(
-                before(self.text(found.ids), self.sampling.stop), found.stopped, prompt, [*found.ids, *found.end]
-            )
+            said = self._said(prompt, found)
         except KeyboardInterrupt:
             said = Said(self.text(heard), INTERRUPTED, prompt, heard)
         if show is not None:
             show(stream.rest(said.text))
         return said
+
+    def _said(self, prompt: list[int], answer: Answer) -> Said:
+        text = self.text(answer.ids) if answer.text is None else answer.text
+        return Said(text, answer.stopped, prompt, [*answer.ids, *answer.end])
 
     @property
     def _pad(self) -> int:

@@ -52,6 +52,8 @@ class Answer:
     stopped: str = LENGTH
     end: tuple[int, ...] = ()
     """The token that ended it, if one did."""
+    text: str | None = None
+    """Where a text ended it: what was before, to the character. `ids` may hold the beginning of that text too."""
 
 
 @dataclass(slots=True)
@@ -204,7 +206,7 @@ class Engine:
             if any(string in ask.text(tail) for string in ask.sampling.stop):
                 kept = until_string(row.answer.ids, ask.sampling.stop, ask.text)
             if kept is not None:
-                row.answer.ids, row.answer.stopped = kept, STRING
+                (row.answer.ids, row.answer.text), row.answer.stopped = kept, STRING
                 row.done = True
         row.done = row.done or len(row.answer.ids) >= row.limit
         return row.done
@@ -241,15 +243,17 @@ class Engine:
         return max(1, int(free / 2 / (places * _bytes_of_a_token(self._model))))
 
 
-def until_string(ids: list[int], strings: Sequence[str], text: Callable[[Sequence[int]], str]) -> list[int] | None:
-    """The tokens that hold all text before the first of `strings`; None where none of them is in the text."""
+def until_string(
+    ids: list[int], strings: Sequence[str], text: Callable[[Sequence[int]], str]
+) -> tuple[list[int], str] | None:
+    """All text before the first of `strings`, and the tokens that hold it; None where none of them is in the text."""
     whole = text(ids)
     begins = [whole.find(string) for string in strings if string in whole]
     if not begins:
         return None
     wanted = whole[: min(begins)]
     kept = next(n for n in range(len(ids) + 1) if text(ids[:n]).startswith(wanted))
-    return ids[:kept]
+    return ids[:kept], wanted
 
 
 def _state(row: _Row | None) -> list[int]:

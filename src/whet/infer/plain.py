@@ -108,5 +108,5 @@ def _finished(ids: list[int], limit: int, ask: Ask) -> Answer:
     ids = ids if end is None else ids[:end]
     kept = until_string(ids, ask.sampling.stop, ask.text) if ask.sampling.stop and ask.text else None
     if kept is not None:
-        return Answer(kept, STRING)
+        return Answer(kept[0], STRING, text=kept[1])
     return Answer(ids[:limit], LENGTH if end is None else END, last)

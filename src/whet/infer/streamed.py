@@ -18,7 +18,7 @@ class TextStream:
         """What can be shown now."""
         self._ids.append(token)
         text = self._text(self._ids)
-        certain = len(text) - self._held if self._held else len(text)
+        certain = min(len(text) - self._held, len(before(text, self._stop)))
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             certain = min(certain, len(text.rstrip("\N{REPLACEMENT CHARACTER}")))
         return self._up_to(text, certain)
