@@ -106,7 +106,7 @@ class Engine:
         places = longest + self._count + -(longest + self._count) % 64
         self._slots = Slots(min(batch, len(prompts), self._affordable(places)), places)
         self._seen = self._seen_before() if self._ask.sampling.repetition_penalty != 1 else None
-        recorded = self._device.type == "cuda" and not self._divided
+        recorded = self._device.type == "cuda" and not self._divided and not _has_experts(self._model)
         self._stepper = Stepper(self._model, self._slots, self._ask.sampling, self._seen, self._device, recorded)
         rows: list[_Row | None] = []
         with attending(self._model):
@@ -260,6 +260,12 @@ def _state(row: _Row | None) -> list[int]:
     if row is None:
         return [0] * 5
     return [row.answer.ids[-1], row.position, row.drawn, row.key, 1]
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """How many rows an expert gets is asked of the device in every layer, which cannot be recorded."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _computes_in(model: nn.Module) -> torch.dtype:

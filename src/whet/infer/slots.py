@@ -70,19 +70,29 @@ class Writing:
         self._slots, self._positions, self._limit = slots, positions, limit
         self._at = positions + torch.arange(len(positions), device=positions.device) * slots.places
         self._visible: dict[int | None, Tensor] = {}
+        self._added: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, ask: Ask) -> Tensor:
         """→ [N 1 H V]"""
         keys, values = self._slots.write(layer, self._at, key[:, :, 0], value[:, :, 0])
         rows = len(query)
         keys, values = (memory[:rows, : self._limit].transpose(1, 2) for memory in (keys, values))
-        visible = self._seen_through(ask.window)
         if ask.softcap is not None or ask.sinks is not None:
-            return attended(query, keys, values, ask, visible).transpose(1, 2)
+            return attended(query, keys, values, ask, self._seen_through(ask.window)).transpose(1, 2)
         # the heads of a group as further queries of their key head: nothing is repeated, and no kernel needs to know
         grouped = query.reshape(rows, keys.shape[1], -1, query.shape[-1])
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=ask.scale)
+        out = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=self._mask(ask.window, query.dtype), scale=ask.scale
+        )
         return out.reshape(rows, 1, query.shape[1], -1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The same as numbers to add to scores, which kernels would otherwise make of it in every layer."""
+        if (window, dtype) not in self._added:
+            seen = self._seen_through(window)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._added[window, dtype] = zeros.masked_fill(~seen, float("-inf"))
+        return self._added[window, dtype]
 
     def _seen_through(self, window: int | None) -> Tensor:
         """[N 1 1 limit] which places a row's new token sees; layers share it."""

@@ -6,8 +6,6 @@ GPU to run them: a recorded step is launched at once.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -54,7 +52,9 @@ class Stepper:
         once for all."""
         if not self._recorded:
             return rows, min(longest, self._slots.places)
-        padded = 4 ** math.ceil(math.log(rows, 4))
+        padded = 1
+        while padded < rows:
+            padded *= 4
         limit = max(512, 1 << (longest - 1).bit_length())
         return min(padded, self._slots.count), min(limit, self._slots.places)
 
@@ -69,7 +69,8 @@ class Stepper:
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool):
+                # other threads (a checkpoint being saved, NCCL's own) may go on using the device
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     self._compute(rows, limit)
             except RuntimeError as error:
                 first = str(error).splitlines()[0]
