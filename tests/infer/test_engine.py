@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
-from whet.infer.engine import until_string
+from whet.infer.engine import Ask, Engine, Pace, until_string
 from whet.infer.generate import Sampling, answers, generate
 from whet.infer.sampling import choose, distribution, row_keys, uniform
 from whet.infer.served import what_is_asked
@@ -128,6 +128,20 @@ def test_a_prompt_takes_the_slot_of_an_answer_that_is_finished(llama: Any, promp
     assert sum(finished) == len(prompts)
     # two slots: 41 tokens, 7 of them out of prompts; batches of two would take their longest, 9 + 14 + 3 + 7 at best
     assert len(steps) <= 7 + 25
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_pace_of_a_gpu_gives_the_same_answers(llama: Any, prompts: list[list[int]], batch: int, steps: int) -> None:
+    """Several steps without a look, rows filled up, prompts that wait until some slots are free."""
+    sampling = Sampling(temperature=1.5, repetition_penalty=1.2, max_new_tokens=12)
+    limits = [3, 12, 1, 7, 2, 9, 5]
+    plain = answers(llama, prompts, [11, 30], 0, sampling, limits=limits)
+    assert {answer.stopped for answer in plain} == {"end", "length"}
+    seen = what_is_asked(llama, 64)
+    assert seen is not None
+    engine = Engine(llama, Ask(sampling, frozenset([11, 30])), seen, Pace(steps, 30, 2, few_sizes=True))
+    assert engine.run(prompts, limits, batch, lambda count: None) == plain
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

@@ -65,7 +65,7 @@ def test_recorded_steps_choose_what_plain_ones_do(
     monkeypatch.setattr(
         stepper.Stepper,
         "__init__",
-        lambda self, *rest: original(self, *rest[:-1], False),  # not recorded
+        lambda self, *rest: original(self, *rest[:-2], False, False),  # not recorded
     )
     assert generate(model, prompts, [], 0, sampling, 4, limits=limits) == recorded
 

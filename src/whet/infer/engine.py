@@ -25,10 +25,25 @@ from whet.model.attention.look import Asked
 from whet.parallel.shard import is_sharded
 
 END, LENGTH, STRING = "end", "length", "string"
-_UNWATCHED = 8
-"""Steps on a GPU between looks at what came out: a look waits for the device, and a finished answer for the look."""
-_TOGETHER = {"cuda": 8192, "cpu": 2048}
-"""Tokens of prompts in one forward pass; a longer prompt has one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What suits a device."""
+
+    steps: int
+    """Between looks at what came out: a look waits for the device, and a finished answer for the look."""
+    together: int
+    """Tokens of prompts in one forward pass; a longer prompt has one of its own."""
+    free: int
+    """Prompts wait until a part 1 / `free` of the slots is free: on a GPU a pass over one takes as long as over
+    several."""
+    few_sizes: bool
+    """Rows are filled up to a few sizes, each of which is recorded once."""
+
+
+CPU = Pace(steps=1, together=2048, free=1 << 30, few_sizes=False)
+GPU = Pace(steps=8, together=8192, free=8, few_sizes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +94,16 @@ class _Row:
 class Engine:
     """Answers prompts with a model that attends through slots."""
 
-    def __init__(self, model: nn.Module, ask: Ask, seen: Sequence[Asked]) -> None:
+    def __init__(self, model: nn.Module, ask: Ask, seen: Sequence[Asked], pace: Pace | None = None) -> None:
         """`seen`: what the model's layers ask of attention."""
         self._model, self._ask = model, ask
         self._device = next(model.parameters()).device
         self._backend = _backend(self._device, _computes_in(model), seen)
         self._divided = any(is_sharded(module) for module in model.modules())
         watched = bool(ask.tools or ask.heard or ask.sampling.stop)
-        self._count = 1 if watched or self._device.type == "cpu" else _UNWATCHED
+        self._pace = pace or (CPU if self._device.type == "cpu" else GPU)
+        self._count = 1 if watched else self._pace.steps
         self._tail = 1 + max((len(string.encode()) for string in ask.sampling.stop), default=0)
-        self._together = _TOGETHER.get(self._device.type, _TOGETHER["cuda"])
 
     @torch.inference_mode()
     def run(
@@ -107,7 +122,9 @@ class Engine:
         self._slots = Slots(min(batch, len(prompts), self._affordable(places)), places)
         self._seen = self._seen_before() if self._ask.sampling.repetition_penalty != 1 else None
         recorded = self._device.type == "cuda" and not self._divided and not _has_experts(self._model)
-        self._stepper = Stepper(self._model, self._slots, self._ask.sampling, self._seen, self._device, recorded)
+        self._stepper = Stepper(
+            self._model, self._slots, self._ask.sampling, self._seen, self._device, recorded, self._pace.few_sizes
+        )
         rows: list[_Row | None] = []
         with attending(self._model):
             while waiting or any(rows):
@@ -126,11 +143,8 @@ class Engine:
         return answers
 
     def _wants_more(self, rows: list[_Row | None], waiting: deque[_Row]) -> bool:
-        """On a GPU a forward pass over one prompt takes as long as over several: they come when several slots are
-        free."""
         free = self._slots.count - sum(row is not None for row in rows)
-        few = 1 if self._device.type == "cpu" else max(1, self._slots.count // 8)
-        return bool(waiting) and free >= min(few, len(waiting))
+        return bool(waiting) and free >= min(max(1, self._slots.count // self._pace.free), len(waiting))
 
     def _seat(self, rows: list[_Row | None], waiting: deque[_Row]) -> list[tuple[int, _Row]]:
         """Prompts and their slots: as many as are free and fit into one pass, but at least one."""
@@ -138,7 +152,7 @@ class Engine:
         seated: list[tuple[int, _Row]] = []
         tokens = 0
         for place, row in enumerate(rows):
-            if row is None and waiting and (not seated or tokens + len(waiting[0].prompt) <= self._together):
+            if row is None and waiting and (not seated or tokens + len(waiting[0].prompt) <= self._pace.together):
                 rows[place] = waiting.popleft()
                 seated.append((place, rows[place]))  # type: ignore[arg-type]
                 tokens += len(seated[-1][1].prompt)

@@ -23,11 +23,11 @@ class Stepper:
 
     def __init__(
         self, model: nn.Module, slots: Slots, sampling: Sampling, seen: Tensor | None, device: torch.device,
-        recorded: bool,
+        recorded: bool, few_sizes: bool,
     ) -> None:  # fmt: skip
         self._model, self._slots, self._sampling, self._seen = model, slots, sampling, seen
         self.state = torch.zeros((5, slots.count), dtype=torch.int64, device=device)
-        self._recorded = recorded
+        self._recorded, self._few_sizes = recorded, few_sizes
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
         self._pool = torch.cuda.graph_pool_handle() if recorded else None
 
@@ -47,10 +47,10 @@ class Stepper:
         return tokens.cpu()
 
     def _shape(self, rows: int, longest: int) -> tuple[int, int]:
-        """How many rows are computed, and how many places they read: on CUDA a few sizes, each recorded once. Recording
+        """How many rows are computed, and how many places they read: where steps are recorded, a few sizes. Recording
         takes as long as some ten steps, and a quarter of the rows not much less than all of them: weights are read
         once for all."""
-        if not self._recorded:
+        if not self._few_sizes:
             return rows, min(longest, self._slots.places)
         padded = 1
         while padded < rows:
