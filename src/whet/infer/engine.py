@@ -6,6 +6,7 @@ does not depend on its neighbours, up to the rounding of a product's last bit.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -204,10 +205,11 @@ class Engine:
         """Add a token that was drawn to an answer, or the one that a tool put in its place; whether that ends it."""
         ask = self._ask
         row.drawn += 1
-        token = row.forced.popleft() if row.forced else token
+        was_forced = bool(row.forced)
+        token = row.forced.popleft() if was_forced else token
         if row.watcher is not None:
             row.forced.extend(row.watcher.see(token))
-        if token in ask.stops and not row.forced:
+        if token in ask.stops and not row.forced and not was_forced:
             row.done, row.answer.stopped, row.answer.end = True, END, (token,)
             return True
         row.answer.ids.append(token)
@@ -248,13 +250,17 @@ class Engine:
         return torch.zeros((self._slots.count, vocabulary), dtype=torch.bool, device=self._device)
 
     def _affordable(self, places: int) -> int:
-        """How many slots fit into half of what the device has left. Processes that share a model must agree, so they
-        do not ask."""
-        if self._device.type != "cuda" or self._divided:
+        """How many slots fit into half of what the device has left, or a quarter of the host's memory. Processes that
+        share a model must agree, so they do not ask."""
+        if self._divided:
             return 1 << 30
-        free, _ = torch.cuda.mem_get_info(self._device)
-        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return max(1, int(free / 2 / (places * _bytes_of_a_token(self._model))))
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            room = free // 2
+        else:
+            room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        return max(1, room // (places * _bytes_of_a_token(self._model)))
 
 
 def until_string(
