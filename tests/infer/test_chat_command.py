@@ -37,7 +37,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for parameter_name, parameter in adapted.named_parameters():
             if "lora" in parameter_name:
                 torch.nn.init.normal_(parameter)
-        found[name] = tmp_path_factory.mktemp("adapters") / name
+        found[name] = tmp_path_factory.mktemp("adapters") / f"{name}-v1.0"
         adapted.save_pretrained(found[name])
     return found
 
@@ -152,6 +152,19 @@ def test_a_base_that_is_wrong_or_missing_is_named(whet: Any, adapters: dict[str,
     assert "its base /gone/away (adapter_config.json) is not on this machine. Name the model" in ended.err
     for given, words in (("loud", "NAME=DIR"), ("none=x", "cannot be a name"), (f"a={tmp_path}", "not an adapter")):
         assert words in whet("chat", "builtin:tiny", "--adapter", given, "-p", "Hi").err
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(whet: Any, adapters: dict[str, Path]) -> None:
+    tokenizer = load_ready("builtin:tiny").renderer.tokenizer
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(adapters["shy"])
+    try:
+        ended = whet("chat", adapters["shy"], "-p", "Hi")
+    finally:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (adapters["shy"] / name).unlink()
+    assert ended.code == 1
+    assert "the tokenizer knows 417 tokens and the model only 416" in " ".join(ended.err.split())
 
 
 def test_a_mistyped_path_is_not_looked_for_on_a_hub(whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

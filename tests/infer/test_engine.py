@@ -110,6 +110,12 @@ def test_models_that_slots_do_not_hold_answer_through_transformers(architecture:
     stop = expected[0][4]
     ended = answers(model, prompts[:1], [stop], 0, Sampling(max_new_tokens=12))[0]
     assert (ended.ids, ended.stopped) == (expected[0][: expected[0].index(stop)], "end")
+    string = as_text(expected[2])[5:12]
+    cut = answers(model, prompts[:3], [], 0, Sampling(max_new_tokens=12, stop=(string,)), text=as_text)
+    assert [answer.stopped for answer in cut] == [
+        "string" if string in as_text(ids) else "length" for ids in expected[:3]
+    ]
+    assert cut[2].text == as_text(expected[2])[: as_text(expected[2]).index(string)]
     sampled = Sampling(temperature=2.0, max_new_tokens=5, top_p=0.9)
     assert generate(model, prompts, [], 0, sampled)[2] == generate(model, prompts[2:3], [], 0, sampled)[0]
 

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,8 +57,8 @@ def load_ready(reference: str, load: Load = "auto") -> Ready:
         attention.leave(model)
         return _ready(model.to(run.ranks.device), Renderer(tokenizer_of(run.config), "assistant"), run.config.model,
                       reference)  # fmt: skip
-    if is_adapter(Path(reference)):
-        return load_adapters(base_of(Path(reference)), {reference: Path(reference)}, load)[reference]
+    if is_adapter(path):
+        return _with_adapter(reference, base_of(path), load)[0]
     config = _config_of(reference)
     renderer = Renderer(load_tokenizer(config), "assistant")
     return _ready(_loaded(config, load), renderer, config, reference)
@@ -68,8 +68,7 @@ def load_beside(reference: str, against: str, load: Load = "auto") -> tuple[Read
     """Two models to compare; where the first is an adapter over the second, they share weights."""
     path, step = split_reference(reference)
     if is_adapter(path) and _same(base_of(path), against):
-        both = load_adapters(against, {reference: path}, load)
-        return both[reference], both[BASE]
+        return _with_adapter(reference, against, load)
     if _trains_adapter_of(path, against):
         _refuse_for_run(path, load)
         hush_libraries()
@@ -105,6 +104,12 @@ def load_adapters(base: str, adapters: dict[str, Path], load: Load = "auto") -> 
     return found
 
 
+def _with_adapter(reference: str, base: str, load: Load) -> tuple[Ready, Ready]:
+    """The adapter in a folder, and its base; a path has dots, which a name must not have."""
+    both = load_adapters(base, {"tuned": Path(reference)}, load)
+    return replace(both["tuned"], name=reference), both[BASE]
+
+
 @contextlib.contextmanager
 def _speaking_as(adapted: Any, name: str) -> Any:
     adapted.set_adapter(name)
@@ -115,6 +120,12 @@ def _ready(
     model: nn.Module, renderer: Renderer, config: ModelConfig, name: str,
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Ready:  # fmt: skip
+    known, room = len(renderer.tokenizer), model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if known > room:
+        raise WhetError(
+            f"{name}: the tokenizer knows {known:,} tokens and the model only {room:,}. They do not belong together: "
+            "use the tokenizer that came with the model, or the base that the adapter was trained beside"
+        )
     return Ready(model.eval(), renderer, answer_stops(renderer, config), name, within)
 
 
