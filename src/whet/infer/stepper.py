@@ -6,8 +6,12 @@ GPU to run them: a recorded step is launched at once.
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whet.core.console import warn
 from whet.infer.sampling import Sampling, choose
@@ -87,10 +91,18 @@ class Stepper:
         if self._seen is not None:
             seen = self._seen[:rows]
             seen.scatter_(1, token[:, None], True)
-        output = self._model(
-            input_ids=token[:, None], position_ids=position[:, None], use_cache=False,
-            slots=Writing(self._slots, position, limit),
-        )  # fmt: skip
+        with _kernels(token.device):
+            output = self._model(
+                input_ids=token[:, None], position_ids=position[:, None], use_cache=False,
+                slots=Writing(self._slots, position, limit),
+            )  # fmt: skip
         token.copy_(choose(output.logits[:, -1], key, drawn, self._sampling, seen))
         position.add_(live)
         drawn.add_(1)
+
+
+def _kernels(device: torch.device) -> AbstractContextManager[None]:
+    """On CUDA without cuDNN's attention, which plans anew for every size: a plan takes longer than many steps."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
