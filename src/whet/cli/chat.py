@@ -2,43 +2,141 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from whet.cli.common import Json, Quiet, verb
 
+if TYPE_CHECKING:
+    from whet.infer.chat import Speaker
+    from whet.recipe.talk import Party
+
 
 @verb
 def chat(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN", help="A model folder, a hub id, builtin:smollm2, or a run folder.")
+        str,
+        typer.Argument(
+            metavar="MODEL|RUN", help="A model folder, a hub id, builtin:smollm2, an adapter's folder, or a run folder."
+        ),
     ],
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Ask once and print the answer instead of a conversation.")
     ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Ask every line of a file: plain text, or .jsonl.")
+    ] = None,
+    unconditional: Annotated[
+        bool, typer.Option("--unconditional", help="No question and no chat template: what follows a text's beginning.")
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="MODEL|RUN", help="A second model that is asked the same.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option("--adapter", metavar="NAME=DIR", help="An adapter of MODEL; may be repeated.")
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; higher varies.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among the so many likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest with this share together; 1: all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out what is less likely than this part of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be repeated.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
     seed: Annotated[int, typer.Option(help="Repeats a sampled answer.")] = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show how likely each token was, and what else was likely.")
+    ] = False,
+    calculator: Annotated[
+        bool, typer.Option("--calculator", help="Work out the sums that the model asks its calculator for.")
+    ] = False,
+    load: Annotated[
+        Literal["auto", "4bit", "spread"],
+        typer.Option("--load", help="For large models: 4 bits a weight, or spread over all GPUs."),
+    ] = "auto",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any] | None:
     """Talk to a model in the terminal."""
     from whet.core.errors import WhetError
-    from whet.infer.chat import ChatSession, converse
-    from whet.infer.generate import Sampling
-    from whet.recipe.use import load_ready
+    from whet.infer.sampling import Sampling
+    from whet.recipe.adapters import parse_named
+    from whet.recipe.talk import Wanted, ask_all, ask_nothing, gather
 
-    if as_json and prompt is None:
-        raise WhetError("--json answers one prompt: add --prompt TEXT")
-    ready = load_ready(model)
-    sampling = Sampling(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
-    session = ChatSession(ready.model, ready.renderer, ready.stops, sampling, system)
-    if prompt is None:
-        converse(session)
-        return None
-    answer = session.say(prompt)
+    given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts)) if value is not None]
+    given += ["--unconditional"] * unconditional
+    if len(given) > 1:
+        raise WhetError(f"{given[0]} and {given[1]} ask for different things: give one of them")
+    if as_json and not given:
+        raise WhetError("--json needs something to answer: add --prompt TEXT, --prompts FILE or --unconditional")
+    sampling = Sampling(temperature, top_k, seed, max_new_tokens, top_p, min_p, repetition_penalty, tuple(stop or ()))
+    wanted = Wanted(model, sampling, against, parse_named(adapter or []), load, calculator, system)
+    if prompts is not None:
+        from whet.infer.prompts import read_prompts
+
+        questions = read_prompts(prompts)
+        answers = ask_all(gather(wanted), questions, explain)
+        for question, answer in zip(questions, answers, strict=True):
+            answer["prompt"] = question[-1]["content"]
+            if not as_json:
+                typer.echo(f"you › {answer['prompt']}")
+                _print(answer, against is not None, "model")
+        return {"model": model, "answers": answers}
+    party = gather(wanted)
+    if prompt is not None:
+        return _prompted(party, prompt, explain, as_json)
+    if unconditional:
+        result = ask_nothing(party, explain)
+        if not as_json:
+            _print(result, against is not None)
+        return result
+    from whet.infer.chat import ChatSession
+    from whet.infer.converse import Table, converse
+
+    beside = None if party.beside is None else ChatSession(party.beside, system)
+    converse(Table(ChatSession(party.speaker, system), beside, party.adapters, party.load, explain))
+    return None
+
+
+def _prompted(party: Party, prompt: str, explain: bool, as_json: bool) -> dict[str, Any]:
+    """The answer is written as it comes, and nothing but the answer, unless two are compared."""
+    from whet.recipe.talk import ask_once
+
+    speaking: list[Speaker] = []
+
+    def show(speaker: Speaker, piece: str) -> None:
+        if party.beside is not None and speaker not in speaking:
+            sys.stdout.write(f"{chr(10) * bool(speaking)}{speaker.name} › ")
+            speaking.append(speaker)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    result = ask_once(party, prompt, explain, None if as_json else show)
     if not as_json:
-        typer.echo(answer)
-    return {"prompt": prompt, "answer": answer}
+        sys.stdout.write("\n")
+        _notes(result)
+    return result
+
+
+def _print(result: dict[str, Any], labelled: bool, name: str = "") -> None:
+    for each in (result, *([result["against"]] if "against" in result else [])):
+        label = f"{each['model'] if labelled else name} › " if labelled or name else ""
+        typer.echo(f"{label}{each['answer']}")
+    _notes(result)
+
+
+def _notes(result: dict[str, Any]) -> None:
+    """What is no answer goes to stderr."""
+    from whet.core.console import say
+
+    for each in (result, *([result["against"]] if "against" in result else [])):
+        if each["stopped"] == "length":
+            say(f"{each['model']}: cut after {each['tokens']} tokens; --max-new-tokens sets the limit", style="dim")
+        for token in each.get("explain", ()):
+            others = "  ".join(f"{choice['token']!r} {choice['probability']:.1%}" for choice in token["likeliest"])
+            typer.echo(f"{token['probability']:7.1%} {token['token']!r:<18} {others}")

@@ -1,4 +1,4 @@
-"""A run's model at work again: answering, measured, exported."""
+"""A run's model at work again: measured, exported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from whet.checkpoint import place
@@ -17,46 +16,13 @@ from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
 from whet.core.run import read_status, split_reference
-from whet.data.render import Renderer
-from whet.model import attention
-from whet.model.config import ModelConfig
-from whet.model.load import load_model
-from whet.model.lora import language_model, merge
+from whet.model.lora import language_model
 from whet.model.loss import LossModel
-from whet.model.tokenizer import load_tokenizer
 from whet.recipe.about import require_base
-from whet.recipe.data import hush_libraries, prepare_data, recorded_data, tokenizer_of
+from whet.recipe.data import hush_libraries, prepare_data, recorded_data
 from whet.recipe.folder import changed_settings, frozen_date
-from whet.recipe.measure import answer_stops, export_model, measure
+from whet.recipe.measure import export_model, measure
 from whet.recipe.parts import Arithmetic, arithmetic_of, build_model, choose_arithmetic, make_root
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A model that can answer."""
-
-    model: nn.Module
-    renderer: Renderer
-    stops: list[int]
-
-
-def load_ready(reference: str) -> Ready:
-    """A model folder, a hub id, a built-in model, or a run (RUN, RUN@STEP, RUN@best, RUN@latest), ready to answer."""
-    hush_libraries()
-    path, step = split_reference(reference)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if not (path / "config.yaml").exists():
-        config = ModelConfig(path=reference)
-        model, tokenizer = load_model(config, "auto", device), load_tokenizer(config)
-    else:
-        run = load_run(path, step)
-        # merged it would answer a little faster, but a model in 4 bits may be too large for that
-        model = language_model(run.model) if run.config.quantize else merge(run.model)
-        config, tokenizer = run.config.model, tokenizer_of(run.config)
-        attention.leave(model)
-    model = model.to(device).eval()
-    renderer = Renderer(tokenizer, "assistant")
-    return Ready(model, renderer, answer_stops(renderer, config))
 
 
 @dataclass(frozen=True, slots=True)

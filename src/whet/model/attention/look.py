@@ -73,9 +73,10 @@ def look(model: nn.Module) -> list[Asked]:
     return seen
 
 
-def unserved(model: nn.Module) -> str | None:
-    """What the model wants of attention and would not get from any back-end; None: nothing."""
-    for number, layer in enumerate(look(model)):
+def unserved(model: nn.Module, seen: list[Asked] | None = None) -> str | None:
+    """What the model wants of attention and would not get from any back-end; None: nothing. `seen`: what a look at it
+    found before."""
+    for number, layer in enumerate(look(model) if seen is None else seen):
         if isinstance(layer.mask, str):
             return f"its attention {number} uses {layer.mask}"
         if layer.mask != layer.ask.window:

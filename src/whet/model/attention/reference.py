@@ -17,7 +17,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, ask: Ask, visible: Tenso
         scores = ask.softcap * torch.tanh(scores / ask.softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
     if ask.sinks is not None:
-        sinks = ask.sinks.to(scores.dtype)[None, :, None, None].expand(-1, -1, scores.shape[2], 1)
+        sinks = ask.sinks.to(scores.dtype)[None, :, None, None].expand(len(scores), -1, scores.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     shares = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     return shares[..., : key.shape[2]] @ value

@@ -1,0 +1,127 @@
+"""How fast whet answers beside transformers' own `generate`, on the same model, prompts and lengths of answers.
+
+    python bench/generate.py --model llama-1b [--prompts 256] [--batch 64] [--sample] [--profile]
+
+Prompts have 20 to 500 random tokens, answers 16 to 256: every prompt's length of answer is fixed, and no token ends one
+earlier. whet takes a new prompt into the slot of an answer that is finished; `generate` gets batches of prompts of like
+length, padded, and runs each to its longest answer, as it must. Only wanted tokens are counted for both. Greedy
+answers are compared: the part of tokens before the first difference (16-bit products round differently by batch).
+Without CUDA a tiny model is taken. The last line is a JSON object with everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from whet.infer.generate import Sampling, generate
+from whet.model.config import ModelConfig
+from whet.model.load import load_model
+
+CUDA = torch.cuda.is_available()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-1b" if CUDA else "builtin:tiny", help="a shape's name, or any model")
+    parser.add_argument("--prompts", type=int, default=256 if CUDA else 24)
+    parser.add_argument("--batch", type=int, default=64 if CUDA else 8)
+    parser.add_argument("--lengths", type=int, nargs=2, default=(20, 500) if CUDA else (5, 60))
+    parser.add_argument("--answers", type=int, nargs=2, default=(16, 256) if CUDA else (8, 48))
+    parser.add_argument("--sample", action="store_true", help="temperature 1, top_k 50 instead of greedy")
+    parser.add_argument("--profile", action="store_true", help="also print which kernels whet's answers take")
+    options = parser.parse_args()
+    path = options.model if ":" in options.model or "/" in options.model else f"random:{options.model}"
+    device = torch.device("cuda" if CUDA else "cpu")
+    model: Any = load_model(ModelConfig(path=path), torch.bfloat16 if CUDA else torch.float32, device).eval()
+    generator = random.Random(0)
+    vocabulary = model.config.vocab_size
+    prompts = [
+        [generator.randrange(vocabulary) for _ in range(generator.randint(*options.lengths))]
+        for _ in range(options.prompts)
+    ]
+    limits = [generator.randint(*options.answers) for _ in prompts]
+    sampling = Sampling(temperature=1.0 if options.sample else 0.0, max_new_tokens=options.answers[1])
+
+    def ours() -> list[list[int]]:
+        return generate(model, prompts, [], 0, sampling, options.batch, limits=limits)
+
+    def theirs() -> list[list[int]]:
+        return by_generate(model, prompts, limits, sampling, options.batch)
+
+    generate(model, prompts[:4], [], 0, sampling, options.batch, limits=[4] * 4)  # what is done once for a model
+    by_generate(model, prompts[:4], [4] * 4, sampling, options.batch)
+    wanted = sum(limits)
+    results: dict[str, Any] = {
+        "model": path, "prompts": len(prompts), "batch": options.batch, "tokens": wanted, "greedy": not options.sample,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+    first, answers = timed(ours)
+    second, _ = timed(ours)
+    plain, expected = timed(theirs)
+    results |= {"first_s": first, "whet_s": second, "generate_s": plain}
+    results |= {"whet_tokens_per_s": wanted / second, "generate_tokens_per_s": wanted / plain, "ratio": plain / second}
+    if not options.sample:
+        results["agreement"] = sum(map(agreeing, answers, expected)) / wanted
+    if CUDA:
+        results["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    print(f"whet      {results['whet_tokens_per_s']:10.0f} tokens/s  ({second:.2f} s; {first:.2f} s the first time)")  # noqa: T201
+    print(f"generate  {results['generate_tokens_per_s']:10.0f} tokens/s  ({plain:.2f} s)")  # noqa: T201
+    print(f"ratio     {results['ratio']:10.2f}")  # noqa: T201
+    if options.profile:
+        with torch.profiler.profile() as profile:
+            ours()
+        by = "self_device_time_total" if CUDA else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=by, row_limit=25))  # noqa: T201
+    print(json.dumps(results))  # noqa: T201
+
+
+@torch.inference_mode()
+def by_generate(
+    model: Any, prompts: list[list[int]], limits: list[int], sampling: Sampling, batch: int
+) -> list[list[int]]:
+    """Prompts of like length together, padded on the left."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch):
+        numbers = order[start : start + batch]
+        width = max(len(prompts[i]) for i in numbers)
+        tokens = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in numbers])
+        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in numbers])
+        settings = transformers.GenerationConfig(
+            max_new_tokens=max(limits[i] for i in numbers), do_sample=sampling.temperature > 0, pad_token_id=0,
+            eos_token_id=1 << 30, **({"temperature": 1.0, "top_k": 50} if sampling.temperature > 0 else {}),
+        )  # fmt: skip
+        output = model.generate(
+            tokens.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
+        )
+        for i, row in zip(numbers, output[:, width:].tolist(), strict=True):
+            answers[i] = row[: limits[i]]
+    return answers
+
+
+def timed(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    if CUDA:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    found = work()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, found
+
+
+def agreeing(one: list[int], other: list[int]) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+if __name__ == "__main__":
+    main()

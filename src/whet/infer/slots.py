@@ -1,0 +1,125 @@
+"""Keys and values of answers under way, a slot for each, and the attention that reads and writes them.
+
+The attention function is registered with transformers, as whet's document attention is; models stay as they are. So a
+prompt is computed without padding, several in one row, and rows of a step may be of any lengths. Shape letters: N rows,
+H heads, K key-value heads, G = H / K, T tokens, S places of a slot, E head width, V head width of values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from whet.model.attention.ask import Ask, Documents
+from whet.model.attention.install import BACKENDS
+from whet.model.attention.look import ask_of
+from whet.model.attention.reference import attended
+
+_NAME = "whet_slots"
+
+
+class Slots:
+    """The memory: for each layer keys [slots, S, K, E] and values, made when the layer first asks."""
+
+    def __init__(self, count: int, places: int) -> None:
+        self.count, self.places = count, places
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, at: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep key [T K E] and value at places [T] of all slots laid end to end; gives the layer's memory."""
+        if layer not in self.layers:
+            # zeros, not garbage: a hidden place adds nothing only if it holds a number
+            self.layers[layer] = (
+                key.new_zeros((self.count, self.places, *key.shape[1:])),
+                value.new_zeros((self.count, self.places, *value.shape[1:])),
+            )
+        keys, values = self.layers[layer]
+        keys.flatten(0, 1).index_copy_(0, at, key)
+        values.flatten(0, 1).index_copy_(0, at, value)
+        return keys, values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` places of a slot into another."""
+        for pair in self.layers.values():
+            for memory in pair:
+                memory[target, :length].copy_(memory[source, :length])
+
+
+class Reading:
+    """A forward pass over prompts, packed into one row."""
+
+    def __init__(self, slots: Slots, at: Tensor, documents: Documents, backend: str) -> None:
+        self._slots, self._at, self._documents, self._backend = slots, at, documents, BACKENDS[backend]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, ask: Ask) -> Tensor:
+        self._slots.write(layer, self._at, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return self._backend(query, key, value, ask, self._documents)
+
+
+class Writing:
+    """A forward pass over one further token of each of the first N slots, at positions [N]."""
+
+    def __init__(self, slots: Slots, positions: Tensor, limit: int) -> None:
+        """`limit`: no position is beyond it, so no place behind it is read."""
+        self._slots, self._positions, self._limit = slots, positions, limit
+        self._at = positions + torch.arange(len(positions), device=positions.device) * slots.places
+        self._visible: dict[int | None, Tensor] = {}
+        self._added: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, ask: Ask) -> Tensor:
+        """→ [N 1 H V]"""
+        keys, values = self._slots.write(layer, self._at, key[:, :, 0], value[:, :, 0])
+        rows = len(query)
+        keys, values = (memory[:rows, : self._limit].transpose(1, 2) for memory in (keys, values))
+        if ask.softcap is not None or ask.sinks is not None:
+            return attended(query, keys, values, ask, self._seen_through(ask.window)).transpose(1, 2)
+        # the heads of a group as further queries of their key head: nothing is repeated, and no kernel needs to know
+        grouped = query.reshape(rows, keys.shape[1], -1, query.shape[-1])
+        out = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=self._mask(ask.window, query.dtype), scale=ask.scale
+        )
+        return out.reshape(rows, 1, query.shape[1], -1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The same as numbers to add to scores, which kernels would otherwise make of it in every layer."""
+        if (window, dtype) not in self._added:
+            seen = self._seen_through(window)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._added[window, dtype] = zeros.masked_fill(~seen, float("-inf"))
+        return self._added[window, dtype]
+
+    def _seen_through(self, window: int | None) -> Tensor:
+        """[N 1 1 limit] which places a row's new token sees; layers share it."""
+        if window not in self._visible:
+            back = self._positions[:, None] - torch.arange(self._limit, device=self._positions.device)
+            seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+            self._visible[window] = seen[:, None, None]
+        return self._visible[window]
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, *,
+    slots: Reading | Writing, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    ask = ask_of(query, scaling, **kwargs)
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return slots.attend(id(module), query.to(dtype), key.to(dtype), value.to(dtype), ask), None
+
+
+@contextlib.contextmanager
+def attending(model: nn.Module) -> Iterator[None]:
+    """`model` attends through slots for a while; each forward pass is told which by the keyword `slots`."""
+    AttentionInterface.register(_NAME, _attend)
+    before = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
