@@ -21,6 +21,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     """Load it as training does and run it on two packed documents."""
     from whet.core.ranks import start_ranks
     from whet.model.fp8 import EightBitError
+    from whet.model.lora import vocabulary_of
     from whet.recipe.parts import VocabularyError, build_model, choose_arithmetic, make_root
 
     try:
@@ -39,7 +40,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
         return
     if config.quantize is not None:
         yield _quantized(model, config.quantize)
-    yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    yield _vocabulary(tokens, vocabulary_of(model))
     try:
         longest = config.data.max_length if data is None else data.longest
         root = make_root(config, model, arithmetic, device, tokens, longest)

@@ -21,7 +21,7 @@ from whet.data.render import Renderer
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
-from whet.model.lora import language_model, merge
+from whet.model.lora import in_one_type_, language_model, merge
 from whet.model.loss import LossModel
 from whet.model.tokenizer import load_tokenizer
 from whet.recipe.about import require_base
@@ -50,6 +50,7 @@ def load_ready(reference: str) -> Ready:
         model, tokenizer = load_model(config, "auto", device), load_tokenizer(config)
     else:
         run = load_run(path, step)
+        in_one_type_(run.model)
         # merged it would answer a little faster, but a model in 4 bits may be too large for that
         model = language_model(run.model) if run.config.quantize else merge(run.model)
         config, tokenizer = run.config.model, tokenizer_of(run.config)
