@@ -72,15 +72,16 @@ class Config(Section):
     def _adapter_can_be_divided(self, adapter: AdapterConfig) -> None:
         """What begins as a function of the weights cannot begin where no process holds them."""
         asked = {
-            "adapter.method": adapter.method if adapter.method == "dora" else None, "adapter.also_train": adapter.also_train,
-            "adapter.tokens": adapter.tokens, "model.add_tokens": self.model.add_tokens,
+            "adapter.method": adapter.method if adapter.method == "dora" else None,
+            "adapter.also_train": adapter.also_train, "adapter.tokens": adapter.tokens,
+            "model.add_tokens": self.model.add_tokens,
         }  # fmt: skip
         for key, value in asked.items():
             if value:
                 raise impossible(
                     key,
-                    f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. Use "
-                    "lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
+                    f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. "
+                    "Use lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
                 )
 
     def _has_a_best(self) -> None:

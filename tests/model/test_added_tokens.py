@@ -102,5 +102,7 @@ def test_weights_that_are_divided_have_the_rows_too() -> None:
 
 
 def test_a_token_that_is_known_is_refused() -> None:
-    with pytest.raises(WhetError, match=r"model\.add_tokens: '<\|im_end\|>' is a token already, number 2.*adapter\.tokens"):
+    with pytest.raises(
+        WhetError, match=r"model\.add_tokens: '<\|im_end\|>' is a token already, number 2.*adapter\.tokens"
+    ):
         load_tokenizer(ModelConfig(path="builtin:tiny", add_tokens=["<|im_end|>"]))

@@ -15,7 +15,8 @@ Exact = Callable[[Path], list[dict[str, Any]]]
 TOKENS = "model.add_tokens=['<|tool|>',' lamps']"
 KINDS = {
     "dora": ("adapter.method=dora", "adapter.rank=4", "adapter.tokens=['<|im_end|>']", TOKENS),
-    "in 4 bits": ("quantize=nf4", "adapter.method=dora", "adapter.rank=4", "adapter.also_train=[embed_tokens,norm]", TOKENS),
+    "in 4 bits": ("quantize=nf4", "adapter.method=dora", "adapter.rank=4", "adapter.also_train=[norm,embed_tokens]",
+                  TOKENS),
 }  # fmt: skip
 _LOADS = """
 import json, sys, torch

@@ -10,7 +10,7 @@ import typer
 import typer.main
 
 from whet import __version__
-from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, launch, prepare, report, train
+from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, launch, merge, prepare, report, train
 from whet.core.errors import USAGE
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ for name, function in (
     ("eval", evaluate.evaluate),
     ("chat", chat.chat),
     ("export", export.export),
+    ("merge", merge.merge),
     ("report", report.report),
     ("bench", bench.bench),
     ("config", config.config),

@@ -42,7 +42,9 @@ def grow_(model: nn.Module, config: ModelConfig) -> None:
             _fill(module.bias, numbers, pieces, len(before))
 
 
-def token_numbers(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str], key: str = "model.add_tokens") -> list[int]:
+def token_numbers(
+    tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str], key: str = "model.add_tokens"
+) -> list[int]:
     """The ids of tokens, each of which must be one."""
     known = tokenizer.get_vocab()
     unknown = [token for token in tokens if token not in known]

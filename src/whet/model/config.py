@@ -43,8 +43,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     add_tokens: list[str] = Field(
         default=[],
-        description="Texts that become tokens of their own. Each starts as the mean of the pieces that it was before, in "
-        "the embedding and in the head; adapters train these rows.",
+        description="Texts that become tokens of their own. Each starts as the mean of the pieces that it was before, "
+        "in the embedding and in the head; adapters train these rows.",
     )
 
     @model_validator(mode="after")

@@ -66,7 +66,8 @@ class Held:
 
 def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Source]:
     """The model without memory, and where its weights are. Files that hold them otherwise than the model does (fused
-    experts, GGUF, random ones, rows for added tokens) are read whole into the host's memory, which the operating system may share."""
+    experts, GGUF, random ones, added tokens) are read whole into the host's memory, which the operating system may
+    share."""
     files = None if is_random(config.path) else Files(_folder(config))
     if files is not None and not config.trust_remote_code and not config.add_tokens:
         model = _bare(config, dtype)

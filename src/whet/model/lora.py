@@ -59,7 +59,9 @@ def _refuse_unknown(model: nn.Module, config: AdapterConfig) -> None:
     names = [name for name, _ in model.named_modules()]
     for wanted in config.also_train:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
-            ends = ", ".join(sorted({name.rpartition(".")[2] for name in names if not name.endswith(tuple("0123456789"))}))
+            ends = ", ".join(
+                sorted({name.rpartition(".")[2] for name in names if not name.endswith(tuple("0123456789"))})
+            )
             raise WhetError(f"adapter.also_train: this model has no module {wanted!r}. It has: {ends.lstrip(', ')}")
 
 
