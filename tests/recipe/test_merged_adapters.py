@@ -54,8 +54,13 @@ def delta(adapter: Path, layer: str, scale: float) -> torch.Tensor:
 
 
 def test_cat_is_the_weighted_sum_whatever_the_ranks(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
-    one, two = make_adapter(1), make_adapter(2, rank=4, method="rslora", ranks={"q_proj": 2}, targets=["q_proj", "o_proj"])
-    ended = whet("merge", "builtin:tiny", "--adapter", one, "--adapter", f"{two}=-0.5", "--out", tmp_path / "m", "--json")
+    one, two = (
+        make_adapter(1),
+        make_adapter(2, rank=4, method="rslora", ranks={"q_proj": 2}, targets=["q_proj", "o_proj"]),
+    )
+    ended = whet(
+        "merge", "builtin:tiny", "--adapter", one, "--adapter", f"{two}=-0.5", "--out", tmp_path / "m", "--json"
+    )
     assert ended.code == 0, ended.err
     certificate = json.loads(ended.out)["certificate"]
     assert certificate["verified"]
@@ -80,7 +85,10 @@ def test_linear_averages_the_matrices(make_adapter: Make, whet: Any, tmp_path: P
     layer = "model.layers.0.self_attn.q_proj"
     files = [load_file(adapter / "adapter_model.safetensors") for adapter in (one, two)]
     a, b = (
-        sum((w * 5 / 3) ** 0.5 * file[f"base_model.model.{layer}.lora_{side}.weight"] for w, file in zip((0.25, 0.75), files, strict=True))
+        sum(
+            (w * 5 / 3) ** 0.5 * file[f"base_model.model.{layer}.lora_{side}.weight"]
+            for w, file in zip((0.25, 0.75), files, strict=True)
+        )
         for side in "AB"
     )
     changed = weights(tmp_path / "m")[f"{layer}.weight"] - weights(builtin_folder("builtin:tiny"))[f"{layer}.weight"]
@@ -96,7 +104,11 @@ def test_one_with_added_tokens_and_dora_brings_its_tokens_along(make_adapter: Ma
 
 
 def test_what_does_not_belong_together_is_named(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
-    one, tokens, dora = make_adapter(1), make_adapter(1, ("<|a|>",), also_train=["embed_tokens"]), make_adapter(2, method="dora")
+    one, tokens, dora = (
+        make_adapter(1),
+        make_adapter(1, ("<|a|>",), also_train=["embed_tokens"]),
+        make_adapter(2, method="dora"),
+    )
     bare, elsewhere, nothing = tmp_path / "bare", tmp_path / "elsewhere", tmp_path / "nothing"
     shutil.copytree(make_adapter(3, ("<|b|>",)), bare)
     (bare / "tokenizer_config.json").unlink()

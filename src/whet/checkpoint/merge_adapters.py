@@ -48,7 +48,9 @@ def require_parts(parts: Sequence[Part]) -> None:
             )
         settings = part.settings
         if settings.get("peft_type") != "LORA":
-            raise WhetError(f"--adapter {part.folder}: of the kind {settings.get('peft_type')}; only LoRA's can be merged")
+            raise WhetError(
+                f"--adapter {part.folder}: of the kind {settings.get('peft_type')}; only LoRA's can be merged"
+            )
         whole = "DoRA" if settings.get("use_dora") else None
         whole = whole or ("trained modules" if settings.get("modules_to_save") else None)
         whole = whole or ("trained tokens" if settings.get("trainable_token_indices") else None)

@@ -10,7 +10,22 @@ import typer
 import typer.main
 
 from whet import __version__
-from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, launch, merge, prepare, report, train
+from whet.cli import (
+    bench,
+    chat,
+    check,
+    config,
+    demo,
+    evaluate,
+    export,
+    import_,
+    inspect,
+    launch,
+    merge,
+    prepare,
+    report,
+    train,
+)
 from whet.core.errors import USAGE
 
 app = typer.Typer(
@@ -59,6 +74,7 @@ for name, function in (
     ("config", config.config),
 ):
     app.command(name)(function)
+app.add_typer(import_.app)
 
 
 def main() -> None:

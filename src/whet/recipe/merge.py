@@ -55,7 +55,9 @@ def _part(text: str) -> Part:
     except ValueError:
         raise WhetError(f"--adapter {text}: {weight!r} is no number. Write FOLDER or FOLDER=WEIGHT") from None
     if not abs(number) < 1e6 or number == 0:
-        raise WhetError(f"--adapter {text}: a weight of {weight} makes no sense. Leave the adapter out, or give another")
+        raise WhetError(
+            f"--adapter {text}: a weight of {weight} makes no sense. Leave the adapter out, or give another"
+        )
     return Part(_adapter_folder(Path(folder).expanduser()), number)
 
 
@@ -76,7 +78,9 @@ def _require_base(base: ModelConfig, part: Part) -> None:
     except (WhetError, OSError, ValueError):  # no such folder any more, or a hub that cannot be reached
         then = now = None
     if then is None or now is None:
-        warn(f"--adapter {part.folder}: trained on {named or 'a model it does not name'}, which is not at hand to compare")
+        warn(
+            f"--adapter {part.folder}: trained on {named or 'a model it does not name'}, which is not at hand to compare"
+        )
     elif then != now:
         raise WhetError(
             f"--adapter {part.folder}: it was trained on other weights than {base.path}: on {named}. Give that as BASE"
@@ -89,7 +93,9 @@ def _common_tokenizer(base: ModelConfig, parts: Sequence[Part], room: int) -> Pr
     chosen, owner = own, base.path
     for part in parts:
         settings = part.settings.get("trainable_token_indices") or []
-        highest = max((i for ids in (settings.values() if isinstance(settings, dict) else [settings]) for i in ids), default=0)
+        highest = max(
+            (i for ids in (settings.values() if isinstance(settings, dict) else [settings]) for i in ids), default=0
+        )
         if not (part.folder / "tokenizer_config.json").exists():
             if highest >= max(room, len(chosen)):
                 raise WhetError(
