@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whet.checkpoint.same import compared, file_hashes, logits_of
 from whet.core.errors import RunFailedError, WhetError, disk_error
@@ -43,8 +43,8 @@ def require_parts(parts: Sequence[Part]) -> None:
         missing = [name for name in (_CONFIG, _WEIGHTS) if not (part.folder / name).is_file()]
         if missing:
             raise WhetError(
-                f"--adapter {part.folder}: no {missing[0]} there, so it is not an adapter. Give a folder that peft wrote; "
-                f"of a run: whet export RUN --to adapter, then RUN/exports/adapter"
+                f"--adapter {part.folder}: no {missing[0]} there, so it is not an adapter. Give a folder that peft "
+                "wrote; of a run: whet export RUN --to adapter, then RUN/exports/adapter"
             )
         settings = part.settings
         if settings.get("peft_type") != "LORA":
@@ -56,8 +56,8 @@ def require_parts(parts: Sequence[Part]) -> None:
         whole = whole or ("trained tokens" if settings.get("trainable_token_indices") else None)
         if whole and (len(parts) > 1 or part.weight != 1):
             raise WhetError(
-                f"--adapter {part.folder}: it has {whole}, which can neither be added to another adapter nor be given a "
-                "weight. Merge it alone, and train the other one over the result"
+                f"--adapter {part.folder}: it has {whole}, which can neither be added to another adapter nor be given "
+                "a weight. Merge it alone, and train the other one over the result"
             )
 
 
@@ -129,7 +129,8 @@ def _with(base: nn.Module, parts: Sequence[Part]) -> Any:
 
 
 def _combine(model: Any, parts: Sequence[Part], how: How) -> float:
-    """Make one adapter of all. Gives the largest part of a layer's change that it lost: none by mathematics, with cat."""
+    """Make one adapter of all. Gives the largest part of a layer's change that was lost: none by mathematics, with
+    cat."""
     if len(parts) == 1 and parts[0].weight == 1:
         return 0.0
     names = [str(number) for number in range(len(parts))]
@@ -141,10 +142,11 @@ def _combine(model: Any, parts: Sequence[Part], how: How) -> float:
     if how == "linear" and len(parts) > 1:
         return 0.0
     lost = 0.0
-    for layer in language_model(model).modules():
+    layers: list[Any] = list(language_model(model).modules())
+    for layer in layers:
         if hasattr(layer, "get_delta_weight") and "all" in getattr(layer, "lora_A", {}):
             known = [number for number, name in enumerate(names) if name in layer.lora_A]
-            wanted: Tensor = sum(parts[i].weight * layer.get_delta_weight(names[i]).float() for i in known)  # type: ignore[assignment]
+            wanted = torch.stack([parts[i].weight * layer.get_delta_weight(names[i]).float() for i in known]).sum(dim=0)
             found = layer.get_delta_weight("all").float()
             lost = max(lost, ((found - wanted).norm() / wanted.norm().clamp_min(torch.finfo().tiny)).item())
     if lost > _LOST:

@@ -48,8 +48,8 @@ def _speak(checkpoint: Checkpoint, tokenizer: Any, place: Path | None) -> None:
     rows = checkpoint.config.get_text_config().vocab_size
     if len(tokenizer) > rows:
         raise WhetError(
-            f"--tokenizer {place}: it knows {len(tokenizer):,} tokens, and the checkpoint has {rows:,} rows. They do not "
-            "belong together"
+            f"--tokenizer {place}: it knows {len(tokenizer):,} tokens, and the checkpoint has {rows:,} rows. They do "
+            "not belong together"
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name) is not None:

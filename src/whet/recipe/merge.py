@@ -78,9 +78,8 @@ def _require_base(base: ModelConfig, part: Part) -> None:
     except (WhetError, OSError, ValueError):  # no such folder any more, or a hub that cannot be reached
         then = now = None
     if then is None or now is None:
-        warn(
-            f"--adapter {part.folder}: trained on {named or 'a model it does not name'}, which is not at hand to compare"
-        )
+        known = named or "a model that it does not name"
+        warn(f"--adapter {part.folder}: trained on {known}, which is not at hand to be compared")
     elif then != now:
         raise WhetError(
             f"--adapter {part.folder}: it was trained on other weights than {base.path}: on {named}. Give that as BASE"
@@ -99,8 +98,8 @@ def _common_tokenizer(base: ModelConfig, parts: Sequence[Part], room: int) -> Pr
         if not (part.folder / "tokenizer_config.json").exists():
             if highest >= max(room, len(chosen)):
                 raise WhetError(
-                    f"--adapter {part.folder}: it trained token {highest}, the model has {room}, and there is no tokenizer "
-                    "beside it to name the tokens that are missing. Copy the tokenizer that it was trained with there"
+                    f"--adapter {part.folder}: it trained token {highest}, the model has {room}, and there is no "
+                    "tokenizer beside it to name the tokens that are missing. Copy the one that it was trained with there"
                 )
             continue
         brought = load_tokenizer(ModelConfig(path=base.path, tokenizer=str(part.folder)))

@@ -1,8 +1,8 @@
 """torch's distributed checkpoints of a transformers model, written by any number of processes.
 
 MindSpeed-LLM's FSDP2 trainer saves {"model": …, "optimizer": …} to `global_step_N/` (mindspeed_llm/fsdp2/checkpoint of
-Ascend/MindSpeed-LLM), so that weights are called `model.` and their name in transformers; so do many others. Tensors are
-read one by one, each put together from the parts that processes wrote.
+Ascend/MindSpeed-LLM), so that weights are called `model.` and their name in transformers; so do many others. Tensors
+are read one by one, each put together from the parts that processes wrote.
 """
 
 from __future__ import annotations
@@ -60,12 +60,16 @@ class DcpCheckpoint:
             self.dtype = torch.promote_types(self.dtype, kind)
 
     def _all_files(self, metadata: Any) -> list[Path]:
-        names = sorted({info.relative_path for info in metadata.storage_data.values()})
-        for name in names:
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in sorted(ends.items()):
             path = self.folder / name
             if path.resolve().parent != self.folder.resolve() or not path.is_file():
                 raise WhetError(f"{path}: named in .metadata and not there. Copy the files of all processes")
-        return [self.folder / ".metadata", *(self.folder / name for name in names)]
+            if path.stat().st_size < end:
+                raise WhetError(f"{path}: cut off, {path.stat().st_size:,} of {end:,} bytes. Copy it again")
+        return [self.folder / ".metadata", *(self.folder / name for name in sorted(ends))]
 
     def _matched(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
         """For each tensor of the model its name here, by the prefix that finds most of them."""
@@ -85,8 +89,8 @@ class DcpCheckpoint:
                 self.notes.left_out.setdefault(f"{name.partition('.')[0]}.*", "no weights")
             else:
                 raise WhetError(
-                    f"{self.folder}: the tensor {name} has no place in a model of this configuration. Nothing may be lost "
-                    "on the way: give the configuration that belongs to it (--config FILE)"
+                    f"{self.folder}: the tensor {name} has no place in a model of this configuration. Nothing may be "
+                    "lost on the way: give the configuration that belongs to it (--config FILE)"
                 )
         return names
 
@@ -105,7 +109,7 @@ class DcpCheckpoint:
             dcp_load({name: tensor}, storage_reader=SafeReader(self.folder), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise WhetError(
-                f"{self.folder}: {name} cannot be read ({type(error).__name__}). A file was cut off or damaged: copy it again"
+                f"{self.folder}: {name} cannot be read ({type(error).__name__}). A file was damaged: copy it again"
             ) from None
         return tensor
 

@@ -49,7 +49,8 @@ def write_folder(kind: str, source: Path, checkpoint: Checkpoint, tokenizer: Any
             if not certificate["verified"]:
                 raise RunFailedError(
                     f"{source}: the imported model does not compute what the checkpoint does: logits differ by "
-                    f"{certificate['max_logit_difference']:.3g}. Does the configuration belong to it? Nothing was written"
+                    f"{certificate['max_logit_difference']:.3g}. Does the configuration belong to it? Nothing was "
+                    "written"
                 )
     except Exception as error:
         raise disk_error(error, "importing", out) or error from None

@@ -1,9 +1,10 @@
 """nanochat's checkpoints as NanoChat of transformers.
 
-Source: nanochat/gpt.py and checkpoint_manager.py of karpathy/nanochat. `model_000650.pt` holds the tensors, `meta_000650.json`
-the sizes under `model_config`. transformers serves the architecture of the first releases: embedding, norm, blocks of
-attention (rotary positions turned backwards, then queries and keys normed) and relu², norm, head capped at 15. What later
-ones added (value embeddings, gates, lambdas, smear, windows) it does not have: they are refused by the tensor's name.
+Source: nanochat/gpt.py and checkpoint_manager.py of karpathy/nanochat. `model_000650.pt` holds the tensors,
+`meta_000650.json` the sizes under `model_config`. transformers serves the architecture of the first releases:
+embedding, norm, blocks of attention (rotary positions turned backwards, then queries and keys normed) and relu², norm,
+head capped at 15. What later ones added (value embeddings, gates, lambdas, smear, windows) it does not have: they are
+refused by the tensor's name.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BLOCK = re.compile(r"transformer\.h\.(\d+)\.(\w+\.\w+)\.weight")
 
 
 class NanochatCheckpoint:
-    """The newest step of a folder, or the one that --step names."""
+    """The newest step of a folder."""
 
     def __init__(self, folder: Path, config: Path | None = None) -> None:
         from transformers import NanoChatConfig
@@ -82,8 +83,8 @@ class NanochatCheckpoint:
             return _ENDS[name]
         if block is None or block[2] not in _INSIDE:
             raise WhetError(
-                f"{path}: the tensor {name} belongs to a nanochat that transformers has no model for (value embeddings, "
-                "lambdas, gates and smear came later). Without it the model would answer differently, so it is refused"
+                f"{path}: the tensor {name} belongs to a nanochat that transformers has no model for (value "
+                "embeddings, lambdas, gates and smear). Without it the model would answer otherwise, so it is refused"
             )
         return f"model.layers.{block[1]}.{_INSIDE[block[2]]}.weight"
 

@@ -4,8 +4,8 @@ Sources: megatron/model/transformer.py and tools/ckpts/convert_neox_to_hf.py of 
 tilde-nlp/llm-gpt-neox. On each rank, of T:
 
 - column-parallel matrices hold rows: the heads of the rank, its part of the MLP; the vocabulary's rows of the rank;
-- row-parallel ones hold columns, and their outputs are summed. Their bias is summed too where attention and MLP are added
-  before the ranks are (gpt_j_residual), and held by each rank elsewhere;
+- row-parallel ones hold columns, and their outputs are summed. Their bias is summed too where attention and MLP are
+  added before the ranks are (gpt_j_residual), and held by each rank elsewhere;
 - q, k, v: [head, 3, width of a head] if there are as many keys as queries, else all queries, all keys, all values;
 - a gated `linear1` holds up above gate, for the rank's part of the MLP;
 - norms are held by every rank. Nothing keeps them equal, and they drift apart.
@@ -54,8 +54,8 @@ class NeoXCheckpoint:
             said = settings.get("model_parallel_size")
             if said is not None and said != self.source.ranks:
                 raise WhetError(
-                    f"{self.source.folder}: files of {self.source.ranks} ranks, and its settings say model_parallel_size: "
-                    f"{said}. Copy the files of all ranks"
+                    f"{self.source.folder}: files of {self.source.ranks} ranks, and its settings say "
+                    f"model_parallel_size: {said}. Copy the files of all ranks"
                 )
             make = llama_config if self.is_llama else neox_config
             self.config = make(settings, sizes, self.source.folder)
@@ -112,8 +112,8 @@ class NeoXCheckpoint:
         for layer in sorted(layer for layer, names in self.source.keys.items() if names):
             if layer not in allowed:
                 raise WhetError(
-                    f"{self.source.folder}: it has tensors of layer {layer}, and {self.layers} transformer layers end with "
-                    f"number {self.layers + 4}. Does the configuration belong to it (--config FILE)?"
+                    f"{self.source.folder}: it has tensors of layer {layer}, and {self.layers} transformer layers end "
+                    f"with number {self.layers + 4}. Does the configuration belong to it (--config FILE)?"
                 )
 
     # norms
@@ -156,7 +156,7 @@ class NeoXCheckpoint:
             return sum(tensor.float() for tensor in tensors).to(self.dtype)  # type: ignore[union-attr]
         if not all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
             raise WhetError(
-                f"{self.source.folder}: the biases of a row-parallel matrix differ between ranks, and each rank adds its "
+                f"{self.source.folder}: the biases of a row-parallel matrix differ between ranks, and each adds its "
                 "own. No single model computes that"
             )
         return tensors[0]

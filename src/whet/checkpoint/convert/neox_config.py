@@ -19,8 +19,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "sliding_window_width": (None,),
     "use_qk_layernorm": (False, None),
 }
-"""Settings that change what is computed in a way that neither Llama nor GPT-NeoX of transformers has, with what they may
-be."""
+"""Settings that change what is computed in a way that neither Llama nor GPT-NeoX of transformers has, with what they
+may be."""
 
 
 def read_settings(folder: Path, file: Path | None) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The files of a GPT-NeoX checkpoint: every tensor of a layer, from every tensor-parallel rank.
 
 Two layouts, as gpt-neox's tools/ckpts/convert_neox_to_hf.py describes them: with a pipeline, a file for each layer and
-rank (`layer_05-model_01-model_states.pt`); without one, a file for each rank (`mp_rank_01_model_states.pt`) whose `module`
-names tensors `sequential.5.…`. Layer 0 is the embedding, 1 nothing, then L transformer layers, nothing, the last norm
-(L + 3) and the output (L + 4).
+rank (`layer_05-model_01-model_states.pt`); without one, a file for each rank (`mp_rank_01_model_states.pt`) whose
+`module` names tensors `sequential.5.…`. Layer 0 is the embedding, 1 nothing, then L transformer layers, nothing, the
+last norm (L + 3) and the output (L + 4).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NeoXFiles:
             ranks = {(0, rank): path for (rank,), path in _numbered(self.folder, _RANK).items()}
             if not ranks:
                 raise WhetError(
-                    f"{folder}: no files layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt there, so it is "
+                    f"{folder}: no files layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt there: it is "
                     "no checkpoint of GPT-NeoX. Give the folder global_stepN, or the one above it with the file latest"
                 )
             self.ranks = 1 + max(rank for _, rank in ranks)
@@ -49,12 +49,10 @@ class NeoXFiles:
     def _of_ranks(self, found: dict[Any, Path], layer: int) -> list[Path]:
         missing = [rank for rank in range(self.ranks) if (layer, rank) not in found]
         if missing:
-            name = f"layer_{layer:02d}-model_{missing[0]:02d}" if self._by_layer else f"mp_rank_{missing[0]:02d}"
+            name = f"layer_{layer:02d}-model_{missing[0]:02d}-" if self._by_layer else f"mp_rank_{missing[0]:02d}_"
             raise WhetError(
-                f"{self.folder / name}_model_states.pt".replace(
-                    "_model_states", "-model_states" if self._by_layer else "_model_states"
-                )
-                + f": missing, though there are files of rank {self.ranks - 1}. Copy the files of all ranks"
+                f"{self.folder}/{name}model_states.pt: missing, though there are files of rank {self.ranks - 1}. Copy "
+                "the files of all ranks"
             )
         return [found[layer, rank] for rank in range(self.ranks)]
 

@@ -19,7 +19,7 @@ from whet.core.errors import WhetError
 
 
 def read_pt(path: Path) -> Any:
-    """What was saved there. States of numpy's random numbers, which trainers keep beside the weights, are let through."""
+    """What was saved there. States of numpy's random numbers, which trainers keep beside weights, are let through."""
     try:
         with torch.serialization.safe_globals(_NUMPY):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -29,8 +29,8 @@ def read_pt(path: Path) -> Any:
         named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))
         what = f"it names {named[1]}" if named else str(error).splitlines()[0]
         raise WhetError(
-            f"{path}: not only weights: {what}, and reading that could run code of whoever wrote the file. Save the state "
-            "dictionaries alone where you trust it, and import those"
+            f"{path}: not only weights: {what}, and reading that could run code of whoever wrote the file. Save the "
+            "state dictionaries alone where you trust it, and import those"
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)

@@ -73,4 +73,4 @@ class Shards:
         file: IO[bytes]
         with self._file_of[name].open("r+b") as file:
             file.seek(self._at[name])
-            file.write(memoryview(ready.reshape(-1).view(torch.uint8).numpy()))
+            file.write(ready.reshape(-1).view(torch.uint8).numpy().data)
