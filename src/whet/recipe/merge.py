@@ -99,7 +99,7 @@ def _common_tokenizer(base: ModelConfig, parts: Sequence[Part], room: int) -> Pr
             if highest >= max(room, len(chosen)):
                 raise WhetError(
                     f"--adapter {part.folder}: it trained token {highest}, the model has {room}, and there is no "
-                    "tokenizer beside it to name the tokens that are missing. Copy the one that it was trained with there"
+                    "tokenizer beside it to name the tokens that are missing. Copy the one it was trained with there"
                 )
             continue
         brought = load_tokenizer(ModelConfig(path=base.path, tokenizer=str(part.folder)))

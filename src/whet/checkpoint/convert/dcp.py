@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from whet.checkpoint.convert.neox_config import given_config
@@ -39,6 +39,17 @@ _NOT_WEIGHTS = re.compile(
 )
 
 
+class _Reader(SafeReader):
+    """Reads the metadata once, not for every tensor."""
+
+    known: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.known is None:
+            self.known = super().read_metadata(*args, **kwargs)
+        return self.known
+
+
 class DcpCheckpoint:
     """A folder with `.metadata` and `.distcp` files."""
 
@@ -48,7 +59,8 @@ class DcpCheckpoint:
         if file is None:
             raise WhetError(f"{folder}: no config.json there. Give that of the model: --config FILE")
         self.config: Any = given_config(file)
-        metadata = SafeReader(self.folder).read_metadata()
+        self._reader = _Reader(self.folder)
+        metadata = self._reader.read_metadata()
         self._entries = {n: e for n, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
         self.files = self._all_files(metadata)
         self._names = self._matched(expected_shapes(self.config))
@@ -106,7 +118,7 @@ class DcpCheckpoint:
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         quiet()
         try:
-            dcp_load({name: tensor}, storage_reader=SafeReader(self.folder), no_dist=True)
+            dcp_load({name: tensor}, storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:
             raise WhetError(
                 f"{self.folder}: {name} cannot be read ({type(error).__name__}). A file was damaged: copy it again"

@@ -63,7 +63,8 @@ class NeoXCheckpoint:
         self._refuse_other_layers()
         self.average_norms = average_norms
         self._look_at_norms()
-        self.notes.assumed.append("every token's position in its document is its position in the row")
+        if self.is_llama:
+            self.notes.assumed.append("norms add their epsilon below the root, as Llama's do; some NeoX add it above")
 
     # what is there
 

@@ -11,16 +11,19 @@ from whet.core.files import read_json
 from whet.core.yaml import read_yaml
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_mup": (False, None),
-    "gpt_j_tied": (False, None),
+    "use_mup": (None, False),
+    "gpt_j_tied": (None, False),
     "pos_emb": ("rotary",),
-    "yarn": (False, None),
+    "yarn": (None, False),
     "num_experts": (None, 0, 1),
     "sliding_window_width": (None,),
-    "use_qk_layernorm": (False, None),
+    "use_qk_layernorm": (None, False),
 }
 """Settings that change what is computed in a way that neither Llama nor GPT-NeoX of transformers has, with what they
 may be."""
+
+_DEFAULTS = {"pos_emb": "learned", "activation": "gelu"}
+"""What NeoX takes where these are not set; the others are off."""
 
 
 def read_settings(folder: Path, file: Path | None) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def _number(settings: dict[str, Any], key: str, source: Path) -> int:
 
 def _refuse(settings: dict[str, Any], source: Path, **more: tuple[Any, ...]) -> None:
     for key, allowed in {**_REFUSED, **more}.items():
-        value = settings.get(key, "rotary" if key == "pos_emb" else allowed[0])
+        value = settings.get(key, _DEFAULTS.get(key))
         if value not in allowed:
             served = ", ".join(str(option) for option in allowed if option is not None)
             raise WhetError(
