@@ -190,6 +190,11 @@ def test_modules_trained_whole_are_counted_once(make_model: Make) -> None:
         adapter = AdapterConfig(targets=["q_proj"], **settings)
         return work_of(language_model(add_adapter(model, adapter, seed=0, tokens=()))).per_token
 
+    for settings in ({"also_train": ["lm_head"]}, {"tokens": (3,)}):  # the head's gradient is a product as large as it
+        plain = work_of(language_model(adapted(make_model, tied=False)))
+        assert (
+            work_of(language_model(adapted(make_model, tied=False, **settings))).per_target == plain.per_target * 3 // 2
+        )
     weights = 32 * 48 * 2  # down_proj of both layers
     plain, whole = per_token(also_train=["norm", "embed_tokens"]), per_token(also_train=["down_proj", "embed_tokens"])
     assert whole - plain == 2 * weights  # its own gradient is one product more, and nothing else is
