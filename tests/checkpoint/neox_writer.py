@@ -53,7 +53,8 @@ def llama_layers(model: Any, rank: int, ranks: int, old: bool) -> Layers:
                 layer[to] = own[name].clone()
         for norm in ("input_layernorm", "post_attention_layernorm"):
             layer[f"{norm}.scale"] = own[f"{norm}.weight"].clone()
-        layer["attention.rotary_emb.inv_freq"] = torch.ones(width // 2)
+        rates = config.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+        layer["attention.rotary_emb.inv_freq"] = rates.half()
         found[number + 2] = layer
     last = config.num_hidden_layers + 3
     found[last] = {"norm.scale": held["model.norm.weight"].clone()}

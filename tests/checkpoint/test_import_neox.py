@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ import pytest
 import torch
 from neox_writer import Layers, write
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from whet.checkpoint.convert import neox
+from whet.checkpoint.convert.folder import write_folder
+from whet.checkpoint.convert.target import Target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -167,12 +173,53 @@ def test_what_transformers_does_not_compute_is_refused(whet: Any, tmp_path: Path
         assert f"{key} is {value!r} in its settings" in said(whet, folder, tmp_path / "out")
 
 
-def test_a_wrong_configuration_is_found_by_the_logits_or_the_shapes(whet: Any, tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_found(whet: Any, tmp_path: Path) -> None:
     model = make("llama", num_key_value_heads=2)
     folder = write(model, tmp_path / "in")
     config = json.loads(model.config.to_json_string())
-    for change in ({"num_key_value_heads": 4}, {"intermediate_size": 40}, {"model_type": "gpt_neox"}):
+    for change, words in (
+        ({"num_key_value_heads": 4}, "does not fit"),
+        ({"intermediate_size": 40}, "asks for [40, 32]"),
+        ({"model_type": "gpt_neox"}, "the tensors are those of llama"),
+        ({"rope_parameters": {**ROPE, "rope_theta": 10000.0}}, "not made with a base of 10000"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-        said(whet, folder, tmp_path / "out", "--config", tmp_path / "config.json")
+        assert words in said(whet, folder, tmp_path / "out", "--config", tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert imported(whet, folder, tmp_path / "out", "--config", tmp_path / "config.json")["verified"]
+
+
+@pytest.mark.parametrize("fault", ["_half", "_columns"])
+def test_matrices_put_together_wrongly_are_found_by_the_logits(
+    fault: str, whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = {
+        "_half": lambda number: lambda tensors: torch.cat(tensors).chunk(2)[number],  # as if there were one rank
+        "_columns": lambda tensors: torch.cat(tensors[::-1], dim=1),
+    }
+    monkeypatch.setattr(neox, fault, planted[fault])
+    folder = write(make("llama"), tmp_path / "in", ranks=2)
+    ended = whet("import", "checkpoint", "neox", folder, "--out", tmp_path / "out")
+    assert ended.code == 3
+    assert "does not compute what the checkpoint does" in " ".join(ended.err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    checkpoint = neox.NeoXCheckpoint(write(make("llama"), tmp_path / "in", ranks=2), None, average_norms=False)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(target: Target) -> Target:
+        def build() -> torch.Tensor:
+            assert not any(reference() is not None for reference in alive), "the one before is still held"
+            tensor = target.make()
+            if tensor.numel() > 100:  # norms are views of the file
+                alive.append(weakref.ref(tensor))
+            return tensor
+
+        return dataclasses.replace(target, make=build)
+
+    whole = checkpoint.targets()
+    checkpoint.targets = lambda: [watched(target) for target in whole]  # type: ignore[method-assign]
+    write_folder("neox", tmp_path / "in", checkpoint, None, tmp_path / "out")
+    assert len(alive) == 2 * 7 + 2

@@ -268,12 +268,26 @@ class NeoXCheckpoint:
             for name in sorted(names):
                 place = self.source.describe(layer, name)[0]
                 if name == _COMPUTED:
+                    self._require_rates(self.source.tensors(layer, name)[0], place)
                     self.notes.left_out[place] = "computed from the configuration"
                 elif (layer, name) not in self._used:
                     raise WhetError(
                         f"{self.source.folder}: {place} is a tensor that whet cannot place in a model of transformers. "
                         "Nothing may be lost on the way, so the checkpoint is refused"
                     )
+
+    def _require_rates(self, held: Tensor, place: str) -> None:
+        """Where the checkpoint keeps the rates of its rotary positions, the configuration must give the same."""
+        rope = self.config.rope_parameters
+        if rope.get("rope_type", "default") != "default":
+            return
+        turned = 2 * len(held)
+        wanted = rope["rope_theta"] ** (-torch.arange(0, turned, 2).float() / turned)
+        if not torch.allclose(held.float(), wanted, rtol=1e-2, atol=1e-7):
+            raise WhetError(
+                f"{self.source.folder}: {place} was not made with a base of {rope['rope_theta']:g} for rotary "
+                "positions, as its settings say (rotary_emb_base, or rope_theta in a config.json). Correct it: --config FILE"
+            )
 
     def logits(self, ids: Sequence[int]) -> Tensor | None:
         from whet.checkpoint.convert.neox_reference import logits
