@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 Exact = Callable[[Path], list[dict[str, Any]]]
 TOKENS = "model.add_tokens=['<|tool|>',' lamps']"
@@ -69,6 +70,9 @@ def test_a_paused_run_continues_bit_for_bit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_ships_and_answers(kind: str, make_run: Callable[[str], Path], whet: Any) -> None:
     run = make_run(kind)
+    saved = load_file(run / "exports/adapter/adapter_model.safetensors")
+    whole = [name for name, tensor in saved.items() if len(tensor) == 418]
+    assert len(whole) == (0 if kind == "dora" else 2)  # trained whole, it is saved as embedding and as head
     certificate = json.loads((run / "exports/adapter/certificate.json").read_text())
     assert certificate["verified"]
     ended = whet("export", run, "--to", "merged", "--json")

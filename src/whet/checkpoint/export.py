@@ -74,7 +74,10 @@ def export(
     try:
         need_space(folder, size if kind == "merged" else 2**26, "the export")
         with atomic_dir(folder) as temporary:
-            (merge(model) if kind == "merged" else model).save_pretrained(temporary)  # type: ignore[operator]
+            if kind == "merged":
+                merge(model).save_pretrained(temporary)  # type: ignore[operator]
+            else:  # peft would add the whole embedding where tokens were; the rows that are new are trained, and there
+                model.save_pretrained(temporary, save_embedding_layers=False)  # type: ignore[operator]
             tokenizer.save_pretrained(temporary)
             if packed:
                 note_quantized(temporary, kind, str(dtype).removeprefix("torch."))

@@ -286,7 +286,7 @@ class NeoXCheckpoint:
         if not torch.allclose(held.float(), wanted, rtol=1e-2, atol=1e-7):
             raise WhetError(
                 f"{self.source.folder}: {place} was not made with a base of {rope['rope_theta']:g} for rotary "
-                "positions, as its settings say (rotary_emb_base; rope_theta in a config.json). Correct it: --config FILE"
+                "positions, as its settings say (rotary_emb_base; rope_theta in a config.json). Correct that: --config"
             )
 
     def logits(self, ids: Sequence[int]) -> Tensor | None:
