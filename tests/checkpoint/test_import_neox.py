@@ -14,7 +14,7 @@ import torch
 from neox_writer import Layers, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from whet.checkpoint.convert import neox
+from whet.checkpoint.convert import neox, neox_map
 from whet.checkpoint.convert.folder import write_folder
 from whet.checkpoint.convert.target import Target
 
@@ -197,7 +197,7 @@ def test_matrices_put_together_wrongly_are_found_by_the_logits(
         "_half": lambda number: lambda tensors: torch.cat(tensors).chunk(2)[number],  # as if there were one rank
         "_columns": lambda tensors: torch.cat(tensors[::-1], dim=1),
     }
-    monkeypatch.setattr(neox, fault, planted[fault])
+    monkeypatch.setattr(neox_map, fault, planted[fault])
     folder = write(make("llama"), tmp_path / "in", ranks=2)
     ended = whet("import", "checkpoint", "neox", folder, "--out", tmp_path / "out")
     assert ended.code == 3

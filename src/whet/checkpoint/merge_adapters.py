@@ -90,12 +90,12 @@ def merge_adapters(
                 **found,
                 "files": file_hashes(temporary),
             }
-            write_json(temporary / "certificate.json", certificate)
             if not found["verified"]:
                 raise RunFailedError(
                     f"{folder}: the merged model is not the base with its adapters: logits differ by "
                     f"{found['max_logit_difference']:.3g}. Nothing was written"
                 )
+            write_json(temporary / "certificate.json", certificate)
     except Exception as error:
         raise disk_error(error, "merging", folder) or error from None
     return certificate

@@ -45,13 +45,13 @@ def write_folder(kind: str, source: Path, checkpoint: Checkpoint, tokenizer: Any
                 "sources": {str(file.relative_to(source)): hash_file(file, sha256=True) for file in checkpoint.files},
                 "files": file_hashes(folder),
             }
-            write_json(folder / "certificate.json", certificate)
             if not certificate["verified"]:
                 raise RunFailedError(
                     f"{source}: the imported model does not compute what the checkpoint does: logits differ by "
                     f"{certificate['max_logit_difference']:.3g}. Does the configuration belong to it? Nothing was "
                     "written"
                 )
+            write_json(folder / "certificate.json", certificate)
     except Exception as error:
         raise disk_error(error, "importing", out) or error from None
     return certificate

@@ -13,7 +13,7 @@ tilde-nlp/llm-gpt-neox. On each rank, of T:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,9 @@ import torch
 from torch import Tensor
 
 from whet.checkpoint.convert.neox_config import given_config, llama_config, neox_config, read_settings
-from whet.checkpoint.convert.neox_files import NeoXFiles
-from whet.checkpoint.convert.target import Notes, Target, expected_shapes
+from whet.checkpoint.convert.neox_files import COMPUTED, DOWN, NeoXFiles
+from whet.checkpoint.convert.target import Notes, Target
 from whet.core.errors import WhetError
-
-_NAMES = {
-    "up": ("mlp.linear1", "mlp.dense_h_to_4h"),
-    "down": ("mlp.linear2", "mlp.dense_4h_to_h", "mlp.w2"),
-}
-_COMPUTED = "attention.rotary_emb.inv_freq"
-Join = Callable[[list[Tensor]], Tensor]
 
 
 class NeoXCheckpoint:
@@ -39,7 +32,6 @@ class NeoXCheckpoint:
     def __init__(self, folder: Path, config: Path | None, average_norms: bool) -> None:
         self.source = NeoXFiles(folder)
         self.files, self.notes = self.source.files, Notes()
-        self._used: set[tuple[int, str]] = set()
         self.is_llama = "input_layernorm.scale" in self.source.keys.get(2, ())
         sizes = self._sizes()
         if config is not None and config.suffix == ".json":
@@ -79,8 +71,8 @@ class NeoXCheckpoint:
         return "mlp.w1.weight" in self.source.keys.get(2, ())
 
     def _sizes(self) -> dict[str, Any]:
-        first = self._need(0, "word_embeddings.weight")
-        down = self.name(2, _NAMES["down"])
+        first = self.need(0, "word_embeddings.weight")
+        down = self.name(2, DOWN)
         if down is None or "attention.query_key_value.weight" not in self.source.keys.get(2, ()):
             known = ", ".join(sorted(self.source.keys.get(2, set()))[:4]) or "nothing"
             raise WhetError(
@@ -90,21 +82,21 @@ class NeoXCheckpoint:
         return {
             "vocabulary": first[0].shape[0] * self.source.ranks,
             "width": first[0].shape[1],
-            "intermediate": self._need(2, down)[0].shape[1] * self.source.ranks,
+            "intermediate": self.need(2, down)[0].shape[1] * self.source.ranks,
             "attention_bias": "attention.query_key_value.bias" in self.source.keys[2],
-            "mlp_bias": self.name(2, _NAMES["down"], "bias") is not None,
+            "mlp_bias": self.name(2, DOWN, "bias") is not None,
             "tied": "final_linear.weight" not in self.source.keys[last],
         }
 
-    def _need(self, layer: int, name: str) -> list[Tensor]:
+    def need(self, layer: int, name: str) -> list[Tensor]:
         if name not in self.source.keys.get(layer, ()):
             raise WhetError(f"{self.source.folder}: no tensor {name} in layer {layer}. Is the checkpoint complete?")
         return self.source.tensors(layer, name)
 
     def _widest(self) -> torch.dtype:
-        found = torch.float16 if self._need(2, "attention.dense.weight")[0].dtype == torch.float16 else torch.bfloat16
+        found = torch.float16 if self.need(2, "attention.dense.weight")[0].dtype == torch.float16 else torch.bfloat16
         for layer, names in self.source.keys.items():
-            for name in names - {_COMPUTED}:
+            for name in names - {COMPUTED}:
                 found = torch.promote_types(found, self.source.tensors(layer, name)[0].dtype)
         return found
 
@@ -132,7 +124,7 @@ class NeoXCheckpoint:
     def _look_at_norms(self) -> None:
         apart = {}
         for layer, name in self._norm_names():
-            tensors = self._need(layer, name)
+            tensors = self.need(layer, name)
             widest = max((tensor.float() - tensors[0].float()).abs().max().item() for tensor in tensors)
             if widest > 0:
                 apart[f"layer {layer} {name}"] = widest
@@ -162,148 +154,13 @@ class NeoXCheckpoint:
             )
         return tensors[0]
 
-    # targets
-
     def targets(self) -> list[Target]:
-        shapes = expected_shapes(self.config)
-        body = "model" if self.is_llama else "gpt_neox"
-        made = [
-            self._target(
-                f"{body}.{'embed_tokens' if self.is_llama else 'embed_in'}.weight",
-                0,
-                "word_embeddings.weight",
-                torch.cat,
-            )
-        ]
-        for number in range(self.layers):
-            put = self._llama_layer if self.is_llama else self._neox_layer
-            made += put(number + 2, f"{body}.layers.{number}")
-        end, final = f"{body}.{'norm' if self.is_llama else 'final_layer_norm'}", self.layers + 3
-        kinds = {"weight": "norm.scale"} if self.is_llama else {"weight": "norm.weight", "bias": "norm.bias"}
-        made += [self._target(f"{end}.{kind}", final, name, self.same) for kind, name in kinds.items()]
-        made += self._head(shapes)
-        self._refuse_unmapped()
-        return made
+        from whet.checkpoint.convert.neox_map import NeoXMap
 
-    def _head(self, shapes: dict[str, tuple[int, ...]]) -> list[Target]:
-        last = self.layers + 4
-        tied = [layer for layer in (last,) if "word_embeddings.weight" in self.source.keys.get(layer, ())]
-        for layer in tied:
-            pairs = zip(
-                self._need(layer, "word_embeddings.weight"), self._need(0, "word_embeddings.weight"), strict=True
-            )
-            if not all(torch.equal(one, other) for one, other in pairs):
-                raise WhetError(f"{self.source.folder}: the output is called the embedding and holds other numbers")
-            self._used.add((layer, "word_embeddings.weight"))
-            self.notes.left_out[self.source.describe(layer, "word_embeddings.weight")[0]] = "the embedding once more"
-        if "final_linear.weight" not in self.source.keys.get(last, ()):
-            return []
-        name = next(
-            name for name in ("lm_head.weight", "embed_out.weight") if name in shapes or name == "embed_out.weight"
-        )
-        return [self._target(name, last, "final_linear.weight", torch.cat)]
-
-    def _llama_layer(self, layer: int, to: str) -> list[Target]:
-        made = []
-        for kind in ("weight", "bias"):
-            for number, side in enumerate("qkv"):
-                made += self._maybe(
-                    f"{to}.self_attn.{side}_proj.{kind}", layer, f"attention.query_key_value.{kind}", self._side(number)
-                )
-            if not self.is_old:
-                for half, name in enumerate(("up", "gate")):
-                    made += self._maybe(f"{to}.mlp.{name}_proj.{kind}", layer, f"mlp.linear1.{kind}", _half(half))
-        for name, old in (("gate", "w1"), ("up", "w3")):
-            made += self._maybe(f"{to}.mlp.{name}_proj.weight", layer, f"mlp.{old}.weight", torch.cat)
-        made += self._maybe(f"{to}.self_attn.o_proj.weight", layer, "attention.dense.weight", _columns)
-        made += self._maybe(f"{to}.self_attn.o_proj.bias", layer, "attention.dense.bias", self.bias)
-        down = self.name(layer, _NAMES["down"]) or "mlp.linear2.weight"
-        made += self._maybe(f"{to}.mlp.down_proj.weight", layer, down, _columns)
-        made += self._maybe(f"{to}.mlp.down_proj.bias", layer, down.replace("weight", "bias"), self.bias)
-        return made + self._norms(layer, to, {"weight": "scale"})
-
-    def _neox_layer(self, layer: int, to: str) -> list[Target]:
-        made = []
-        up, down = (self.name(layer, _NAMES[end]) or f"{_NAMES[end][0]}.weight" for end in ("up", "down"))
-        for kind in ("weight", "bias"):
-            made += self._maybe(
-                f"{to}.attention.query_key_value.{kind}", layer, f"attention.query_key_value.{kind}", torch.cat
-            )
-            made += self._maybe(f"{to}.mlp.dense_h_to_4h.{kind}", layer, up.replace("weight", kind), torch.cat)
-        made += self._maybe(f"{to}.attention.dense.weight", layer, "attention.dense.weight", _columns)
-        made += self._maybe(f"{to}.attention.dense.bias", layer, "attention.dense.bias", self.bias)
-        made += self._maybe(f"{to}.mlp.dense_4h_to_h.weight", layer, down, _columns)
-        made += self._maybe(f"{to}.mlp.dense_4h_to_h.bias", layer, down.replace("weight", "bias"), self.bias)
-        return made + self._norms(layer, to, {"weight": "weight", "bias": "bias"})
-
-    def _norms(self, layer: int, to: str, kinds: dict[str, str]) -> list[Target]:
-        names = ("input_layernorm", "post_attention_layernorm")
-        return [
-            self._target(f"{to}.{n}.{k}", layer, f"{n}.{own}", self.same) for n in names for k, own in kinds.items()
-        ]
-
-    def _maybe(self, to: str, layer: int, name: str, join: Join) -> list[Target]:
-        return [self._target(to, layer, name, join)] if name in self.source.keys.get(layer, ()) else []
-
-    def _target(self, to: str, layer: int, name: str, join: Join) -> Target:
-        self._need(layer, name)
-        self._used.add((layer, name))
-        return Target(to, self.source.describe(layer, name), lambda: join(self.source.tensors(layer, name)))
-
-    def _side(self, number: int) -> Join:
-        """The queries, keys or values of a fused matrix or bias."""
-        heads, keys, ranks = self.config.num_attention_heads, self.config.num_key_value_heads, self.source.ranks
-        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
-
-        def join(tensors: list[Tensor]) -> Tensor:
-            if heads == keys:
-                return torch.cat([_by_head(tensor, 3, width)[:, number].flatten(0, 1) for tensor in tensors])
-            sizes = [heads * width // ranks, keys * width // ranks, keys * width // ranks]
-            return torch.cat([tensor.split(sizes)[number] for tensor in tensors])
-
-        return join
-
-    def _refuse_unmapped(self) -> None:
-        for layer, names in sorted(self.source.keys.items()):
-            for name in sorted(names):
-                place = self.source.describe(layer, name)[0]
-                if name == _COMPUTED:
-                    self._require_rates(self.source.tensors(layer, name)[0], place)
-                    self.notes.left_out[place] = "computed from the configuration"
-                elif (layer, name) not in self._used:
-                    raise WhetError(
-                        f"{self.source.folder}: {place} is a tensor that whet cannot place in a model of transformers. "
-                        "Nothing may be lost on the way, so the checkpoint is refused"
-                    )
-
-    def _require_rates(self, held: Tensor, place: str) -> None:
-        """Where the checkpoint keeps the rates of its rotary positions, the configuration must give the same."""
-        rope = self.config.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            return
-        turned = 2 * len(held)
-        wanted = rope["rope_theta"] ** (-torch.arange(0, turned, 2).float() / turned)
-        if not torch.allclose(held.float(), wanted, rtol=1e-2, atol=1e-7):
-            raise WhetError(
-                f"{self.source.folder}: {place} was not made with a base of {rope['rope_theta']:g} for rotary "
-                "positions, as its settings say (rotary_emb_base; rope_theta in a config.json). Correct that: --config"
-            )
+        return NeoXMap(self).targets()
 
     def logits(self, ids: Sequence[int]) -> Tensor | None:
         from whet.checkpoint.convert.neox_reference import logits
 
         rope = self.config.rope_parameters
         return logits(self, ids) if rope.get("rope_type", "default") == "default" else None
-
-
-def _by_head(tensor: Tensor, sides: int, width: int) -> Tensor:
-    """[heads, sides, width, …]"""
-    return tensor.view(-1, sides, width, *tensor.shape[1:])
-
-
-def _half(number: int) -> Join:
-    return lambda tensors: torch.cat([tensor.chunk(2)[number] for tensor in tensors])
-
-
-def _columns(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors, dim=1)

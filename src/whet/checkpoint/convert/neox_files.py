@@ -18,6 +18,10 @@ from torch import Tensor
 from whet.checkpoint.convert.pickled import naming, read_pt
 from whet.core.errors import WhetError
 
+UP, DOWN = ("mlp.linear1", "mlp.dense_h_to_4h"), ("mlp.linear2", "mlp.dense_4h_to_h", "mlp.w2")
+"""The MLP's matrices by their newer and older names."""
+COMPUTED = "attention.rotary_emb.inv_freq"
+"""Kept by some versions, and no weight."""
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _SEQUENTIAL = re.compile(r"(?:.*\.)?sequential\.(\d+)\.(.+)")

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.checkpoint.convert.neox_files import DOWN, UP
+
 if TYPE_CHECKING:
     from whet.checkpoint.convert.neox import NeoXCheckpoint
 
@@ -107,7 +109,7 @@ def _turned(x_htd: Tensor, config: object) -> Tensor:
 
 def _mlp(checkpoint: NeoXCheckpoint, layer: int, x_te: Tensor) -> Tensor:
     source = checkpoint.source
-    down = checkpoint.name(layer, ("mlp.linear2", "mlp.dense_4h_to_h", "mlp.w2"))
+    down = checkpoint.name(layer, DOWN)
     assert down is not None
     parts = source.tensors(layer, down)
     total = torch.zeros_like(x_te)
@@ -122,7 +124,7 @@ def _inner(checkpoint: NeoXCheckpoint, layer: int, rank: int, x_te: Tensor) -> T
     if checkpoint.is_old:
         gate, up = (source.tensors(layer, f"mlp.{name}.weight")[rank].float() for name in ("w1", "w3"))
         return F.silu(x_te @ gate.T) * (x_te @ up.T)
-    name = checkpoint.name(layer, ("mlp.linear1", "mlp.dense_h_to_4h"))
+    name = checkpoint.name(layer, UP)
     assert name is not None
     has_bias = name.replace("weight", "bias") in source.keys[layer]
     bias = source.tensors(layer, name.replace("weight", "bias"))[rank].float() if has_bias else None
