@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from neox_writer import Layers, write
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.checkpoint.convert import neox, neox_map
@@ -78,6 +79,10 @@ def test_the_folder_computes_what_the_model_did(kind: str, whet: Any, tmp_path: 
     ids = torch.tensor([[1, 5, 60, 4, 9, 33, 2]])
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    head = "embed_out.weight" if architecture == "gpt_neox" else "lm_head.weight"
+    assert (head in names) != model.config.tie_word_embeddings
     used = {name.partition(":")[2] for sources in certificate["mapped"].values() for name in sources}
     assert any("query_key_value" in name for name in used)
     assert set(certificate["sources"]) == {

@@ -15,6 +15,8 @@ from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_dir, hash_file, need_space, write_json
 
 _PROBES, _LENGTH = 2, 24
+_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""What files call a tensor that newer models of transformers call otherwise; all versions read it by that name."""
 
 
 def write_folder(kind: str, source: Path, checkpoint: Checkpoint, tokenizer: Any | None, out: Path) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def write_folder(kind: str, source: Path, checkpoint: Checkpoint, tokenizer: Any
             out, sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize, "the imported model"
         )
         with atomic_dir(out) as folder:
-            _write_weights(folder, source, targets, shapes, dtype)
+            _write_weights(folder, source, targets, shapes, dtype, _IN_FILES.get(checkpoint.config.model_type, {}))
             checkpoint.config.dtype = dtype
             checkpoint.config.save_pretrained(folder)
             if tokenizer is not None:
@@ -72,9 +74,10 @@ def _require_all(source: Path, targets: dict[str, Target], shapes: dict[str, tup
 
 
 def _write_weights(
-    folder: Path, source: Path, targets: dict[str, Target], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
-) -> None:
-    shards = Shards(folder, {name: shapes[name] for name in targets}, dtype)
+    folder: Path, source: Path, targets: dict[str, Target], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype,
+    called: dict[str, str],
+) -> None:  # fmt: skip
+    shards = Shards(folder, {called.get(name, name): shapes[name] for name in targets}, dtype)
     for target in targets.values():
         tensor = _made(source, target)
         if tuple(tensor.shape) != shapes[target.name]:
@@ -86,7 +89,7 @@ def _write_weights(
             raise WhetError(
                 f"{source}: {_of(target)} holds numbers that are not finite: the training had failed by then"
             )
-        shards.write(target.name, tensor)
+        shards.write(called.get(target.name, target.name), tensor)
         del tensor  # or it would be there beside the next
 
 
