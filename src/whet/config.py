@@ -69,6 +69,8 @@ class Config(Section):
             self._can_divide_layers()
         if self.parallel.offload == "weights":
             self._weights_can_wait()
+        if self.adapter is not None and self.divides_weights:
+            self._adapter_can_be_divided(self.adapter)
         return self
 
     def _weights_can_wait(self) -> None:
@@ -84,6 +86,21 @@ class Config(Section):
                 f"weights, but those in {self.quantize} stay on the device, whole, and adapters are small: there is "
                 "nothing to gain. Leave one of them out; parallel.offload=activations works",
             )
+
+    def _adapter_can_be_divided(self, adapter: AdapterConfig) -> None:
+        """What begins as a function of the weights cannot begin where no process holds them."""
+        asked = {
+            "adapter.method": adapter.method if adapter.method == "dora" else None,
+            "adapter.also_train": adapter.also_train, "adapter.tokens": adapter.tokens,
+            "model.add_tokens": self.model.add_tokens,
+        }  # fmt: skip
+        for key, value in asked.items():
+            if value:
+                raise impossible(
+                    key,
+                    f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. "
+                    "Use lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
+                )
 
     def _has_a_best(self) -> None:
         """Of checkpoints that are measured while training, by something that is measured."""

@@ -15,7 +15,7 @@ from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_dir, hash_file, need_space, write_json
 from whet.model.attention import plain
 from whet.model.load import with_experts_in
-from whet.model.lora import language_model, merge
+from whet.model.lora import in_one_type_, language_model, merge, vocabulary_of
 from whet.model.quantize import is_quantized, plain_bytes, quantize_
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def export(
     if kind == "adapter" and not hasattr(model, "peft_config"):
         raise WhetError("export: this run trained the whole model, so there is no adapter; use --to merged")
     model.eval()
+    in_one_type_(model)
     language_model(model).generation_config.eos_token_id = list(stops)  # type: ignore[union-attr]
     wanted = _logits(language_model(model), probes)
     dtype = language_model(model).get_input_embeddings().weight.dtype  # type: ignore[operator]
@@ -73,7 +74,10 @@ def export(
     try:
         need_space(folder, size if kind == "merged" else 2**26, "the export")
         with atomic_dir(folder) as temporary:
-            (merge(model) if kind == "merged" else model).save_pretrained(temporary)  # type: ignore[operator]
+            if kind == "merged":
+                merge(model).save_pretrained(temporary)  # type: ignore[operator]
+            else:  # peft would add the whole embedding where tokens were; the rows that are new are trained, and there
+                model.save_pretrained(temporary, save_embedding_layers=False)  # type: ignore[operator]
             tokenizer.save_pretrained(temporary)
             if packed:
                 note_quantized(temporary, kind, str(dtype).removeprefix("torch."))
@@ -140,9 +144,12 @@ def _load_back(folder: Path, kind: str, dtype: torch.dtype, trust_remote_code: b
 
 def _adapted_in_4_bits(folder: Path, how: dict[str, Any]) -> nn.Module:
     from peft import PeftConfig, PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
+    known = len(AutoTokenizer.from_pretrained(folder))
+    if known > vocabulary_of(base):  # tokens were added; the adapter has their rows
+        base.resize_token_embeddings(known)
     quantize_(base.requires_grad_(False), torch.device("cpu"))
     return language_model(PeftModel.from_pretrained(base, folder))
 

@@ -10,7 +10,22 @@ import typer
 import typer.main
 
 from whet import __version__
-from whet.cli import bench, chat, check, config, demo, evaluate, export, inspect, launch, prepare, report, train
+from whet.cli import (
+    bench,
+    chat,
+    check,
+    config,
+    demo,
+    evaluate,
+    export,
+    import_,
+    inspect,
+    launch,
+    merge,
+    prepare,
+    report,
+    train,
+)
 from whet.core.errors import USAGE
 
 app = typer.Typer(
@@ -53,11 +68,13 @@ for name, function in (
     ("eval", evaluate.evaluate),
     ("chat", chat.chat),
     ("export", export.export),
+    ("merge", merge.merge),
     ("report", report.report),
     ("bench", bench.bench),
     ("config", config.config),
 ):
     app.command(name)(function)
+app.add_typer(import_.app)
 
 
 def main() -> None:

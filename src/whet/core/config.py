@@ -253,6 +253,8 @@ def describe_type(annotation: Any) -> str:
         return " | ".join(describe_type(option) for option in arguments if option is not type(None))
     if origin is list:
         return f"list of {describe_type(arguments[0])}"
+    if origin is dict:
+        return f"names, each with a {describe_type(arguments[1])}"
     if origin is tuple:
         return "[" + ", ".join(describe_type(argument) for argument in arguments) + "]"
     if origin is typing.Annotated:

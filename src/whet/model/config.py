@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from whet.core.config import Section
+from whet.core.config import Section, impossible
 from whet.model.shapes import settled
 
 
@@ -41,6 +41,19 @@ class ModelConfig(Section):
         "does on CUDA, except in fp64.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    add_tokens: list[str] = Field(
+        default=[],
+        description="Texts that become tokens of their own. Each starts as the mean of the pieces that it was before, "
+        "in the embedding and in the head; adapters train these rows.",
+    )
+
+    @model_validator(mode="after")
+    def _tokens_are_texts(self) -> ModelConfig:
+        twice = [token for token in self.add_tokens if self.add_tokens.count(token) > 1]
+        if twice or not all(self.add_tokens):
+            wrong = f"{twice[0]!r} stands there twice" if twice else "an empty text cannot be a token"
+            raise impossible("add_tokens", f"{wrong}. Leave it out")
+        return self
 
     @property
     def settled_path(self) -> str:
@@ -51,10 +64,33 @@ class ModelConfig(Section):
 class AdapterConfig(Section):
     """Train small matrices beside the frozen weights instead of the weights."""
 
-    method: Literal["lora"] = Field(default="lora", description="The kind of adapter.")
+    method: Literal["lora", "rslora", "dora"] = Field(
+        default="lora",
+        description="lora; rslora scales by alpha / √rank, for large ranks; dora also learns the length of each row of "
+        "the weight, which takes more time.",
+    )
     rank: int = Field(default=16, ge=1, description="Size of the small matrices.")
     alpha: float = Field(default=32, gt=0, description="Their output is scaled by alpha / rank.")
-    targets: list[str] | Literal["all-linear"] = Field(
-        default="all-linear", description="Names of the layers that get one; all-linear spares the output head."
+    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default={},
+        description="Other ranks for some layers, by name (q_proj, layers.3.mlp.up_proj) or regular expression.",
+    )
+    alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="Other alphas for some layers, by name or regular expression."
+    )
+    targets: list[str] | str = Field(
+        default="all-linear",
+        description="Names of the layers that get one, or one regular expression for whole names; all-linear spares "
+        "the output head.",
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Part of the adapter's inputs zeroed in training.")
+    also_train: list[str] = Field(
+        default=[],
+        description="Names of modules that are trained whole beside the adapters and shipped with them, such as "
+        "embed_tokens, lm_head or norm.",
+    )
+    tokens: list[str] = Field(
+        default=[],
+        description="Known tokens whose rows of embedding and head are trained too; those of model.add_tokens always "
+        "are.",
+    )

@@ -53,10 +53,12 @@ class Work:
 
 def work_of(model: nn.Module) -> Work:
     """`model` is a transformers model, with adapters or without; what is trained decides the backward pass."""
-    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    whole = getattr(head, "original_module", head)  # peft wraps one that is trained beside adapters
+    learns = whole.weight.requires_grad or (whole is not head and any(part.requires_grad for part in head.parameters()))
     return Work(
         per_token=sum(matrix.forward * matrix.passes for matrix in matrices_of(model)),
-        per_target=2 * head.numel() * (1 + head.requires_grad + (first_trained(model) is not None)),
+        per_target=2 * whole.weight.numel() * (1 + learns + (first_trained(model) is not None)),
         spans=spans_of(model),
     )
 

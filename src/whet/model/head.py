@@ -49,11 +49,16 @@ def _tensors(module: Any) -> tuple[Tensor, Tensor | None]:
     if forward is nn.Linear.forward:  # quantised layers inherit from Linear, and compute something else
         return module.weight, module.bias
     from peft.tuners.lora.layer import Linear as LoraLinear
-    from peft.utils.other import ModulesToSaveWrapper
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
         is_on = module.active_adapters and not module.disable_adapters
         return _tensors(module.modules_to_save[module.active_adapters[0]] if is_on else module.original_module)
+    if isinstance(module, TrainableTokensWrapper):
+        rows = module.token_adapter
+        weight, bias = _tensors(rows.get_base_layer())
+        is_on = module.active_adapters and not (module.disable_adapters or rows.disable_adapters or rows.merged)
+        return (rows.get_merged_weights(module.active_adapters), None) if is_on else (weight, bias)
     if forward is LoraLinear.forward:
         return _adapted(module)
     raise WhetError(

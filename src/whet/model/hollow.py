@@ -69,9 +69,10 @@ class Held:
 
 def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Source]:
     """The model without memory, and where its weights are. Files that hold them otherwise than the model does (fused
-    experts, GGUF, random ones) are read whole into the host's memory, which the operating system may share."""
+    experts, GGUF, random ones, added tokens) are read whole into the host's memory, which the operating system may
+    share."""
     files = None if is_random(config.path) else Files(_folder(config))
-    if files is not None and not config.trust_remote_code:
+    if files is not None and not config.trust_remote_code and not config.add_tokens:
         model = bare_model(config, dtype)
         saved = model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}

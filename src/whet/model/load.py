@@ -7,18 +7,25 @@ from safetensors import SafetensorError
 from torch import nn
 
 from whet.core.errors import WhetError
+from whet.model.added_tokens import grow_
 from whet.model.config import ModelConfig
 from whet.model.shapes import is_random, shape_of
 from whet.model.tokenizer import cannot_load, locate
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
-    """The model in `dtype`; `auto` is the type it was saved in. Each weight goes from its file straight to `device`;
-    random ones are made there."""
+    """The model in `dtype`, with rows for added tokens; `auto` is the type it was saved in. Each weight goes from its
+    file straight to `device`; random ones are made there."""
+    model = _loaded(config, dtype, device)
+    grow_(model, config)
+    return with_experts_in(model, dtype)
+
+
+def _loaded(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     if is_random(config.path):
-        return with_experts_in(_random_model(config, dtype, device or torch.device("cpu")), dtype)
+        return _random_model(config, dtype, device or torch.device("cpu"))
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             locate(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype,
@@ -34,7 +41,7 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.devi
             f"model.path: {config.path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
             "random numbers. The files do not belong to this config.json, or some were not copied"
         )
-    return with_experts_in(model, dtype)
+    return model
 
 
 def _random_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> nn.Module:

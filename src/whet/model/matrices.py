@@ -54,8 +54,18 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
     `fed` is exact where a block's modules but the last share its input, as in the usual attention (q, k, v, then o) and
     MLP; elsewhere it may be wrong inside the one block where training begins.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    found = [matrix for name, module in model.named_modules() if module is not head for matrix in _own(model, name)]
+    ends = {
+        id(inside)
+        for end in (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+        if end is not None
+        for inside in end.modules()  # peft may have wrapped them
+    }
+    found = [
+        matrix
+        for name, module in model.named_modules()
+        if id(module) not in ends and "original_module" not in name.split(".")  # what a trained copy stands for
+        for matrix in _own(model, name)
+    ]
     return _fed(model, found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet.core.errors import WhetError
-from whet.core.files import hash_file
+from whet.core.files import hash_file, hash_json
 from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
 from whet.model.pieces import derive_tokenizer
@@ -57,7 +57,7 @@ def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTraine
 
     pieces = sentencepiece_file(config)
     if pieces is not None:
-        return derive_tokenizer(pieces, turns)
+        return _with_added(derive_tokenizer(pieces, turns), config.add_tokens)
     where = tokenizer_place(config)
     folder, key = Path(where), _tokenizer_key(config)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
@@ -71,8 +71,25 @@ def load_tokenizer(config: ModelConfig, turns: Turns | None = None) -> PreTraine
         )
     except (OSError, ValueError, KeyError) as error:
         raise cannot_load(config.tokenizer or config.path, "tokenizer", error) from None
+    _with_added(tokenizer, config.add_tokens)
     if turns is not None:
         speak_in_turns(tokenizer, turns)
+    return tokenizer
+
+
+def _with_added(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> PreTrainedTokenizerFast:
+    """Each text as one token from now on, whatever stands beside it."""
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if token in known:
+            raise WhetError(
+                f"model.add_tokens: {token!r} is a token already, number {known[token]}. Leave it out; to train its "
+                "row beside an adapter, name it in adapter.tokens"
+            )
+    if tokens:
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
     return tokenizer
 
 
@@ -140,7 +157,8 @@ def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
         kind = {"model_type": str(described["model_type"])}
     except (OSError, ValueError, LookupError, TypeError):  # none, or one that loading will complain about
         kind = {}
-    return {name: hash_file(path) for name, path in files.items()} | kind
+    added = {"add_tokens": hash_json(config.add_tokens)} if config.add_tokens else {}
+    return {name: hash_file(path) for name, path in files.items()} | kind | added
 
 
 def cannot_load(path: str, what: str, error: Exception) -> WhetError:

@@ -21,6 +21,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
     """Load it as training does and run it on two packed documents."""
     from whet.core.ranks import start_ranks
     from whet.model.fp8 import EightBitError
+    from whet.model.lora import vocabulary_of
     from whet.recipe.parts import VocabularyError, build_model, choose_arithmetic, make_root
 
     try:
@@ -41,7 +42,7 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
         yield _quantized(model, config.quantize)
     if config.parallel.tensor > 1:
         yield _tensor(model, config.parallel.tensor)
-    yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    yield _vocabulary(tokens, vocabulary_of(model))
     try:
         longest = config.data.max_length if data is None else data.longest
         root = make_root(config, model, arithmetic, device, tokens, longest)

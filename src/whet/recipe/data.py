@@ -163,7 +163,8 @@ def language_of(config: Config, today: str | None = None) -> ChatLanguage | Mark
         asks_for_date = any(b"strftime_now" in text for text in [(template or "").encode(), *texts])
     if data.markers is not None:
         identity["markers"] = data.markers.model_dump()
-        return MarkedLanguage(identity, load, sentencepiece_file(model), data.markers, data.train_on)
+        pieces = None if model.add_tokens else sentencepiece_file(model)  # such a file knows no tokens but its own
+        return MarkedLanguage(identity, load, pieces, data.markers, data.train_on)
     if asks_for_date:
         identity["today"] = today or datetime.date.today().isoformat()
     return ChatLanguage(identity, load, lambda: stop_ids(model), data.train_on)

@@ -18,6 +18,7 @@ from whet.infer.evaluate import validation_loss
 from whet.infer.tally import Kinds, source_names
 from whet.infer.tasks import Sample, find_task, score
 from whet.model.config import ModelConfig
+from whet.model.lora import vocabulary_of
 from whet.model.loss import LossModel
 from whet.model.token_bytes import token_bytes
 from whet.model.tokenizer import stop_ids
@@ -63,7 +64,7 @@ def kinds_of(data: Data, root: LossModel) -> Kinds:
     assert data.validation is not None
     paths = [account["source"] for account in data.validation.manifest["accounts"]]
     sources = data.validation.sources if len(paths) > 1 else None
-    vocabulary = root.language_model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = vocabulary_of(root.language_model)
     return Kinds(token_bytes(data.tokenizer, vocabulary), sources, source_names(paths))
 
 

@@ -20,6 +20,7 @@ from whet.data.loader import Loader
 from whet.data.plan import Plan
 from whet.data.store import Store
 from whet.model import attention
+from whet.model.added_tokens import trained_tokens
 from whet.model.fp8 import Recipe, cannot_fp8, require_fp8, to_fp8_
 from whet.model.fused_lora import fuse_lora_
 from whet.model.hollow import Source, is_hollow, place_
@@ -195,7 +196,8 @@ def build_model(
     if config.quantize is not None:
         quantize_(model.requires_grad_(False), device)
     if config.adapter is not None:
-        model = add_adapter(model, config.adapter, config.run.seed)
+        tokens = trained_tokens(config.model, config.adapter.tokens)
+        model = add_adapter(model, config.adapter, config.run.seed, tokens)
     if any(is_hollow(weight) for weight in model.parameters()):  # nothing can be computed with it yet
         place_(model, device)
         return model

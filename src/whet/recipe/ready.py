@@ -20,7 +20,7 @@ from whet.data.render import Renderer
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
-from whet.model.lora import language_model, merge
+from whet.model.lora import in_one_type_, language_model, merge
 from whet.model.quantize import quantize_
 from whet.model.tokenizer import cannot_load, load_tokenizer, locate
 from whet.recipe.adapters import add_named, base_of, is_adapter
@@ -52,6 +52,7 @@ def load_ready(reference: str, load: Load = "auto") -> Ready:
     if (path / "config.yaml").exists():
         _refuse_for_run(path, load)
         run = load_run(path, step)
+        in_one_type_(run.model)
         # merged it would answer a little faster, but a model in 4 bits may be too large for that
         model = language_model(run.model) if run.config.quantize else merge(run.model)
         attention.leave(model)
@@ -73,6 +74,7 @@ def load_beside(reference: str, against: str, load: Load = "auto") -> tuple[Read
         _refuse_for_run(path, load)
         hush_libraries()
         run = load_run(path, step)
+        in_one_type_(run.model)
         model = language_model(run.model)
         attention.leave(model)
         own, base = Renderer(tokenizer_of(run.config), "assistant"), _config_of(against)

@@ -22,6 +22,7 @@ from whet.core.ranks import Ranks, start_ranks, who_am_i
 from whet.data.batch import Shape
 from whet.data.saved_step import SavedDocument, SavedStep
 from whet.model import attention
+from whet.model.lora import vocabulary_of
 from whet.model.loss import LossModel
 from whet.recipe.data import hush_libraries, tokenizer_of
 from whet.recipe.fault import shortened
@@ -113,7 +114,7 @@ def replay(file: Path) -> dict[str, Any]:
     tokens = len(tokenizer_of(config))
     model = build_model(config, arithmetic, ranks.device, tokens, typical=_typical(run))
     root = make_root(config, model, arithmetic, ranks.device, tokens, saved.step.longest).train()
-    if saved.step.highest_id >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
+    if saved.step.highest_id >= vocabulary_of(model):
         raise WhetError(f"{file}: it holds ids that this run's model does not know. Was the file edited?")
     checkpoint = _restore(saved, run, root, ranks)
     if arithmetic.name != saved.content["precision"]:

@@ -1,0 +1,46 @@
+"""`whet import`"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from whet.cli.common import Json, Quiet, verb
+
+app = typer.Typer(name="import", help="Take over what other programs made.", no_args_is_help=True)
+
+
+class Kind(StrEnum):
+    """Whose checkpoint it is."""
+
+    NEOX = "neox"
+    NANOCHAT = "nanochat"
+    MINDSPEED = "mindspeed"
+    DCP = "dcp"
+
+
+@app.command()
+@verb
+def checkpoint(
+    kind: Annotated[Kind, typer.Argument(metavar="neox|nanochat|mindspeed|dcp", help="Whose checkpoint it is.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Its folder.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The model folder to write.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="NeoX's YAML, or a config.json of transformers.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="DIR", help="A folder with the tokenizer, or a .model file.")
+    ] = None,
+    average_norms: Annotated[
+        bool, typer.Option("--average-norms", help="Average norms that differ between tensor-parallel ranks.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Write a checkpoint of another program as a model folder, load it back and compare it."""
+    from whet.recipe.import_checkpoint import import_checkpoint
+
+    return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms)

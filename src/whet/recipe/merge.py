@@ -1,0 +1,116 @@
+"""`whet merge`: a base and adapters, checked against each other, become one plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.checkpoint.merge_adapters import How, Part, merge_adapters, require_parts
+from whet.core.console import say, warn
+from whet.core.errors import WhetError
+from whet.model.config import ModelConfig
+from whet.model.identity import weights_hash
+from whet.model.load import load_model
+from whet.model.lora import vocabulary_of
+from whet.model.tokenizer import load_tokenizer, locate
+from whet.recipe.data import hush_libraries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TEXTS = (
+    "The model that ships is the model that was trained: one way to see that is to ask it.",
+    'Please send three red lamps to Anna in Riga by Friday. {"item": "lamp", "amount": 3}',
+)
+
+
+def merge_folders(base: str, adapters: Sequence[str], how: How, out: Path) -> dict[str, Any]:
+    """Merge adapters, each a folder or FOLDER=WEIGHT, into `base` and write a plain model folder."""
+    hush_libraries()
+    if (out / "config.json").exists() or (out.exists() and any(out.iterdir())):
+        raise WhetError(f"--out {out}: this folder is not empty. Give another one")
+    parts = [_part(text) for text in adapters]
+    require_parts(parts)
+    config = ModelConfig(path=base)
+    for part in parts:
+        _require_base(config, part)
+    model = load_model(config, "auto")
+    tokenizer = _common_tokenizer(config, parts, vocabulary_of(model))
+    probes = [tokenizer.encode(text) for text in _TEXTS]
+    certificate = merge_adapters(model, parts, probes, tokenizer, how, out)
+    say(
+        f"merged to {out}: loaded back and compared, largest difference of a logit "
+        f"{certificate['max_logit_difference']:.1e}"
+    )
+    return {"merged": str(out), "certificate": certificate}
+
+
+def _part(text: str) -> Part:
+    folder, equals, weight = text.rpartition("=")
+    if not equals or Path(text).expanduser().is_dir():
+        return Part(_adapter_folder(Path(text).expanduser()))
+    try:
+        number = float(weight)
+    except ValueError:
+        raise WhetError(f"--adapter {text}: {weight!r} is no number. Write FOLDER or FOLDER=WEIGHT") from None
+    if not abs(number) < 1e6 or number == 0:
+        raise WhetError(
+            f"--adapter {text}: a weight of {weight} makes no sense. Leave the adapter out, or give another"
+        )
+    return Part(_adapter_folder(Path(folder).expanduser()), number)
+
+
+def _adapter_folder(folder: Path) -> Path:
+    """Of a run, what it exported."""
+    exported = folder / "exports" / "adapter"
+    return exported if (folder / "config.yaml").is_file() and exported.is_dir() else folder
+
+
+def _require_base(base: ModelConfig, part: Part) -> None:
+    """The adapter must have been trained on these weights, wherever they lie by now."""
+    named = str(part.settings.get("base_model_name_or_path") or "")
+    here = locate(base.path)
+    if named in (here, base.path) or (Path(named).is_dir() and Path(named).resolve() == Path(here).resolve()):
+        return
+    try:
+        then, now = weights_hash(ModelConfig(path=named)), weights_hash(base)
+    except (WhetError, OSError, ValueError):  # no such folder any more, or a hub that cannot be reached
+        then = now = None
+    if then is None or now is None:
+        known = named or "a model that it does not name"
+        warn(f"--adapter {part.folder}: trained on {known}, which is not at hand to be compared")
+    elif then != now:
+        raise WhetError(
+            f"--adapter {part.folder}: it was trained on other weights than {base.path}: on {named}. Give that as BASE"
+        )
+
+
+def _common_tokenizer(base: ModelConfig, parts: Sequence[Part], room: int) -> PreTrainedTokenizerFast:
+    """The base's, or the one with added tokens that all adapters which bring one agree about."""
+    own = load_tokenizer(base)
+    chosen, owner = own, base.path
+    for part in parts:
+        settings = part.settings.get("trainable_token_indices") or []
+        highest = max(
+            (i for ids in (settings.values() if isinstance(settings, dict) else [settings]) for i in ids), default=0
+        )
+        if not (part.folder / "tokenizer_config.json").exists():
+            if highest >= max(room, len(chosen)):
+                raise WhetError(
+                    f"--adapter {part.folder}: it trained token {highest}, the model has {room}, and there is no "
+                    "tokenizer beside it to name the tokens that are missing. Copy the one it was trained with there"
+                )
+            continue
+        brought = load_tokenizer(ModelConfig(path=base.path, tokenizer=str(part.folder)))
+        vocabulary = brought.get_vocab()
+        if vocabulary == chosen.get_vocab():
+            chosen = brought if chosen is own else chosen  # its template is what was trained with
+            continue
+        if chosen is not own or not own.get_vocab().items() <= vocabulary.items():
+            raise WhetError(
+                f"--adapter {part.folder}: its vocabulary of {len(vocabulary):,} tokens is not that of {owner} "
+                f"({len(chosen):,}), so the same text means other tokens to them. Merge adapters of one vocabulary"
+            )
+        chosen, owner = brought, str(part.folder)
+    return chosen
