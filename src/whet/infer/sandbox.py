@@ -77,7 +77,7 @@ def _watched(order: dict[str, object], folder: Path, seconds: float) -> Outcome:
     told, tell = os.pipe()
     try:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$0" -I -S -B "$1" 3>&{tell} {tell}>&-', _interpreter(), str(_CHILD)],
+            [_interpreter(), "-I", "-S", "-B", str(_CHILD), str(tell)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder,
             env={"PATH": "/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}, start_new_session=True, pass_fds=[tell],
         )  # fmt: skip
@@ -87,10 +87,12 @@ def _watched(order: dict[str, object], folder: Path, seconds: float) -> Outcome:
         out, err, late = _gathered(process, json.dumps(order).encode(), seconds + _GRACE_S)
         found = json.loads(status.read() or b"{}")
     if "error" in found or process.returncode == sandbox_child.CANNOT:
+        if not order["strict"]:
+            raise SandboxError(f"eval.sandbox: limits is not possible here: {found.get('error', err[-300:])}")
         raise SandboxError(
             f"eval.sandbox: strict is not possible on this machine ({found.get('error', err[-300:])}), so generated "
-            "code is not run. Permit user namespaces (in a container: --privileged or a seccomp profile with unshare and "
-            "mount), or set eval.sandbox=limits, which leaves network and files open to it"
+            "code is not run. Permit user namespaces (in a container: --privileged or a seccomp profile with unshare "
+            "and mount), or set eval.sandbox=limits, which leaves network and files open to it"
         )
     timed_out = late or process.returncode == sandbox_child.TIMEOUT
     return Outcome(process.returncode, timed_out, out, err, found)

@@ -4,7 +4,8 @@ Three processes, so that nothing can outlive the program:
     outer   makes the namespaces, waits, keeps the clock, and kills;
     first   is number 1 of a process namespace: when it ends, the kernel kills everything inside, daemons too;
     program runs the code, without rights, inside a root folder that holds Python and one empty folder to write to.
-It reads a JSON object with the limits and the code from stdin, and tells on descriptor 3 what is enforced.
+It reads a JSON object with the limits and the code from stdin, and tells what is enforced on the
+descriptor that its argument names.
 """
 
 # pathlib would be half of the time that a sandbox takes to start:
@@ -36,6 +37,8 @@ _DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SUBREAPER, _DUMPABLE = 1, 38, 36, 4
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _NOBODY = 2_000_000_000  # ids from here belong to no one; one for each sandbox, so that processes are counted apart
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # as Python has it: a file that grows too large is an OSError
+_TELL = 3
 CANNOT, TIMEOUT = 97, 98
 """Exit codes of `outer`."""
 
@@ -141,7 +144,7 @@ def run(code: str) -> int:
     """The program in this process; its exit code."""
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number in _IGNORED else signal.SIG_DFL)
     sys.stdin = io.StringIO()
     try:
         exec(compile(code, "<answer>", "exec"), {"__name__": "__main__"})
@@ -162,7 +165,7 @@ def program(limits: dict[str, Any], more: int, code: str) -> NoReturn:
     status = 1
     try:
         os.setsid()
-        os.close(3)
+        os.close(_TELL)
         bound(limits, more)
         status = run(code)
     finally:
@@ -178,7 +181,7 @@ def first(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> NoRe
         child = os.fork()
         if child == 0:
             program(order, 3, order["code"])
-        os.close(3)
+        os.close(_TELL)
         for descriptor in (0, 1, 2):
             os.close(descriptor)
         while True:
@@ -191,6 +194,16 @@ def first(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> NoRe
         os._exit(CANNOT)
 
 
+def unwalled(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Where there are only limits: root still becomes someone else, for whom alone processes are counted."""
+    drop(order["user"])
+    hidden = [path for path in order["python"] if not os.access(path, os.R_OK | os.X_OK)]
+    if hidden:
+        tell({"error": f"{hidden[0]}, where Python is, cannot be read by a user without rights"})
+        os._exit(CANNOT)
+    tell({"network": False, "files": False, "processes": False})
+
+
 def _as_shell(status: int) -> int:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
@@ -199,7 +212,7 @@ def outer(order: dict[str, Any]) -> int:
     """The exit code of the program, TIMEOUT, or CANNOT."""
 
     def tell(found: dict[str, Any]) -> None:
-        os.write(3, json.dumps(found).encode())
+        os.write(_TELL, json.dumps(found).encode())
 
     _call("prctl", _DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     order["user"] = _NOBODY + order["number"] if os.getuid() == 0 else None
@@ -211,12 +224,11 @@ def outer(order: dict[str, Any]) -> int:
             return CANNOT
     else:
         _call("prctl", _SUBREAPER, 1, 0, 0, 0)
-        tell({"network": False, "files": False, "processes": False})
     child = os.fork()
     if child == 0:
         if order["strict"]:
             first(order, tell)
-        drop(order["user"])
+        unwalled(order, tell)
         program(order, _running() if order["user"] is None else 0, order["code"])
     until = time.monotonic() + order["seconds"]
     status = None
@@ -262,4 +274,8 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
+    _given = int(sys.argv[1])
+    if _given != _TELL:
+        os.dup2(_given, _TELL)
+        os.close(_given)
     sys.exit(outer(json.load(sys.stdin)))

@@ -43,8 +43,8 @@ class Answerer:
             if room is not None and len(prompts[-1]) + longest > room:
                 raise WhetError(
                     f"{example.place}: the question has {len(prompts[-1]):,} tokens and its answer may have "
-                    f"{longest:,}, more than the {room:,} that the model can see. Shorten the question, leave it out, or "
-                    f"set max_new_tokens of the task {task.name}"
+                    f"{longest:,}, more than the {room:,} that the model can see. Shorten the question, leave it out, "
+                    f"or set max_new_tokens of the task {task.name}"
                 )
         return prompts
 
