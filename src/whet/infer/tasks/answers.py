@@ -68,7 +68,8 @@ class Answerer:
         """Of the letters, the one with the highest logit where the answer begins: one pass, and only one position of
         each question needs the head. Padding stands behind the question, where it cannot be seen."""
         self.model.eval()
-        tokens = letter_tokens(self.renderer, max(example.choices for example in examples))
+        lead, tokens = letter_tokens(self.renderer, max(example.choices for example in examples))
+        prompts = [[*prompt, *lead] for prompt in prompts]
         device = next(self.model.parameters()).device
         letters = torch.tensor(tokens, device=device)
         found = [""] * len(examples)
@@ -87,23 +88,24 @@ class Answerer:
         return found
 
 
-def letter_tokens(renderer: Renderer, count: int) -> list[int]:
-    """The token with which an answer A, B, … begins in this template: some join it with a space before it."""
+def letter_tokens(renderer: Renderer, count: int) -> tuple[list[int], list[int]]:
+    """With what an answer A, B, … begins in this template: what comes before all letters, such as a space, and then the
+    token of each, which some join with that space."""
     question = {"role": "user", "content": "?"}
     prompt = renderer.prompt_ids([question])
-    found = []
+    tails = []
     for letter in ascii_uppercase[:count]:
         text = renderer.text([question, {"role": "assistant", "content": letter}])
         whole = renderer.tokenizer(text, add_special_tokens=False).input_ids
-        fits = len(whole) > len(prompt) and whole[: len(prompt)] == prompt
         alone = renderer.tokenizer(letter, add_special_tokens=False).input_ids
-        found.append(int(whole[len(prompt)] if fits else alone[-1]))
-    if len(set(found)) < count:
+        tails.append(whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone)
+    same = next((i for i, tokens in enumerate(zip(*tails, strict=False)) if len(set(tokens)) > 1), None)
+    if same is None or len({tail[same] for tail in tails}) < count:
         raise WhetError(
             "the tokenizer does not tell the letters of choices apart, so multiple choice cannot be scored by them. "
             "Give the task as questions with answers instead"
         )
-    return found
+    return list(tails[0][:same]), [int(tail[same]) for tail in tails]
 
 
 def batches(lengths: Sequence[int], most: int) -> list[list[int]]:
