@@ -57,7 +57,8 @@ class Question:
 
     def settings(self) -> list[str]:
         tasks = [] if self.tasks is None else [f"eval.tasks={_listed(self.tasks)}"]
-        return [*self.overrides, *tasks]
+        # which checkpoints stay was decided by the run's own tasks; with others, its eval.best may not be among them
+        return ["checkpoint.keep_best=0", *self.overrides, *tasks]
 
 
 @dataclass(frozen=True, slots=True)
