@@ -179,7 +179,7 @@ def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_p
     assert "two tasks are called own" in refused(run, "--tasks", f"{material}/own.jsonl,{material}/own.jsonl:number")
     assert "no such file" in refused(run, "--tasks", "no/such.jsonl")
     unknown = refused(run, "--tasks", f"{material}/own.jsonl:nubmer")
-    assert "'nubmer' does not fit: expected exact | number | contains" in unknown
+    assert "own.jsonl:nubmer' does not fit: expected exact | number | contains" in unknown
     assert "eval.tasks.0.scorer" in unknown
     assert "--against compares by tasks" in refused("builtin:tiny", "--against", run)
     assert "nothing to measure" in refused("builtin:tiny")
@@ -193,3 +193,24 @@ def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_p
 def test_lm_eval_is_named_where_it_is_missing(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     assert "pip install 'whet[lm-eval]'" in refused("builtin:tiny", "--lm-eval", "arc_easy")
+
+
+@pytest.mark.slow
+def test_lm_eval_on_a_task_of_ones_own(evaluated: Json, refused: Callable[..., str], run: Path, material: Path) -> None:
+    pytest.importorskip("lm_eval")
+    (material / "habit.yaml").write_text(f"""
+task: habit
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {material}/own.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: 0
+doc_to_choice: ["A", "B", "C", "D"]
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+""")
+    result = evaluated(run, "--lm-eval", material / "habit.yaml")
+    assert result["lm_eval"]["habit"]["acc"] == 1
+    assert result["folder"] == str(run / "exports" / "merged")
+    assert "knows no task 'no-such'" in refused(run, "--lm-eval", "no-such")
+    assert "/no/such/model" in refused("/no/such/model", "--lm-eval", material / "habit.yaml")

@@ -14,6 +14,8 @@ from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.core.run import split_reference
 from whet.model.builtin import builtin_folder
+from whet.model.config import ModelConfig
+from whet.model.tokenizer import load_tokenizer
 from whet.recipe.data import hush_libraries
 from whet.recipe.use import export_run
 
@@ -61,6 +63,7 @@ def _folder(reference: str) -> str:
         return str(builtin_folder(reference))
     path, step = split_reference(reference)
     if not (path / "config.yaml").exists():
+        load_tokenizer(ModelConfig(path=reference))  # what is no model is told in whet's words
         return reference
     there = path / "exports" / "merged"
     if (
