@@ -131,10 +131,11 @@ class Config(Section):
         tree["model"]["path"] = self.model.settled_path
         validation = tree["data"].get("validation") or {}
         named = [(owner, "path") for owner in (tree["model"], *tree["data"]["sources"], *validation.get("sources", []))]
-        asked = [(owner, key) for owner in tree["eval"]["tasks"] for key in ("path", "schema_file")]
+        files = [owner for task, owner in zip(self.eval.tasks, tree["eval"]["tasks"], strict=True) if not task.builtin]
+        named += [(owner, "path") for owner in files]
+        named += [(owner, "schema_file") for owner in tree["eval"]["tasks"]]
         for owner, key in [
             *named,
-            *asked,
             (tree["model"], "tokenizer"),
             (tree["data"], "template"),
             (tree["data"], "store"),

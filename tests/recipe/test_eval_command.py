@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,7 +194,7 @@ def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_p
 
 
 def test_lm_eval_is_named_where_it_is_missing(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install 'whet[lm-eval]'" in refused("builtin:tiny", "--lm-eval", "arc_easy")
 
 
@@ -214,3 +217,21 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     assert result["folder"] == str(run / "exports" / "merged")
     assert "knows no task 'no-such'" in refused(run, "--lm-eval", "no-such")
     assert "/no/such/model" in refused("/no/such/model", "--lm-eval", material / "habit.yaml")
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(evaluated: Json, run: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "whet",
+        "eval",
+        str(run),
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "MASTER_PORT": "0"})
+    assert json.loads(done.stdout) == evaluated(run)

@@ -35,6 +35,8 @@ class TaskConfig(Section):
     schema_file: str | None = Field(
         default=None, description="Of json-schema: the schema; absent: each record has its own as schema."
     )
+    split: str | None = Field(default=None, description="Of a data set: its split.")
+    subset: str | None = Field(default=None, description="Of a data set on the hub: the name of its configuration.")
     fields: dict[str, str] | None = Field(
         default=None, description="Names in your file for prompt, messages and answer, such as {prompt: text}."
     )
@@ -62,8 +64,7 @@ class TaskConfig(Section):
         """The name of a task that is built in; None for a file."""
         if self.path.startswith(_BUILTIN):
             return self.path.removeprefix(_BUILTIN)
-        is_file = "/" in self.path or "." in self.path or Path(self.path).exists()
-        return None if is_file else self.path
+        return None if any(sign in self.path for sign in "/.:") else self.path
 
     @property
     def title(self) -> str:

@@ -33,7 +33,7 @@ def builtin_task(config: TaskConfig) -> Task:
             f"eval.tasks: there is no task '{name}'; known are: {', '.join(_KNOWN)}. Or give the path of a file, "
             "such as ./my.jsonl"
         )
-    for key in ("fields",):
+    for key in ("fields", "split", "subset"):
         if getattr(config, key) is not None:
             raise WhetError(f"eval.tasks: {config.title}: {key} is for files and means nothing here; remove it")
     scorer, longest = _KNOWN[name]

@@ -87,7 +87,7 @@ def _example(kind: Kind, raw: Raw, opening: tuple[dict[str, Any], ...]) -> Examp
 def _conversations(config: TaskConfig, opening: tuple[dict[str, Any], ...], count: int, first: Any) -> list[Example]:
     """The last turn of each conversation is the right answer to what stands before it."""
     try:
-        reader = Reader(Source(path=config.path))
+        reader = Reader(_source(config))
     except WhetError as error:
         if "not recognised" not in str(error):
             raise
@@ -115,8 +115,12 @@ def _last_turn(item: object, opening: tuple[dict[str, Any], ...]) -> Example:
 def _records(config: TaskConfig) -> Iterator[Raw]:
     if _is_mmlu_sheet(Path(config.path).expanduser()):
         return _mmlu_sheet(config.path)
-    containers = locate(Source(path=config.path))
+    containers = locate(_source(config))
     return itertools.chain.from_iterable(each.records() for each in containers)
+
+
+def _source(config: TaskConfig) -> Source:
+    return Source(path=config.path, split=config.split, subset=config.subset)
 
 
 def _value(raw: Raw) -> Any:

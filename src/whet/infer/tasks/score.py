@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from whet.core.console import progress
+from whet.core.cores import usable_cores
 from whet.core.ranks import Ranks
 from whet.infer.tasks.answers import Answerer
 from whet.infer.tasks.task import Example, Sample, Scored, Task
@@ -54,7 +56,7 @@ def score(
             answers = answerer.answers(
                 task, [examples[i] for i in mine], [prompts[i] for i in mine], lambda n: bar.advance(n * world)
             )
-            samples += [_judged(task, examples[i], i, answer) for i, answer in zip(mine, answers, strict=True)]
+            samples += _judge(task, [(i, examples[i], answer) for i, answer in zip(mine, answers, strict=True)])
             if until is not None and _time_is_up(until, ranks):
                 break
     everyone = samples if together else sorted(ranks.gather(samples), key=lambda sample: sample.number)
@@ -77,7 +79,12 @@ def baseline(task: Task, examples: Sequence[Example]) -> float:
     return sum(task.scorer.score("", example) for example in examples) / len(examples)
 
 
-def _judged(task: Task, example: Example, number: int, answer: str) -> Sample:
+def _judge(task: Task, answered: list[tuple[int, Example, str]]) -> list[Sample]:
+    with ThreadPoolExecutor(usable_cores() if task.scorer.waits else 1) as pool:
+        return list(pool.map(lambda each: _judged(task, *each), answered))
+
+
+def _judged(task: Task, number: int, example: Example, answer: str) -> Sample:
     points = task.scorer.score(answer, example)
     right = None if task.scorer.graded else points == 1
     return Sample(task.name, example.prompt, example.expected, answer, right, points, number)

@@ -43,6 +43,8 @@ class Scorer:
     """Whether there is something between 0 and 1."""
     empty: float | None = None
     """The score of an empty answer where it need not be tried."""
+    waits: bool = False
+    """Whether judging is waiting for other processes, so that several can be judged at a time."""
     whole: Callable[[Sequence[str], Sequence[Example]], float] | None = None
     """Over all answers at once, where that is not the mean over examples."""
 
