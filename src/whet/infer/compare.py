@@ -15,7 +15,9 @@ def report(scored: Sequence[Scored], other: Sequence[Scored] | None = None, labe
     and the mean over tasks of what was gained over the baseline (ChatCORE's way)."""
     others = {each.task: each for each in other or ()}
     tasks = {each.task: _task(each, others.get(each.task), label) for each in scored}
-    mean = {"score": _mean(scored)} | ({label: _mean(other)} if other else {})
+    mean = {"score": _mean(scored)}
+    if scored and all(each.task in others for each in scored):
+        mean[label] = _mean([others[each.task] for each in scored])
     return {"tasks": tasks, "mean_above_baseline": mean}
 
 
