@@ -57,10 +57,27 @@ def test_an_honest_program_runs_with_the_standard_library() -> None:
 
 @strict
 @pytest.mark.parametrize(
-    ("code", "ending"), [("raise SystemExit(3)", 3), ("import os; os._exit(7)", 7), ("1 / 0", 1), ("def", 1)]
+    ("code", "ending"),
+    [
+        ("raise SystemExit(3)", 3),
+        ("import os; os._exit(7)", 7),
+        ("raise SystemExit(97)", 97),
+        ("raise SystemExit(98)", 98),
+        ("1 / 0", 1),
+        ("def", 1),
+    ],
 )
 def test_how_a_program_ends_is_told(code: str, ending: int) -> None:
-    assert run_program(code).code == ending
+    outcome = run_program(code)
+    assert (outcome.code, outcome.timed_out) == (ending, False)
+
+
+@strict
+def test_a_program_cannot_tell_how_it_ended() -> None:
+    told = """os.write(number, b'{"error": "x"}\\n'); print(number)"""
+    lie = f"import os\nfor number in range(3, 60):\n    try: {told}\n    except OSError: pass"
+    outcome = run_program(lie)
+    assert (outcome.code, outcome.out) == (0, "")
 
 
 @strict
@@ -252,7 +269,7 @@ def test_where_namespaces_are_forbidden_nothing_is_run() -> None:
     """As for a user without rights on a system without user namespaces."""
     done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, check=False)
     assert done.returncode == 97, done.stderr
-    assert done.stdout == '{"error": "[Errno 1] unshare: Operation not permitted"}'
+    assert done.stdout == '{"error": "[Errno 1] unshare: Operation not permitted"}\n'
 
 
 FUNCTION = Example(

@@ -12,11 +12,13 @@ import functools
 import itertools
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,24 +87,22 @@ def _watched(order: dict[str, object], folder: Path, seconds: float) -> Outcome:
         os.close(tell)
     with process, os.fdopen(told, "rb") as status:
         out, err, late = _gathered(process, json.dumps(order).encode(), seconds + _GRACE_S)
-        found = json.loads(status.read() or b"{}")
-    if "error" in found or process.returncode == sandbox_child.CANNOT:
+        found = dict(pair for line in status.read().splitlines() for pair in json.loads(line).items())
+    if "error" in found or "enforced" not in found:
+        why = found.get("error", err[-300:])
         if not order["strict"]:
-            raise SandboxError(f"eval.sandbox: limits is not possible here: {found.get('error', err[-300:])}")
+            raise SandboxError(f"eval.sandbox: limits is not possible here: {why}")
         raise SandboxError(
-            f"eval.sandbox: strict is not possible on this machine ({found.get('error', err[-300:])}), so generated "
-            "code is not run. Permit user namespaces (in a container: --privileged or a seccomp profile with unshare "
-            "and mount), or set eval.sandbox=limits, which leaves network and files open to it"
+            f"eval.sandbox: strict is not possible on this machine ({why}), so generated code is not run. Permit user "
+            "namespaces (in a container: --privileged or a seccomp profile with unshare and mount), or set "
+            "eval.sandbox=limits, which leaves network and files open to it"
         )
-    timed_out = late or process.returncode == sandbox_child.TIMEOUT
-    return Outcome(process.returncode, timed_out, out, err, found)
+    timed_out = late or found.get("code") is None  # told by the one outside: a program can end with any code
+    return Outcome(128 + signal.SIGKILL if timed_out else found["code"], timed_out, out, err, found["enforced"])
 
 
 def _gathered(process: subprocess.Popen[bytes], order: bytes, seconds: float) -> tuple[str, str, bool]:
     """What it wrote, up to a limit, and whether it had to be killed from here."""
-    import selectors
-    import time
-
     assert process.stdin
     assert process.stdout
     assert process.stderr
@@ -139,14 +139,8 @@ def _interpreter() -> str:
 @functools.cache
 def _python() -> list[str]:
     """The folders that Python needs to import its own library."""
-    paths = sysconfig.get_paths(
-        vars={
-            "base": sys.base_prefix,
-            "installed_base": sys.base_prefix,
-            "platbase": sys.base_prefix,
-            "installed_platbase": sys.base_prefix,
-        }
-    )
+    bases = ("base", "installed_base", "platbase", "installed_platbase")
+    paths = sysconfig.get_paths(vars=dict.fromkeys(bases, sys.base_prefix))
     wanted = {paths["stdlib"], paths["platstdlib"], str(Path(_interpreter()).parent.parent / "lib")}
     real = {str(Path(path).resolve()) for path in wanted}
     return sorted(path for path in wanted | real if path not in ("/lib", "/usr/lib") and Path(path).is_dir())
@@ -155,7 +149,7 @@ def _python() -> list[str]:
 @functools.cache
 def require_sandbox(mode: Mode) -> dict[str, bool]:
     """Prove once that programs can be run and are kept where they belong; what is enforced."""
-    outcome = run_program("print(6 * 7)", mode=mode)
+    outcome = run_program("import json, random\nprint(6 * 7)", mode=mode)
     if outcome.out != "42\n":
         raise SandboxError(f"eval.sandbox: Python does not start in the sandbox: {(outcome.err or outcome.out)[-500:]}")
     return outcome.enforced

@@ -4,8 +4,8 @@ Three processes, so that nothing can outlive the program:
     outer   makes the namespaces, waits, keeps the clock, and kills;
     first   is number 1 of a process namespace: when it ends, the kernel kills everything inside, daemons too;
     program runs the code, without rights, inside a root folder that holds Python and one empty folder to write to.
-It reads a JSON object with the limits and the code from stdin, and tells what is enforced on the
-descriptor that its argument names.
+It reads a JSON object with the limits and the code from stdin, and tells on the descriptor that its argument names what
+is enforced, and how the program ended. The program itself cannot: it has no such descriptor.
 """
 
 # pathlib would be half of the time that a sandbox takes to start:
@@ -39,8 +39,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _NOBODY = 2_000_000_000  # ids from here belong to no one; one for each sandbox, so that processes are counted apart
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # as Python has it: a file that grows too large is an OSError
 _TELL = 3
-CANNOT, TIMEOUT = 97, 98
-"""Exit codes of `outer`."""
+_CANNOT = 97
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -177,7 +176,7 @@ def first(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> NoRe
     try:
         wall_in(order["folder"], order["python"], order["file_bytes"])
         drop(order["user"])
-        tell({"network": True, "files": True, "processes": True})
+        tell({"enforced": {"network": True, "files": True, "processes": True}})
         child = os.fork()
         if child == 0:
             program(order, 3, order["code"])
@@ -191,7 +190,7 @@ def first(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> NoRe
     except BaseException as error:
         with contextlib.suppress(OSError):
             tell({"error": str(error) or type(error).__name__})
-        os._exit(CANNOT)
+        os._exit(_CANNOT)
 
 
 def unwalled(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
@@ -200,8 +199,8 @@ def unwalled(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> N
     hidden = [path for path in order["python"] if not os.access(path, os.R_OK | os.X_OK)]
     if hidden:
         tell({"error": f"{hidden[0]}, where Python is, cannot be read by a user without rights"})
-        os._exit(CANNOT)
-    tell({"network": False, "files": False, "processes": False})
+        os._exit(_CANNOT)
+    tell({"enforced": {"network": False, "files": False, "processes": False}})
 
 
 def _as_shell(status: int) -> int:
@@ -209,10 +208,10 @@ def _as_shell(status: int) -> int:
 
 
 def outer(order: dict[str, Any]) -> int:
-    """The exit code of the program, TIMEOUT, or CANNOT."""
+    """Tells the exit code of the program, if it ended in time; its own is 0 if there was one."""
 
     def tell(found: dict[str, Any]) -> None:
-        os.write(_TELL, json.dumps(found).encode())
+        os.write(_TELL, json.dumps(found).encode() + b"\n")
 
     _call("prctl", _DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     order["user"] = _NOBODY + order["number"] if os.getuid() == 0 else None
@@ -221,7 +220,7 @@ def outer(order: dict[str, Any]) -> int:
             isolate()
         except OSError as error:
             tell({"error": str(error)})
-            return CANNOT
+            return _CANNOT
     else:
         _call("prctl", _SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
@@ -238,7 +237,8 @@ def outer(order: dict[str, Any]) -> int:
         if status is None:
             time.sleep(0.002)
     _kill_all()
-    return TIMEOUT if status is None else status
+    tell({"code": status})
+    return 0
 
 
 def _running() -> int:
