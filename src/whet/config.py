@@ -65,6 +65,8 @@ class Config(Section):
             self._has_a_best()
         if self.quantize is not None:
             self._can_be_quantized(self.quantize)
+        if self.parallel.tensor > 1:
+            self._can_divide_layers()
         return self
 
     def _has_a_best(self) -> None:
@@ -103,6 +105,23 @@ class Config(Section):
                 "beside 4-bit weights the others are kept in train.precision",
             )
 
+    def _can_divide_layers(self) -> None:
+        """Plain fine-tuning of every weight is what parallel.tensor is for."""
+        reasons = {
+            "quantize": self.quantize and "weights in 4 bits are whole on every device",
+            "adapter": self.adapter and "beside an adapter little is trained, and parallel.shard divides the rest",
+            "train.precision": self.train.precision.startswith("fp8") and "8 bits need the whole layer for their scale",
+            "parallel.context": self.parallel.context > 1 and "both would divide the heads",
+            "train.optimizer.name": self.train.optimizer.name == "adamw8bit"
+            and "its blocks of numbers that share a scale would be cut",
+        }
+        for key, reason in reasons.items():
+            if reason:
+                raise impossible(
+                    "parallel.tensor",
+                    f"{self.parallel.tensor} does not go with {key}: {reason}. Leave one of them out",
+                )
+
     @property
     def row_length(self) -> int:
         return self.train.row_length or self.data.max_length
@@ -110,7 +129,7 @@ class Config(Section):
     @property
     def divides_weights(self) -> bool:
         """Whether each process reads its own part of the weights: those in 4 bits are whole everywhere."""
-        return self.parallel.shard is not None and self.quantize is None
+        return (self.parallel.shard is not None or self.parallel.tensor > 1) and self.quantize is None
 
     def at(self, folder: Path) -> Config:
         """The same run in another folder."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 
 from whet.checkpoint import place
 from whet.checkpoint import save as saving
@@ -167,3 +169,22 @@ def test_a_name_that_a_checkpoint_does_not_need_is_refused(tmp_path: Path, modul
     (tmp_path / ".metadata").write_bytes(opcodes + b"\x93.")
     with pytest.raises(WhetError, match="does not belong in a checkpoint"):
         SafeReader(tmp_path).read_metadata()
+
+
+def test_tensors_of_any_strides_types_and_places_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    """Files as others write them too: not contiguous, nothing in it, one after another without gaps."""
+    torch.manual_seed(0)
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "turned": torch.randn(5, 7).t(),
+        "every second": torch.randn(8, 6)[::2, 1:4],
+        "narrow": torch.randn(33).bfloat16(),
+        "wide": torch.randn(3, dtype=torch.float64),
+        "number": torch.tensor(3.5),
+        "nothing": torch.empty(0, 4),
+    }
+    dcp.save(tensors, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=True), no_dist=True)
+    found = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}
+    dcp.load(found, storage_reader=SafeReader(tmp_path), no_dist=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name

@@ -225,9 +225,16 @@ def test_a_fault_in_the_first_step_leaves_the_run_and_replays_from_the_model_its
     assert (again["reproduced"], again["checkpoint"], again["loss"]) == (True, None, event["loss"])
 
 
-def test_two_processes_stop_together_and_name_the_conversation(planted: Any, tmp_path: Path, whet: Any) -> None:
+@pytest.mark.parametrize(
+    ("arranged", "dealt"),
+    [("parallel.tensor=1", {0, 1}), pytest.param("parallel.tensor=2", {0}, marks=pytest.mark.slow)],
+)
+def test_two_processes_stop_together_and_name_the_conversation(
+    planted: Any, tmp_path: Path, whet: Any, arranged: str, dealt: set[int]
+) -> None:
+    """Also where both compute the same rows: then each is told of, and run again, once."""
     run = tmp_path / "run"
-    arguments = [str(planted("forward")), f"run.dir={run}", "data.packing=none"]
+    arguments = [str(planted("forward")), f"run.dir={run}", "data.packing=none", arranged]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "whet"]
     done = subprocess.run(
         [*command, "train", *arguments], capture_output=True, text=True, check=False, timeout=120
@@ -239,18 +246,27 @@ def test_two_processes_stop_together_and_name_the_conversation(planted: Any, tmp
     (event,) = events(run)
     assert_names_it(event, "forward")
     content = json.loads(Path(event["file"]).read_text())
-    assert {part["rank"] for part in content["micro_batches"]} == {0, 1}
+    assert {part["rank"] for part in content["micro_batches"]} == dealt
     assert len(content["conversations"]) == 4
     assert replayed(whet, event)["reproduced"]
 
 
-@pytest.mark.parametrize("policy", ["rollback", "skip"])
-def test_divided_weights_go_back_or_on_as_whole_ones_do(planted: Any, tmp_path: Path, whet: Any, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "arranged"),
+    [
+        ("rollback", "parallel.shard=2"),
+        ("skip", "parallel.shard=2"),
+        pytest.param("rollback", "parallel.tensor=2", marks=pytest.mark.slow),
+    ],
+)
+def test_divided_weights_go_back_or_on_as_whole_ones_do(
+    planted: Any, tmp_path: Path, whet: Any, policy: str, arranged: str
+) -> None:
     """Looking for who is to blame gathers weights: what is saved, loaded and measured after it must be the parts."""
     options = ["data.packing=none", f"train.on_nonfinite={policy}", "train.precision=fp64", "checkpoint.every=2"]
     assert whet("train", planted("forward"), f"run.dir={tmp_path / 'one'}", *options).code == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "whet"]
-    arguments = ["train", str(planted("forward")), f"run.dir={tmp_path / 'two'}", *options, "parallel.shard=2"]
+    arguments = ["train", str(planted("forward")), f"run.dir={tmp_path / 'two'}", *options, arranged]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     one, two = (

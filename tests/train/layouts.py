@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from whet.core.ranks import Ranks, start_ranks
 from whet.data.config import DataConfig, Source
@@ -37,7 +39,7 @@ from whet.model.tokenizer import load_tokenizer
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
 from whet.parallel.mesh import arrange
-from whet.parallel.shard import shard_
+from whet.parallel.shard import local, part_of, shard_
 from whet.parallel.ulysses import work_together
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, take_step
@@ -49,6 +51,7 @@ LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_to
 ROW = 400
 BATCH = 5
 STEPS = 30
+FEW = 6
 CLIP = 0.5
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 
@@ -66,7 +69,10 @@ class Layout:
     """Supervised positions that the head takes at a time."""
     shard: int | None = None
     context: int = 1
+    tensor: int = 1
     optimizer: str = "adamw"
+    family: str = "tiny"
+    steps: int = STEPS
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -107,6 +113,8 @@ class Trace:
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
+    apart: tuple[str, ...] = ()
+    """Weights of which some processes hold the same part, and not the same numbers."""
 
 
 def make_store() -> Store:
@@ -115,10 +123,30 @@ def make_store() -> Store:
     return prepare(config, config.sources, "train", LANGUAGE).store
 
 
-def plan_of(store: Store, packing: str) -> Plan:
+def model_of(family: str) -> nn.Module:
+    """`tiny` has tied embeddings and two key heads; `llama` neither, and biases everywhere; `qwen3` norms of heads."""
+    if family == "tiny":
+        return load_model(TINY, torch.float64)
+    shape: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "attention_bias": True,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if family == "llama":
+        config: Any = LlamaConfig(**shape, mlp_bias=True, tie_word_embeddings=False)
+    else:
+        config = Qwen3Config(**shape | {"num_key_value_heads": 2}, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for name, weight in model.named_parameters():  # transformers starts biases at 0 and norms at 1
+        if weight.ndim == 1:
+            weight.data += 0.1 * torch.randn(weight.shape) * (1 if "norm" in name else 0.2)
+    return model.eval()
+
+
+def plan_of(store: Store, packing: str, steps: int = STEPS) -> Plan:
     """Thirty batches of five, the last of which has three."""
     mixture = everything(np.arange(len(store)))
-    length = Length(epochs=(BATCH * STEPS - 2) / 13)
+    length = Length(epochs=(BATCH * steps - 2) / 13)
     return plan_by_conversations(store.lengths, mixture, BATCH, length, ROW, packing, 16, seed=3)
 
 
@@ -135,11 +163,13 @@ def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step
 
 def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     """The run in a layout, by this process or by all of a group."""
-    config = ParallelConfig(recompute=layout.recompute, shard=layout.shard, context=layout.context)
+    config = ParallelConfig(
+        recompute=layout.recompute, shard=layout.shard, context=layout.context, tensor=layout.tensor
+    )
     mesh = arrange(config, changed.pop("ranks", ALONE))
     ranks = mesh.ranks
-    plan = plan_of(store, layout.packing)
-    model = load_model(TINY, torch.float64)
+    plan = plan_of(store, layout.packing, layout.steps)
+    model = model_of(layout.family)
     attention.install(model, layout.attention)
     root = LossModel(model)
     work_together(root, mesh)
@@ -159,7 +189,19 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         cross_entropy._CHUNK_BYTES = before
         loader.close()
     weights = {name: whole(weight) for name, weight in model.state_dict().items()}
-    return Trace([r.loss for r in results], [r.grad_norm for r in results], weights)
+    return Trace([r.loss for r in results], [r.grad_norm for r in results], weights, apart(model, ranks))
+
+
+def apart(model: nn.Module, ranks: Ranks) -> tuple[str, ...]:
+    """See `Trace`; to the last bit."""
+    mine = [
+        (name, part_of(weight), local(weight).detach().double().numpy().tobytes())
+        for name, weight in model.named_parameters()
+    ]
+    found: dict[tuple[str, int], set[bytes]] = {}
+    for name, part, numbers in ranks.gather(mine):
+        found.setdefault((name, part), set()).add(numbers)
+    return tuple(sorted({name for (name, _), copies in found.items() if len(copies) > 1}))
 
 
 @torch.no_grad()
@@ -172,10 +214,10 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def run_naively(store: Store) -> Trace:
+def run_naively(store: Store, family: str = "tiny", steps: int = STEPS) -> Trace:
     """One conversation at a time, the model's own logits, torch's loss, no accumulation, nothing packed."""
-    plan = plan_of(store, "none")
-    model = load_model(TINY, torch.float64)
+    plan = plan_of(store, "none", steps)
+    model = model_of(family)
     decay = {True: OPTIMIZER.weight_decay, False: 0.0}
     groups = [{"params": [p], "weight_decay": decay[p.ndim > 1]} for p in model.parameters()]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, foreach=False)
@@ -210,12 +252,19 @@ DIVIDED = {
         Layout("best-fit", 1, padded=True, recompute="full", shard=2),
         Layout("none", 2, context=2),
         Layout("k-bin", 1, recompute="full", context=2, shard=1),
+        Layout("none", 2, tensor=2, steps=FEW),
+        Layout("best-fit", 1, padded=True, recompute="full", tensor=2, family="qwen3", steps=FEW),
+        Layout("k-bin", 1, attention="eager", tensor=2, shard=1, family="llama", steps=FEW),
     ),
     4: (
         Layout("none", 1, shard=2),
         Layout("best-fit", 2, shard=4, chunk_rows=37),
         Layout("best-fit", 1, padded=True, context=4),
         Layout("none", 1, shard=2, context=2, attention="eager"),
+        Layout("none", 1, shard=2, tensor=2, family="qwen3", steps=FEW),
+        Layout("best-fit", 2, tensor=4, family="llama", chunk_rows=37, steps=FEW),
+        Layout("none", 1, tensor=2, recompute="selective", steps=FEW),
+        Layout("none", 1, shard=2, tensor=2, optimizer="muon", steps=FEW),
     ),
 }
 """What so many processes run with weights or rows divided."""
@@ -239,6 +288,28 @@ def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
     return ranks.gather([[weight.double().sum().item() for weight in model.parameters()]])
 
 
+def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
+    """What comes apart where kernels add in no fixed order, on each process in another one, so that gradients differ
+    from process to process, and where bf16 weights are rounded at random."""
+    mesh = arrange(ParallelConfig(tensor=ranks.world), ranks)
+    model = model_of("llama").bfloat16()
+    attention.install(model, "sdpa")
+    root = LossModel(model)
+    shard_(root, mesh, torch.bfloat16)
+
+    def unsettle(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * (1 + 0.05 * ranks.rank))
+
+    model.model.norm.register_forward_hook(unsettle)  # type: ignore[union-attr]
+    optimizer = make_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
+    loader = Loader(store, plan_of(store, "none", 2), 2, mesh.ranks.team, mesh.ranks.teams)
+    for step in range(2):
+        take(root, optimizer, loader, step, ranks=mesh.ranks, arithmetic=nullcontext())
+    loader.close()
+    return apart(model, mesh.ranks)
+
+
 def all_of(world: int) -> list[Layout]:
     return [*TOGETHER, *DIVIDED[world], *(RULES if world == 2 else ())]
 
@@ -250,10 +321,13 @@ def main(folder: Path) -> None:
         trace = run_steps(store, layout, ranks=ranks)
         if ranks.is_first:
             torch.save(trace.weights, folder / f"{number}.pt")
-            (folder / f"{number}.json").write_text(json.dumps({"losses": trace.losses, "norms": trace.norms}))
+            found = {"losses": trace.losses, "norms": trace.norms, "apart": trace.apart}
+            (folder / f"{number}.json").write_text(json.dumps(found))
     ends = end_of_each_rank(store, ranks)
+    noisy = copies_under_noise(store, ranks)
     if ranks.is_first:
         (folder / "ends.json").write_text(json.dumps(ends))
+        (folder / "noisy.json").write_text(json.dumps(noisy))
     ranks.leave_together()
 
 

@@ -76,6 +76,12 @@ class Saver:
         if ranks.is_first:
             place.clear_leftovers(folder)
 
+    def get_ready(self) -> None:
+        """Make room on the host ahead of the first save, beside the training; the optimizer has taken a step."""
+        if self._ranks.device.type == "cuda":
+            give_back(self._model)
+            self._staging.prepare({**weights(self._model), **optimizer_tensors(self._model, self._optimizer)})
+
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
         began = self.last_saved = time.monotonic()
@@ -129,6 +135,8 @@ class Saver:
                 self._tidy()
         elif self._thread is not None:
             give_up(self._thread, _PATIENCE_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._staging.close()
 
     def _try_to_write(self, step: int, parts: Parts, state: dict[str, Any]) -> None:
         began = time.monotonic()
@@ -144,7 +152,7 @@ class Saver:
             self._error = self._in_words(error, step)
 
     def _write(self, step: int, parts: Parts, state: dict[str, Any], temporary: Path) -> None:
-        size = sum(local(tensor).nbytes for tensors in parts.values() for tensor in tensors.values())
+        size = sum(local(each).nbytes * parts_of(each) for tensors in parts.values() for each in tensors.values())
         self._first_does(lambda: self._make_room(temporary, list(parts), size))
         for part, tensors in parts.items():
             writer = Writer(temporary / part)
@@ -155,8 +163,7 @@ class Saver:
         self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
 
     def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
-        all_parts = size * max(map(parts_of, self._model.parameters()))
-        need_space(self._folder, all_parts + 2**20, "a checkpoint")
+        need_space(self._folder, size + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
         for part in parts:
             (temporary / part).mkdir(parents=True)

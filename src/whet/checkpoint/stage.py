@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from whet.checkpoint.pinned import Pinned
 from whet.parallel.shard import local
 
 _PART = 0.9  # of the free memory
@@ -21,9 +23,36 @@ class Staging:
 
     def __init__(self) -> None:
         self._hosts: dict[str, Tensor] = {}
+        self._pinned = Pinned()
+        self._ahead: threading.Thread | None = None
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make room for these in the background: pinned memory is slow to get, and the first save need not wait."""
+        if not any(local(tensor).is_cuda for tensor in tensors.values()) or not self.has_room_for(tensors):
+            return
+        missing = {name: local(tensor) for name, tensor in tensors.items() if name not in self._hosts}
+
+        def make() -> None:
+            for name, tensor in missing.items():
+                self._hosts[name] = self._pinned.like(tensor)
+
+        self._ahead = threading.Thread(target=make, name="make room for checkpoints", daemon=True)
+        self._ahead.start()
+
+    def close(self) -> None:
+        """Give the room back; the copies are no longer valid."""
+        self._settle()
+        self._hosts.clear()
+        self._pinned.close()
+
+    def _settle(self) -> None:
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors on the host, as they are now; of a sharded one this rank's part, still as a shard."""
+        self._settle()
         copies = {name: _like(tensor, self._copy(name, local(tensor))) for name, tensor in tensors.items()}
         if any(local(tensor).device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()
@@ -31,6 +60,7 @@ class Staging:
 
     def has_room_for(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the host's memory holds copies of these; processes on one machine share it."""
+        self._settle()
         missing = sum(local(tensor).nbytes for name, tensor in tensors.items() if name not in self._hosts)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = free_memory()
@@ -39,8 +69,7 @@ class Staging:
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         host = self._hosts.get(name)
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-            self._hosts[name] = host
+            host = self._hosts[name] = self._pinned.like(tensor)
         return host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 

@@ -27,6 +27,8 @@ class Ranks:
     device: torch.device
     slices: int = 1
     """How many neighbours compute each row together, every one a slice of its tokens."""
+    tensor: int = 1
+    """How many neighbours compute the same tokens together, every one with its part of each layer."""
 
     @property
     def is_first(self) -> bool:
@@ -36,17 +38,22 @@ class Ranks:
     @property
     def slice(self) -> int:
         """The number of this one's slice of its rows."""
-        return self.rank % self.slices
+        return self.rank // self.tensor % self.slices
 
     @property
     def team(self) -> int:
         """The number of those that compute the same rows as this one."""
-        return self.rank // self.slices
+        return self.rank // (self.slices * self.tensor)
 
     @property
     def teams(self) -> int:
         """Among how many a step's rows are dealt."""
-        return self.world // self.slices
+        return self.world // (self.slices * self.tensor)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this one found of its tokens is added up: of those that find the same, the first one's is."""
+        return self.rank % self.tensor == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its sum over all ranks."""

@@ -55,6 +55,8 @@ class Tally:
 
     def results(self, ranks: Ranks) -> dict[str, float]:
         """Over all ranks: val_loss, val_accuracy, val_bpb, and val_loss of each source where there are several."""
+        if not ranks.counts:
+            self._sums[:] = 0
         ranks.sum_(torch.from_numpy(self._sums))  # each document was measured by one rank: nothing is rounded
         whole = self._sums.sum(axis=0)
         found = {"val_loss": _mean(whole, NATS), "val_accuracy": _mean(whole, HITS)}

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load import load_model, with_experts_in
-from whet.model.shapes import is_random
+from whet.model.shapes import is_random, shape_of
 from whet.model.tokenizer import cannot_load, locate
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types that need no scale."""
+_ALL = slice(None)
 
 
 class Source(Protocol):
     """Where the weights of a hollow model are."""
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a weight, as it is kept."""
+    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL) -> Tensor:
+        """Some rows of a weight, of a matrix also some of its columns, as it is kept."""
 
 
 class Files:
@@ -50,8 +51,9 @@ class Files:
     def whole(self, name: str) -> Tensor:
         return self._of[name].get_tensor(name)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._of[name].get_slice(name)[start:stop]
+    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL) -> Tensor:
+        kept = self._of[name].get_slice(name)
+        return kept[start:stop] if columns == _ALL else kept[start:stop, columns]
 
 
 class Held:
@@ -60,8 +62,9 @@ class Held:
     def __init__(self, model: nn.Module) -> None:
         self._weights = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._weights[name][start:stop]
+    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL) -> Tensor:
+        kept = self._weights[name][start:stop]
+        return kept if columns == _ALL else kept[:, columns]
 
 
 def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Source]:
@@ -69,7 +72,7 @@ def load_hollow(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Sou
     experts, GGUF, random ones) are read whole into the host's memory, which the operating system may share."""
     files = None if is_random(config.path) else Files(_folder(config))
     if files is not None and not config.trust_remote_code:
-        model = _bare(config, dtype)
+        model = bare_model(config, dtype)
         saved = model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
         named = {**dict(model.named_parameters()), **buffers}
@@ -117,13 +120,16 @@ def place_(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _bare(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+def bare_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
     """On no device, but for what is computed from the configuration."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        shape = AutoConfig.from_pretrained(locate(config.path), revision=config.revision)
+        if is_random(config.path):
+            shape = shape_of(config.path)
+        else:
+            shape = AutoConfig.from_pretrained(locate(config.path), revision=config.revision)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:

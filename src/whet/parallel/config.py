@@ -29,6 +29,13 @@ class ParallelConfig(Section):
         description="Processes that compute each row together, every one a slice of its tokens (Ulysses): for "
         "conversations that are too long for one device.",
     )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that compute each layer together, every one with its part of the heads and of the "
+        "feed-forward width, by the model's own plan: for layers that are too large for one device. They should be on "
+        "one machine.",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="What the backward pass computes again instead of keeping it: selective keeps matrix products and "

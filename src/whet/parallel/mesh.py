@@ -1,6 +1,7 @@
-"""How the processes of a run are arranged: replicate × shard × context.
+"""How the processes of a run are arranged: replicate × shard × context × tensor.
 
-Neighbours compute the same rows: rank = (replica · shard + part) · context + slice. What talks most is nearest.
+Neighbours compute the same rows: rank = ((replica · shard + part) · context + slice) · tensor + share. What talks most
+is nearest.
 """
 
 from __future__ import annotations
@@ -31,37 +32,47 @@ class Mesh:
     """Over which weights are divided and gradients summed: (replicate, shard · context). None: nothing is divided."""
     slices: dist.ProcessGroup | None
     """Those that compute the same rows as this process. None: it computes its rows alone."""
+    tensor: DeviceMesh | None = None
+    """Those that compute each layer together. None: every layer is computed by one process."""
 
 
 def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
     """The arrangement that a configuration asks for, of all processes; one that does not fit is refused."""
     world, context = ranks.world, config.context
-    fixed = (config.shard or 1) * context
+    fixed = (config.shard or 1) * context * config.tensor
     replicate = config.replicate or max(1, world // fixed)
     if replicate * fixed != world:
-        asked = {"replicate": config.replicate, "shard": config.shard, "context": context if context > 1 else None}
+        asked = {
+            "replicate": config.replicate, "shard": config.shard, "context": context if context > 1 else None,
+            "tensor": config.tensor if config.tensor > 1 else None,
+        }  # fmt: skip
         product = " · ".join(f"parallel.{key}={value}" for key, value in asked.items() if value is not None)
         raise WhetError(
             f"{product} does not fit {world} process{'es' if world > 1 else ''}: their product must be the number of "
             f"processes{'' if config.replicate else ', or divide it'}. Start others (torchrun --nproc-per-node), or "
             "change these"
         )
-    ranks = replace(ranks, slices=context)
+    ranks = replace(ranks, slices=context, tensor=config.tensor)
     patience = timedelta(minutes=config.timeout, seconds=MARGIN_S)  # the watchdog speaks first
-    weights, slices = None, None
-    if config.shard is not None:
+    weights, slices, tensor = None, None, None
+    if config.tensor > 1:  # also what is not divided by it is divided by FSDP2, if by one: the same code for both
+        sizes = (replicate, (config.shard or 1) * context, config.tensor)
+        whole = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        weights, tensor = whole["replicate", "shard"], whole["tensor"]
+    elif config.shard is not None:
         if not dist.is_initialized():
             _be_a_group_of_one(ranks)
         divided = (config.shard or 1) * context
         weights = init_device_mesh(ranks.device.type, (replicate, divided), mesh_dim_names=("replicate", "shard"))
-        for group in weights.get_all_groups():
+    for axes in (weights, tensor):
+        for group in axes.get_all_groups() if axes is not None else ():
             _set_pg_timeout(patience, group)
     if context > 1:
         for first in range(0, world, context):  # every process takes part in making every group
             group = dist.new_group(list(range(first, first + context)), timeout=patience)
             if first <= ranks.rank < first + context:
                 slices = group
-    return Mesh(ranks, replicate, config.shard, context, weights, slices)
+    return Mesh(ranks, replicate, config.shard, context, weights, slices, tensor)
 
 
 def _be_a_group_of_one(ranks: Ranks) -> None:

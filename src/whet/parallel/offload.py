@@ -20,7 +20,7 @@ Forward = Callable[..., Any]
 
 _SMALL = 2**20  # bytes
 _PIECE = 2**26  # weights whose optimizer state is on the device at a time: two fp32 numbers each make 512 MiB
-_SAME_NUMBERS = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0")
+_SAME_NUMBERS = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "_ToTorchTensorBackward")
 
 
 def offloaded(forward: Forward, layer: nn.Module) -> Forward:

@@ -37,9 +37,10 @@ _PRODUCTS = {
 _THIN = 8
 _WHOLE = (
     "scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention", "short_attention",
-    "whet::lora_linear", "whet::lora_mlp", "bitsandbytes::gemm_4bit",
+    "whet::lora_linear", "whet::lora_mlp", "bitsandbytes::gemm_4bit", "_c10d_functional::all_reduce",
 )  # fmt: skip
-"""Attention, layers fused with their adapters, and products with 4-bit weights, which only frozen ones are."""
+"""Attention, layers fused with their adapters, products with 4-bit weights, which only frozen ones are, and sums over
+processes that compute a layer together."""
 
 
 def recomputed(forward: Forward, kind: Literal["selective", "full"]) -> Forward:

@@ -32,7 +32,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
     if ranks.world == 1:
         return
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]  # others are summed already
-    for bucket in _buckets(whole):
+    for bucket in buckets(whole):
         flat = ranks.sum_(_flatten_dense_tensors(bucket))
         for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)
@@ -60,7 +60,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one type, in order, up to a size that keeps the network busy and memory small."""
     bucket: list[Tensor] = []
     size = 0

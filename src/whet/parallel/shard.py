@@ -6,6 +6,8 @@ divided by the count of the whole step already.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -17,6 +19,7 @@ from whet.model.hollow import Source, is_hollow
 from whet.model.loss import LossModel
 from whet.parallel.layers import decoder_layers
 from whet.parallel.mesh import Mesh
+from whet.parallel.tensor import divide_
 
 
 def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | None = None) -> None:
@@ -35,6 +38,8 @@ def shard_(root: LossModel, mesh: Mesh, compute: torch.dtype, source: Source | N
     travels = compute if all_learn and compute.itemsize < widest.itemsize else None
     whole = {parameter for parameter in root.parameters() if not parameter.is_floating_point()}  # in 4 bits
     _leave_hollow_ones(root)
+    if mesh.tensor is not None:  # before FSDP2, which divides what is left of each weight here
+        divide_(root, mesh.tensor)
     for module in (*decoder_layers(root.language_model), root):
         travelling = None if module is root else travels
         policy = MixedPrecisionPolicy(param_dtype=travelling, reduce_dtype=exact, cast_forward_inputs=False)
@@ -69,12 +74,19 @@ def _fill(root: nn.Module, source: Source, device: torch.device) -> None:
         if not isinstance(weight, DTensor) or not weight.is_meta:
             continue
         if id(weight) not in made:
-            shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-            first, count = (offset[0], shape[0]) if shape else (0, 0)
-            rows = source.rows(_name_in_files(name), first, first + count).to(device, weight.dtype, copy=True)
-            made[id(weight)] = nn.Parameter(divided_as(weight, rows), requires_grad=weight.requires_grad)
+            part = _read(weight, _name_in_files(name), source).to(device, weight.dtype, copy=True)
+            made[id(weight)] = nn.Parameter(divided_as(weight, part), requires_grad=weight.requires_grad)
         found[name] = made[id(weight)]
     root.load_state_dict(found, strict=False, assign=True)
+
+
+def _read(weight: DTensor, name: str, source: Source) -> Tensor:
+    """This process's part: some rows; where processes compute the layer together, perhaps some columns of them."""
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    first, count = (offset[0], shape[0]) if shape else (0, 0)
+    if len(shape) == 2 and shape[1] < weight.shape[1]:
+        return source.rows(name, first, first + count, slice(offset[1], offset[1] + shape[1]))
+    return source.rows(name, first, first + count)
 
 
 def _name_in_files(name: str) -> str:
@@ -103,20 +115,46 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def divided_as(weight: Tensor, part: Tensor) -> Tensor:
-    """`part` as this process's part of a tensor whose rows are divided as those of `weight` are."""
+    """`part` as this process's part of a tensor that is divided as `weight` is; one of another width, in rows."""
     if not isinstance(weight, DTensor):
         return part
-    shape = torch.Size((len(weight), *part.shape[1:]))
+    alike = part.shape == local(weight).shape
+    shape = weight.shape if alike else torch.Size((len(weight), *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     mesh, placed = weight.device_mesh, weight.placements
     return DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
+def my_part(weight: Tensor, whole: Tensor) -> Tensor:
+    """Of a whole tensor, the part that this process has of one that is divided as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return whole[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
+
+
 def parts_of(tensor: Tensor) -> int:
     """Into how many parts a tensor is divided."""
-    return tensor.device_mesh.size(-1) if isinstance(tensor, DTensor) else 1
+    return math.prod(count for _, count in _divisions(tensor))
+
+
+def part_of(tensor: Tensor) -> int:
+    """Which of these parts this process has."""
+    number = 0
+    for mine, count in _divisions(tensor):
+        number = number * count + mine
+    return number
 
 
 def copies(tensor: Tensor, ranks: Ranks) -> int:
     """How many processes hold the same part of a tensor that all of them have."""
-    return tensor.device_mesh.size(0) if isinstance(tensor, DTensor) else ranks.world
+    return ranks.world // parts_of(tensor)
+
+
+def _divisions(tensor: Tensor) -> list[tuple[int, int]]:
+    """(this process's number, how many) along each axis of the mesh that divides a tensor."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    divides = [axis for axis, placed in enumerate(tensor.placements) if not placed.is_replicate()]
+    return [(mesh.get_local_rank(axis), mesh.size(axis)) for axis in divides]

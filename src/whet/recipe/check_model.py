@@ -39,6 +39,8 @@ def check_model(config: Config, data: Data | None) -> Iterator[Finding]:
         return
     if config.quantize is not None:
         yield _quantized(model, config.quantize)
+    if config.parallel.tensor > 1:
+        yield _tensor(model, config.parallel.tensor)
     yield _vocabulary(tokens, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     try:
         longest = config.data.max_length if data is None else data.longest
@@ -71,6 +73,17 @@ def _quantized(model: nn.Module, kind: str) -> Finding:
     if part < MOST:
         return Finding("quantize", "warning", f"{text}. Embeddings, and experts fused into one weight, cannot be in it")
     return Finding("quantize", "ok", text)
+
+
+def _tensor(model: nn.Module, processes: int) -> Finding:
+    from whet.parallel.tensor_plan import read_plan
+
+    try:
+        plan = read_plan(model, processes)
+    except WhetError as error:
+        return Finding("tensor", "fault", str(error))
+    layers = len(plan.colwise) + len(plan.rowwise)
+    return Finding("tensor", "ok", f"{layers} linear layers of this model divide by {processes}")
 
 
 def _vocabulary(tokens: int, rows: int) -> Finding:

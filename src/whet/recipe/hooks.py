@@ -56,6 +56,8 @@ class RunHooks:
     def log(self, line: dict[str, Any]) -> None:
         if not self.first_step.is_done:
             self._tell(self.first_step.done(), line["step"])
+            if self.saver is not None:
+                self.saver.get_ready()
         if self.files is not None and self.folder is not None:
             self.files.metrics.write(line)
             self.files.step_ended()

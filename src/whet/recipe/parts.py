@@ -33,6 +33,7 @@ from whet.model.shapes import is_random
 from whet.parallel.mesh import Mesh
 from whet.parallel.narrow import narrow
 from whet.parallel.shard import give_back, shard_
+from whet.parallel.tensor import try_out
 
 _LENGTHS = 4
 _EIGHT_BITS: dict[str, Recipe] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
@@ -137,6 +138,8 @@ def make_divided_root(
     device = mesh.ranks.device
     root = LossModel(language_model(model), config.train.label_smoothing, config.train.z_loss)
     shard_(root, mesh, arithmetic.compute, source)
+    with arithmetic.context(device):
+        try_out(root)
     root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
     prove(config, root, arithmetic, device, tokens, longest)
     give_back(root)

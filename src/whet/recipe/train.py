@@ -47,6 +47,7 @@ from whet.recipe.parts import (
     most_micro_batches,
 )
 from whet.recipe.survive import Watch, heard
+from whet.recipe.tensor import need_tensor_plan
 from whet.recipe.together import check_together, digests
 from whet.recipe.use import model_after
 from whet.train.loss_scale import LossScale
@@ -71,6 +72,7 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
     trackers = check_trackers(config.track)
     if config.quantize is not None:
         need_bitsandbytes()
+    need_tensor_plan(config)
     finished = resume and read_status(config.folder).get("state") == "finished"
     patience_s = 60.0 * config.parallel.timeout
     HERE.at("preparing data", long=True)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from whet.parallel.offload import send_away
-from whet.parallel.shard import local
+from whet.parallel.shard import local, part_of
 from whet.train.rounding import Chance, put
 from whet.train.states import In8Bits, Keep, arithmetic_of, keep_in, parts
 
@@ -54,8 +53,8 @@ class AdamW(torch.optim.Optimizer):
                 self._move(group, weight, weight.grad, step)
 
     def _generator(self, weight: Tensor, step: int) -> torch.Generator:
-        """Of the random numbers that round this weight in this step."""
-        return self._chance.of(step, self._numbers[weight], weight.device, _part(weight))
+        """Of the random numbers that round this weight in this step; parts of a divided one have their own."""
+        return self._chance.of(step, self._numbers[weight], weight.device, part_of(weight))
 
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         keep = self._keeps[weight]
@@ -73,7 +72,7 @@ class AdamW(torch.optim.Optimizer):
         fused = _fused() if weight.is_cuda and arithmetic == torch.float32 and not isinstance(keep, In8Bits) else None
         if fused is not None and weight.is_contiguous() and gradient.is_contiguous():
             motion = fused.Motion(self.factor, beta1, beta2, group["eps"], rate, root, decayed)
-            seed = self._chance.seed(step, self._numbers[whole], _part(whole))
+            seed = self._chance.seed(step, self._numbers[whole], part_of(whole))
             fused.move(weight, gradient, state["exp_avg"], state["exp_avg_sq"], motion, seed)
             return
         chance = self._generator(whole, step)
@@ -92,11 +91,6 @@ class AdamW(torch.optim.Optimizer):
         """What is learned from, in the type of the arithmetic; the gradient itself stays as it is."""
         exact = gradient.to(arithmetic)
         return exact if self.factor == 1 else exact * self.factor
-
-
-def _part(weight: Tensor) -> int:
-    """Which part of a divided weight this process has: parts are rounded by random numbers of their own."""
-    return weight.device_mesh.get_local_rank(-1) if isinstance(weight, DTensor) else 0
 
 
 @functools.cache

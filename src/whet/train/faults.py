@@ -88,7 +88,7 @@ class Examiner:
         together: what they sum is of all of theirs.
         """
         layout = [MicroBatch(self.ranks.rank, row, tuple(members)) for row, members in loader.layout(step)]
-        layout = self.ranks.gather(layout)
+        layout = self.ranks.gather(layout if self.ranks.counts else [])
         supervised = loader.totals(step).supervised
         if not supervised:
             every = self._of_all(
@@ -120,7 +120,7 @@ class Examiner:
 
     def _of_all(self, mine: list[Examined]) -> list[Examined]:
         """What all ranks found; slices of the same documents are put together."""
-        everyone = self.ranks.gather([mine])
+        everyone = self.ranks.gather([mine] if self.ranks.counts else [])
         return [
             _joined(slices)
             for first in range(0, len(everyone), self.ranks.slices)

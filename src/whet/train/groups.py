@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from whet.core.errors import WhetError
 from whet.model.loss import LossModel
@@ -26,18 +27,29 @@ def make_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
         "matrices": ("matrix_lr", config.matrix_lr),
         "scalars": ("scalar_lr", config.scalar_lr),
     }
-    groups = []
+    groups: list[dict[str, Any]] = []
     for name, parameters in _sort(model).items():
         knob, rate = given[name]
         if parameters:
             decay = 0.0 if name == "scalars" else config.weight_decay
             highest = config.lr if rate is None else rate
-            groups.append({"name": name, "params": parameters, "highest": highest, "weight_decay": decay})
+            rule = {"name": name, "highest": highest, "weight_decay": decay}
+            groups.extend({"params": alike, **rule} for alike in _by_mesh(parameters))
         elif rate is not None:
             raise WhetError(
                 f"train.optimizer.{knob}: {rate}, but this run does not train {_WHAT[name]}. Leave the knob out"
             )
     return groups
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Torch's optimizers take many weights at once, if they are divided over the same axes. All are, unless processes
+    compute layers together: then norms are not divided among them, and biases may be."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append(parameter)
+    return list(found.values())
 
 
 def _sort(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from whet.parallel.shard import divided_as, local
+from whet.parallel.shard import divided_as, local, my_part
 from whet.train.adamw import AdamW
 from whet.train.rounding import put
 from whet.train.states import arithmetic_of
@@ -64,7 +64,7 @@ def _orthogonal(part: Tensor, weight: Tensor) -> Tensor:
         return orthogonalise(part)
     whole: Any = divided_as(weight, part)
     direction = orthogonalise(whole.full_tensor())
-    return local(distribute_tensor(direction, weight.device_mesh, weight.placements, src_data_rank=None))
+    return my_part(weight, direction)
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def _scale(optimizer: torch.optim.Optimizer, factor: float) -> Tensor | None:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if all(weight.is_cuda and weight.dtype == torch.float32 and local(weight) is weight for weight in weights):
         return torch.full((), 1 / factor, device=weights[0].device)
-    torch._foreach_mul_([weight.grad for weight in weights if weight.grad is not None], factor)
+    torch._foreach_mul_([local(weight.grad) for weight in weights if weight.grad is not None], factor)
     return None
 
 

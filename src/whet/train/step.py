@@ -18,6 +18,7 @@ from whet.core.whereabouts import HERE
 from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.loss import LossModel
+from whet.parallel.agree import agree
 from whet.parallel.replicate import sum_gradients
 from whet.parallel.shard import copies, give_back, local, sums_now
 
@@ -79,6 +80,9 @@ def find_gradients(
         sums[1] += result.hits.sum()
     HERE.at("summing", step + 1)
     sum_gradients(parameters, ranks)
+    agree(model)
+    if not ranks.counts:
+        sums[:2] = 0
     sums[3] = _squares(parameters, ranks)
     ranks.sum_(sums)
     loss, hits, stops, squares, saves = sums.tolist()
@@ -91,14 +95,20 @@ def find_gradients(
 
 def _squares(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:
     """This process's part of the squared norm of the gradients, in fp64: summed over all processes it is the whole."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    parts = [local(gradient) for gradient in gradients]
+    held: dict[int, list[torch.Tensor]] = {}  # by how many hold the same: layers may be divided more than the rest
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held.setdefault(copies(parameter.grad, ranks), []).append(local(parameter.grad))
+    return torch.stack([_squared(parts) / count for count, parts in held.items()]).sum()
+
+
+def _squared(parts: list[torch.Tensor]) -> torch.Tensor:
     exact = torch.promote_types(parts[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
     if parts[0].is_cuda and sum(map(torch.numel, parts)) <= _TOGETHER:  # of hundreds of adapters: asked at once
         norm = torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]), dtype=exact)
     else:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=exact)))
-    return norm.double().square() / copies(gradients[0], ranks)
+    return norm.double().square()
 
 
 class Timed(Iterator[T]):

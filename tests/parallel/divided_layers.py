@@ -1,0 +1,167 @@
+"""Started under torchrun by test_tensor.py: models whose layers two processes compute together, against whole ones.
+
+python divided_layers.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whet.core.errors import WhetError
+from whet.core.ranks import start_ranks
+from whet.model import attention
+from whet.model.loss import LossModel
+from whet.model.precision import HonestDouble
+from whet.parallel.agree import agree
+from whet.parallel.apply import apply
+from whet.parallel.compile import compile_count
+from whet.parallel.config import ParallelConfig
+from whet.parallel.mesh import Mesh, arrange
+from whet.parallel.shard import local, shard_
+from whet.parallel.tensor import try_out
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"head_dim": 8, "sliding_window": 5},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 5},
+    "Phi": {"qk_layernorm": True},
+    "Olmo": {"clip_qkv": 0.5},
+    "Granite": {},
+    "Cohere": {},
+    "Starcoder2": {},
+    "Exaone4": {"head_dim": 8, "sliding_window": 5},
+    "Arcee": {},
+}
+
+
+def batch() -> SimpleNamespace:
+    tokens = torch.randint(3, 64, (24,), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1)
+    labels[[9, 23]] = -100
+    return SimpleNamespace(
+        tokens=tokens, labels=labels, positions=torch.cat([torch.arange(10), torch.arange(14)]), longest=24,
+        cu_seqlens=torch.tensor([0, 10, 24], dtype=torch.int32), edges=(0, 10, 24), learned_at=None,
+        supervised_at=torch.nonzero(labels >= 0)[:, 0],
+    )  # fmt: skip
+
+
+def make(family: str, **settings: Any) -> LossModel:
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for weight in model.parameters():
+        weight.data += 0.05 * torch.randn(weight.shape)  # biases and norms too
+    attention.install(model, "eager")
+    return LossModel(model)
+
+
+def gradients(root: LossModel) -> dict[str, torch.Tensor]:
+    with HonestDouble():
+        result = root(batch())
+    result.objective.backward()
+    agree(root)
+    found = {"": result.loss}
+    for name, weight in root.named_parameters():
+        grad = weight.grad
+        assert grad is not None, name
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def differs(family: str, mesh: Mesh) -> str | float:
+    """The largest relative difference of a gradient, or why the model was refused."""
+    wanted = gradients(make(family, **FAMILIES[family]))
+    root = make(family, **FAMILIES[family])
+    try:
+        shard_(root, mesh, torch.float64)
+        try_out(root)
+    except WhetError as error:
+        return str(error)
+    found = gradients(root)
+    return max(((found[name] - grad).norm() / grad.norm().clamp(min=1e-6)).item() for name, grad in wanted.items())
+
+
+def graphs(mesh: Mesh | None) -> int:
+    """How many graphs a step of compiled layers takes."""
+    root, before = make("Llama"), compile_count()
+    if mesh is not None:
+        shard_(root, mesh, torch.float64)
+    apply(root.language_model, ParallelConfig(), compile=True, backend="aot_eager")
+    gradients(root)
+    torch.compiler.reset()
+    return compile_count() - before
+
+
+def sums(mesh: Mesh) -> int:
+    """How often states are summed over the processes, forth and back, in each layer."""
+    root = make("Llama")
+    shard_(root, mesh, torch.float64)
+    with CountSums() as count, HonestDouble():
+        root(batch()).objective.backward()
+    return count.sums // SHAPE["num_hidden_layers"]
+
+
+class CountSums(TorchDispatchMode):
+    sums = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.sums += func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **kwargs or {})
+
+
+def refusal(mesh: Mesh) -> str:
+    """Of a model that knows by itself how wide its layers are."""
+    root = make("Llama")
+    first: Any = root.language_model.get_submodule("model.layers.0.mlp.up_proj")
+    first.register_forward_hook(lambda module, inputs, output: output.view(-1, SHAPE["intermediate_size"]))
+    shard_(root, mesh, torch.float64)
+    try:
+        try_out(root)
+    except WhetError as error:
+        return str(error)
+    return ""
+
+
+def held(mesh: Mesh) -> list[float]:
+    """The part of each linear layer's weight that this process holds."""
+    root = make("Llama")
+    whole = {name: weight.numel() for name, weight in root.named_parameters()}
+    shard_(root, mesh, torch.float64)
+    names = [f"{name}.weight" for name, module in root.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({local(root.get_parameter(name)).numel() / whole[name] for name in names if "head" not in name})
+
+
+def main(folder: Path) -> None:
+    ranks = start_ranks()
+    mesh = arrange(ParallelConfig(tensor=2), ranks)
+    found = {
+        "differs": {family: differs(family, mesh) for family in FAMILIES},
+        "graphs": [graphs(None), graphs(mesh)],
+        "sums": sums(mesh),
+        "refusal": refusal(mesh),
+        "held": held(mesh),
+    }
+    if ranks.is_first:
+        (folder / "found.json").write_text(json.dumps(found))
+    ranks.leave_together()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
