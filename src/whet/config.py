@@ -110,7 +110,7 @@ class Config(Section):
                 "checkpoint.keep_best",
                 f"{self.checkpoint.keep_best}, but nothing is measured between start and end. Set eval.every too",
             )
-        if best.startswith("task/") and task not in self.eval.tasks:
+        if best.startswith("task/") and task not in self.eval.task_names:
             raise impossible("eval.best", f"{best}, but eval.tasks does not have {task}. Add it")
         if best.startswith("val_") and self.data.validation is None:
             raise impossible("eval.best", f"{best}, but there is no validation data. Set data.validation")
@@ -183,7 +183,15 @@ class Config(Section):
         tree["model"]["path"] = self.model.settled_path
         validation = tree["data"].get("validation") or {}
         named = [(owner, "path") for owner in (tree["model"], *tree["data"]["sources"], *validation.get("sources", []))]
-        for owner, key in [*named, (tree["model"], "tokenizer"), (tree["data"], "template"), (tree["data"], "store")]:
+        files = [owner for task, owner in zip(self.eval.tasks, tree["eval"]["tasks"], strict=True) if not task.builtin]
+        named += [(owner, "path") for owner in files]
+        named += [(owner, "schema_file") for owner in tree["eval"]["tasks"]]
+        for owner, key in [
+            *named,
+            (tree["model"], "tokenizer"),
+            (tree["data"], "template"),
+            (tree["data"], "store"),
+        ]:
             if key in owner and Path(owner[key]).expanduser().exists():
                 owner[key] = str(Path(owner[key]).expanduser().resolve())
         return tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,9 @@ def test_eval_measures_what_training_measured(whet: Any, run: Path) -> None:
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     result = only_object(whet("eval", run, "--json").out)
     measured = {key: last[key] for key in ("val_loss", "val_accuracy", "val_bpb")}
+    perplexity = result.pop("val_perplexity")
     assert result == {"run": str(run), "step": 30, **measured}
+    assert perplexity == pytest.approx(math.exp(last["val_loss"]))
 
 
 def test_eval_of_an_earlier_checkpoint_with_a_task(whet: Any, run: Path) -> None:

@@ -11,16 +11,37 @@ from whet.cli.common import Json, Overrides, Quiet, verb
 
 @verb
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP for an earlier checkpoint.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN|MODEL", help="A run folder, RUN@STEP, a model folder, a hub id, builtin:smollm2."),
+    ],
     overrides: Overrides = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Names and files, such as orders,my.jsonl:number, or a YAML list of tasks.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Measure the loss on this file instead.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another run or model to compare with, or the file of an earlier evaluation.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base/--no-base", help="Ask the model before training too.")] = True,
+    lm_eval: Annotated[
+        str | None, typer.Option("--lm-eval", help="Tasks for EleutherAI's lm-eval, run on the exported model.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="A file for the result with all answers.")] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Measure a run's model again: validation loss, bits per byte, token accuracy, tasks."""
-    from whet.recipe.use import evaluate_run
+    """Measure a run or a model: loss, perplexity, bits per byte, token accuracy, and tasks with how sure they are."""
+    from whet.infer.compare import lines
+    from whet.recipe.evaluate import Question
+    from whet.recipe.evaluate import evaluate as answer
+    from whet.recipe.lm_eval import run_lm_eval
 
-    result = evaluate_run(run, overrides or [])
+    if lm_eval is not None:
+        result = run_lm_eval(model, lm_eval, overrides or [])
+    else:
+        result = answer(Question(model, overrides or [], tasks, data, against, base, out))
     if not as_json:
-        for name, value in result.items():
-            typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+        for line in lines(result):
+            typer.echo(line)
     return result

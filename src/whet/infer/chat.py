@@ -19,7 +19,7 @@ from whet.data.render import Renderer
 from whet.infer.calculate import calculate
 from whet.infer.generate import Answer, Sampling, answers
 from whet.infer.streamed import TextStream
-from whet.infer.tools import CalledCalculator, MarkedCalculator, Tools, called_expression
+from whet.infer.tools import CalledCalculator, MarkedCalculator, Tools, called_expression, offer_of
 
 _MOST_CALLS = 16
 """Of a tool in one answer: a model that calls for ever is stopped."""
@@ -57,7 +57,7 @@ class Speaker:
         marked = isinstance(calculator, MarkedCalculator)
         self._inside = calculator if marked else None
         self._shows = not marked  # markers are part of the text then
-        self._schemas = [SCHEMA] if isinstance(calculator, CalledCalculator) else []
+        self._schemas = offer_of(calculator)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         try:

@@ -32,10 +32,20 @@ MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_e
 """nanochat's: an expression between the first two, its value between the last two."""
 
 
+def has_markers(renderer: Renderer) -> bool:
+    """Whether the calculator can be called without being offered first."""
+    vocabulary = renderer.tokenizer.get_vocab()
+    return all(name in vocabulary for name in MARKERS)
+
+
 def calculator_for(renderer: Renderer) -> Tools:
     """The calculator as this model calls it: between markers, if its tokenizer has them, else by its chat template."""
-    vocabulary = renderer.tokenizer.get_vocab()
-    return MarkedCalculator(renderer) if all(name in vocabulary for name in MARKERS) else CalledCalculator(renderer)
+    return MarkedCalculator(renderer) if has_markers(renderer) else CalledCalculator(renderer)
+
+
+def offer_of(calculator: Tools | None) -> list[dict[str, Any]]:
+    """What a prompt says of it."""
+    return [SCHEMA] if isinstance(calculator, CalledCalculator) else []
 
 
 class MarkedCalculator:

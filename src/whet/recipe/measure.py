@@ -16,7 +16,10 @@ from whet.data.planner import plan_whole
 from whet.data.render import Renderer
 from whet.infer.evaluate import validation_loss
 from whet.infer.tally import Kinds, source_names
-from whet.infer.tasks import Sample, find_task, score
+from whet.infer.tasks.answers import Answerer
+from whet.infer.tasks.find import known_tasks
+from whet.infer.tasks.score import score_all
+from whet.infer.tasks.task import Sample, Scored
 from whet.model.config import ModelConfig
 from whet.model.lora import vocabulary_of
 from whet.model.loss import LossModel
@@ -33,30 +36,48 @@ def measure(
     config: Config, data: Data, root: LossModel, ranks: Ranks, arithmetic: Arithmetic
 ) -> tuple[dict[str, float], list[Sample]]:
     """Validation loss and task scores of the model as it is now."""
-    results: dict[str, float] = {}
     samples: list[Sample] = []
     context = arithmetic.context(ranks.device)
-    if data.validation is not None:
-        plan = plan_whole(
-            data.validation.lengths, data.validation_documents, config.row_length, config.data.packing,
-            config.data.bins, config.eval.rows,
-        )  # fmt: skip
-        with contextlib.closing(make_loader(config, data.validation, plan, ranks)) as loader:
-            results |= validation_loss(root, loader, ranks, context, kinds_of(data, root))
-        if len(plan.documents) < len(data.validation_documents):
-            results["val_part"] = len(plan.documents) / len(data.validation_documents)
-    renderer = Renderer(data.tokenizer, config.data.train_on)
-    for name in config.eval.tasks:
-        scored = functools.partial(
-            score, find_task(name), config.eval.examples, root.language_model, renderer,
-            answer_stops(renderer, config.model), ranks, together=is_sharded(root),
-        )  # fmt: skip
-        with context:
-            found, answers = root.within(scored)
-        results[f"task/{name}"] = found
-        samples += answers
+    results = measure_loss(config, data, root, ranks, context)
+    for scored in measure_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, context):
+        results[f"task/{scored.task}"] = scored.score
+        if len(scored.samples) < scored.asked_for:
+            results[f"scored/{scored.task}"] = len(scored.samples)
+        samples += scored.samples
     give_back(root)
     return results, samples
+
+
+def measure_loss(
+    config: Config, data: Data, root: LossModel, ranks: Ranks, context: contextlib.AbstractContextManager[object]
+) -> dict[str, float]:
+    """On the validation data, where there is some."""
+    if data.validation is None:
+        return {}
+    plan = plan_whole(
+        data.validation.lengths, data.validation_documents, config.row_length, config.data.packing,
+        config.data.bins, config.eval.rows,
+    )  # fmt: skip
+    with contextlib.closing(make_loader(config, data.validation, plan, ranks)) as loader:
+        results = validation_loss(root, loader, ranks, context, kinds_of(data, root))
+    if len(plan.documents) < len(data.validation_documents):
+        results["val_part"] = len(plan.documents) / len(data.validation_documents)
+    return results
+
+
+def measure_tasks(
+    config: Config,
+    renderer: Renderer,
+    root: LossModel,
+    ranks: Ranks,
+    context: contextlib.AbstractContextManager[object],
+) -> list[Scored]:
+    """How the model as it is now does on each task of the configuration."""
+    answerer = Answerer(root.language_model, renderer, answer_stops(renderer, config.model))
+    asked = functools.partial(
+        score_all, known_tasks(config.eval), answerer, ranks, is_sharded(root), config.eval.minutes, context
+    )
+    return root.within(asked) if config.eval.tasks else []
 
 
 def kinds_of(data: Data, root: LossModel) -> Kinds:

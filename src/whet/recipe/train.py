@@ -21,7 +21,7 @@ from whet.core.watchdog import MARGIN_S
 from whet.core.whereabouts import HERE
 from whet.data.plan import Plan
 from whet.data.pool import beside
-from whet.infer.tasks import find_task
+from whet.infer.tasks.find import find_tasks
 from whet.model.fp8 import in_fp8
 from whet.model.quantize import MOST, need_bitsandbytes, plain_bytes, quantized_part
 from whet.model.shapes import is_random
@@ -69,8 +69,7 @@ def train(config: Config, resume: bool, until: int | None = None, keeps: bool = 
         be_quiet()
     hush_libraries()
     be_deterministic(config)  # before a thread uses the device
-    for task in config.eval.tasks:
-        find_task(task)
+    find_tasks(config.eval)
     trackers = check_trackers(config.track)
     if config.quantize is not None:
         need_bitsandbytes()

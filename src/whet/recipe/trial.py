@@ -30,7 +30,9 @@ def smoke(config: Config) -> Config:
             "store": None,
         }
     )
-    measured = config.eval.model_copy(update={"examples": min(config.eval.examples, _EXAMPLES), "every": None})
+    tasks = [task.model_copy(update={"examples": None}) for task in config.eval.tasks]
+    few = {"examples": min(config.eval.examples, _EXAMPLES), "every": None, "tasks": tasks}
+    measured = config.eval.model_copy(update=few)
     saved = config.checkpoint.model_copy(update={"every": STEPS, "minutes": None, "epochs": None, "keep_best": 0})
     train = _short(config.train, config.row_length)
     changed = {"data": data, "train": train, "eval": measured, "checkpoint": saved, "profile": None}

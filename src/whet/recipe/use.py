@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -19,10 +17,9 @@ from whet.core.run import read_status, split_reference
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.recipe.about import require_base
-from whet.recipe.data import hush_libraries, prepare_data, recorded_data
-from whet.recipe.folder import changed_settings, frozen_date
-from whet.recipe.measure import export_model, measure
-from whet.recipe.parts import Arithmetic, arithmetic_of, build_model, choose_arithmetic, make_root
+from whet.recipe.data import hush_libraries, recorded_data
+from whet.recipe.measure import export_model
+from whet.recipe.parts import Arithmetic, arithmetic_of, build_model, choose_arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +53,6 @@ def model_after(config: Config, step: int, ranks: Ranks, arithmetic: Arithmetic 
     manifest = load(folder, LossModel(language_model(model)), None, ranks)
     require_base(config, manifest, ranks)
     return model
-
-
-def evaluate_run(reference: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Measure a run again, as its configuration, or `overrides`, say."""
-    hush_libraries()
-    path, step = split_reference(reference)
-    run = load_run(path, step)
-    config = read_config(path / "config.yaml", overrides).at(path)
-    changed = [key for key, _, _ in changed_settings(path, config) if not key.startswith("data.validation.sources")]
-    if changed:
-        raise WhetError(
-            f"{changed[0]}: an evaluation cannot change what was trained, or trained conversations might be measured. "
-            "It takes eval.*, data.validation.sources and train.micro_rows"
-        )
-    if config.data.validation == run.config.data.validation:
-        data = recorded_data(config, path / "ledger.json")
-    else:
-        data = prepare_data(config, frozen_date(path))
-    root = make_root(config, run.model, run.arithmetic, run.ranks.device, len(data.tokenizer), data.longest)
-    results, _ = measure(config, data, root, run.ranks, run.arithmetic)
-    if not results:
-        raise WhetError(
-            f"{path}: this run has neither validation data nor tasks, so there is nothing to measure. Give some: "
-            "eval.tasks=[orders], or data.validation.sources=[{path: FILE}]"
-        )
-    return {"run": str(path), "step": run.step, **results}
 
 
 def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:

@@ -25,11 +25,17 @@ def recognise(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
 
 def parse(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
     """A conversation, or a BadRecordError with the reason."""
+    question, texts, right = read(record, names)
+    return Conversation((Message("user", ask(question, texts)), Message("assistant", ascii_uppercase[right])), origin)
+
+
+def read(record: Any, names: Mapping[str, str]) -> tuple[str, list[str], int]:
+    """The question, its choices, and the place of the right one; or a BadRecordError with the reason."""
     record = need_object(record, _EXAMPLE)
     question = filled(need_field(record, names["question"]), f"'{names['question']}'")
     texts, labels = _choices(need_field(record, names["choices"]), names["choices"])
     right = _right(need_field(record, names["answer"]), labels, len(texts), names["answer"])
-    return Conversation((Message("user", ask(question, texts)), Message("assistant", ascii_uppercase[right])), origin)
+    return question, texts, right
 
 
 def ask(question: str, choices: Sequence[str]) -> str:

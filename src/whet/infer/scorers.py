@@ -1,0 +1,187 @@
+"""Judging an answer in text: exact, by a number, by what it contains, as JSON, by overlap with the right one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from whet.core.errors import WhetError
+from whet.infer.config import TaskConfig
+from whet.infer.tasks.task import Example, Scorer
+
+_NUMBER = re.compile(r"[-−+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+
+
+def make_scorer(config: TaskConfig, name: str) -> Scorer:
+    """The scorer of a name, with what the task says about it; a WhetError where a package or setting is missing."""
+    return _MADE[name](config)
+
+
+def exact(answer: str, example: Example) -> float:
+    """It is the right answer, spaces around it aside."""
+    return float(answer.strip() in (each.strip() for each in example.answers))
+
+
+def number(answer: str, example: Example) -> float:
+    """The number after the last ####, or else the last one in the answer, is the right one."""
+    said = last_number(answer)
+    return float(said is not None and any(said == last_number(each) for each in example.answers))
+
+
+def last_number(text: str) -> Decimal | None:
+    """Of `… #### 1,234.` it is 1234; of text without a mark the last number there is."""
+    _, mark, after = text.rpartition("####")
+    found = _NUMBER.search(after) if mark else None
+    found = found or next(iter([*_NUMBER.finditer(text)][::-1]), None)
+    try:
+        return Decimal(found.group().replace(",", "").replace("−", "-")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def contains(answer: str, example: Example) -> float:
+    """A right answer stands somewhere in it; upper and lower case are the same."""
+    said = answer.casefold()
+    return float(any(each.strip().casefold() in said for each in example.answers))
+
+
+def fenced(text: str) -> str:
+    """What stands in the first ``` block, or the whole where there is none."""
+    found = _FENCED.search(text)
+    return found.group(1) if found else text.strip()
+
+
+def _regex(config: TaskConfig) -> Scorer:
+    if config.pattern is None:
+        return Scorer("regex", _fits_a_pattern)
+    try:
+        pattern = re.compile(config.pattern, re.MULTILINE)
+    except re.error as error:
+        raise WhetError(
+            f"eval.tasks: {config.title}: pattern {config.pattern!r} is no regular expression: {error}"
+        ) from None
+
+    def score(answer: str, example: Example) -> float:
+        found = next(iter([*pattern.finditer(answer)][::-1]), None)
+        said = "" if found is None else (found.group(1) or "") if pattern.groups else found.group()
+        return float(found is not None and exact(said, example))
+
+    return Scorer("regex", score)
+
+
+def _fits_a_pattern(answer: str, example: Example) -> float:
+    for each in example.answers:
+        try:
+            if re.search(each, answer, re.MULTILINE):
+                return 1.0
+        except re.error as error:
+            raise WhetError(f"{example.place}: the answer {each!r} is no regular expression: {error}") from None
+    return 0.0
+
+
+def _same_json(answer: str, example: Example) -> float:
+    said = _json(answer)
+    return float(said is not _NONE and any(said == _json(each) for each in example.answers))
+
+
+_NONE = object()
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(fenced(text))
+    except (ValueError, RecursionError):
+        return _NONE
+
+
+def _json_schema(config: TaskConfig) -> Scorer:
+    try:
+        import jsonschema
+    except ImportError:
+        raise _missing(config, "json-schema") from None
+    own = None
+    if config.schema_file is not None:
+        try:
+            own = json.loads(Path(config.schema_file).expanduser().read_text())
+        except (OSError, ValueError) as error:
+            raise WhetError(
+                f"eval.tasks: {config.title}: schema_file {config.schema_file} cannot be read: {error}"
+            ) from None
+
+    def score(answer: str, example: Example) -> float:
+        schema = example.more.get("schema", own)
+        if schema is None:
+            raise WhetError(f"{example.place}: there is no schema to judge by. Give the record one, or set schema_file")
+        try:
+            kind = jsonschema.validators.validator_for(schema)
+            kind.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise WhetError(f"{example.place}: this is no JSON schema: {error.message}") from None
+        said = _json(answer)
+        return float(said is not _NONE and kind(schema).is_valid(said))
+
+    return Scorer("json-schema", score)
+
+
+def _overlap(name: str, config: TaskConfig) -> Scorer:
+    """BLEU and chrF of sacrebleu: by sentence for each example, and over all of them as papers give it."""
+    try:
+        from sacrebleu.metrics import BLEU, CHRF
+    except ImportError:
+        raise _missing(config, name) from None
+    metric = BLEU(effective_order=True) if name == "bleu" else CHRF()
+    corpus = BLEU() if name == "bleu" else metric
+
+    def score(answer: str, example: Example) -> float:
+        return min(1.0, float(metric.sentence_score(answer, list(example.answers)).score) / 100)
+
+    def whole(answers: Sequence[str], examples: Sequence[Example]) -> float:
+        most = max(len(example.answers) for example in examples)
+        references = [[_at(example, number) for example in examples] for number in range(most)]
+        return float(corpus.corpus_score(list(answers), references).score) / 100
+
+    return Scorer(name, score, graded=True, whole=whole)
+
+
+def _at(example: Example, number: int) -> str | None:
+    return example.answers[number] if number < len(example.answers) else None
+
+
+def _rouge(config: TaskConfig) -> Scorer:
+    """The F-measure of the longest common subsequence of words, with the best of the right answers."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise _missing(config, "rouge") from None
+    judge = RougeScorer(["rougeL"], use_stemmer=False)
+
+    def score(answer: str, example: Example) -> float:
+        return max(float(judge.score(each, answer)["rougeL"].fmeasure) for each in example.answers)
+
+    return Scorer("rouge", score, graded=True)
+
+
+def _missing(config: TaskConfig, name: str) -> WhetError:
+    return WhetError(
+        f"eval.tasks: {config.title}: scorer {name} needs a package that is not installed. "
+        "pip install 'whet[eval]', or choose another scorer"
+    )
+
+
+_MADE: dict[str, Callable[[TaskConfig], Scorer]] = {
+    "exact": lambda _: Scorer("exact", exact),
+    "number": lambda _: Scorer("number", number),
+    "contains": lambda _: Scorer("contains", contains),
+    "regex": _regex,
+    "json": lambda _: Scorer("json", _same_json),
+    "json-schema": _json_schema,
+    "bleu": partial(_overlap, "bleu"),
+    "chrf": partial(_overlap, "chrf"),
+    "rouge": _rouge,
+}

@@ -1,0 +1,1 @@
+"""Tasks: questions with right answers, and what a model makes of them."""

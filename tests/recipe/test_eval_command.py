@@ -1,0 +1,237 @@
+"""`whet eval` on runs and models: scores beside the base and beside each other, and what training did with them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Json = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A habit that is learned in seconds, to answer A to everything, and tasks in which that is right or not."""
+    folder = tmp_path_factory.mktemp("material")
+
+    def write(name: str, records: list[dict[str, Any]]) -> None:
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    asked = [f"Question {i}, please?" for i in range(40)]
+    write("train.jsonl", [{"prompt": text, "completion": "A"} for text in asked[:30]])
+    write("own.jsonl", [{"prompt": text, "answer": "A"} for text in asked[30:]])
+    write(
+        "choice.jsonl",
+        [{"question": text, "choices": ["x", "y", "z", "u"], "answer": i % 2} for i, text in enumerate(asked[:20])],
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(whet: Any, material: Path) -> Path:
+    folder = material / "run"
+    ended = whet(
+        "train", "recipes/tiny.yaml", f"run.dir={folder}", f"data.sources=[{{path: {material}/train.jsonl}}]",
+        f"data.validation={{sources: [{{path: {material}/own.jsonl}}]}}", "train.steps=40",
+        "train.optimizer.lr=0.01", f"eval.tasks=[{material}/own.jsonl, {material}/choice.jsonl]", "eval.every=20",
+        "eval.best=task/own", "checkpoint.keep_best=1", "checkpoint.every=20",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture
+def evaluated(whet: Any) -> Json:
+    def run(*arguments: Any) -> dict[str, Any]:
+        ended = whet("eval", *arguments, "--json")
+        assert ended.code == 0, ended.err
+        assert ended.out.count("\n") == 1
+        return dict(json.loads(ended.out))
+
+    return run
+
+
+@pytest.fixture
+def refused(whet: Any) -> Callable[..., str]:
+    def run(*arguments: Any) -> str:
+        ended = whet("eval", *arguments)
+        assert ended.code == 1
+        assert "Traceback" not in ended.err
+        return str(ended.err)
+
+    return run
+
+
+def test_scores_of_tuned_and_base_with_intervals(evaluated: Json, run: Path) -> None:
+    result = evaluated(run)
+    own, choice = result["tasks"]["own"], result["tasks"]["choice"]
+    assert result["task/own"] == own["score"] == 1
+    assert (own["baseline"], own["interval"], own["base"]["score"], own["base"]["interval"]) == (0, [1, 1], 0, [0, 0])
+    assert (own["examples"], own["scorer"]) == (10, "exact")
+    apart = own["difference"]
+    assert (apart["mean"], apart["test"], apart["significant"]) == (1, "mcnemar", True)
+    assert apart["p"] == pytest.approx(2 / 2**10)
+    assert (choice["score"], choice["baseline"], choice["scorer"]) == (0.5, 0.25, "letters")
+    assert choice["interval"][0] < 0.5 < choice["interval"][1]
+    assert result["mean_above_baseline"]["score"] == pytest.approx((1 + 1 / 3) / 2)
+    assert result["val_perplexity"] == pytest.approx(math.exp(result["val_loss"]))
+
+
+def test_what_training_measured_is_measured_again(evaluated: Json, run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = {line["step"]: line for line in lines if "task/own" in line}
+    assert list(measured) == [0, 20, 40]
+    again = evaluated(run)
+    for name in ("val_loss", "task/own", "task/choice"):
+        assert again[name] == pytest.approx(measured[40][name])
+    assert again["tasks"]["choice"]["base"]["score"] == measured[0]["task/choice"]
+    best = (run / "checkpoints" / "best").read_text().strip()
+    highest = max(measured[20]["task/own"], measured[40]["task/own"])
+    assert measured[int(best.removeprefix("step-"))]["task/own"] == highest
+
+
+def test_without_the_base(evaluated: Json, run: Path) -> None:
+    assert "base" not in evaluated(run, "--no-base")["tasks"]["own"]
+
+
+def test_one_against_the_other_and_against_what_was_kept(
+    evaluated: Json, run: Path, material: Path, tmp_path: Path
+) -> None:
+    tasks = f"{material}/own.jsonl,{material}/choice.jsonl"
+    models = evaluated("builtin:tiny", "--tasks", tasks, "--against", run)
+    own = models["tasks"]["own"]
+    assert (models["model"], models["against"]) == ("builtin:tiny", str(run))
+    assert (own["score"], own["against"]["score"], own["difference"]["mean"]) == (0, 1, -1)
+    assert own["difference"]["significant"] is True
+    same = evaluated(f"{run}@40", "--against", run)
+    assert same["tasks"]["own"]["difference"]["mean"] == 0
+    assert same["tasks"]["own"]["difference"]["significant"] is False
+    kept = Path(evaluated(run)["file"])
+    assert kept == run / "evals" / "step-000040.json"
+    from_file = evaluated("builtin:tiny", "--tasks", tasks, "--against", kept, "--out", tmp_path / "x" / "tiny.json")
+    assert from_file["tasks"] == models["tasks"]
+    written = json.loads((tmp_path / "x" / "tiny.json").read_text())
+    assert written["tasks"] == from_file["tasks"]
+    assert len(written["scored"][0]["samples"]) == 10
+
+
+def test_a_models_loss_on_a_file_is_the_runs(evaluated: Json, run: Path, material: Path) -> None:
+    """The export is the trained model, so it has the same loss on the same conversations."""
+    tuned = evaluated(run, "--no-base")
+    plain = evaluated(run / "exports" / "merged", "--data", material / "own.jsonl")
+    for name in ("val_loss", "val_accuracy", "val_bpb", "val_perplexity"):
+        assert plain[name] == pytest.approx(tuned[name], rel=1e-5)
+    other = evaluated(run, "--data", material / "choice.jsonl", "--no-base")
+    assert other["val_loss"] != tuned["val_loss"]
+
+
+def test_a_yaml_list_of_tasks_and_options(evaluated: Json, run: Path, material: Path) -> None:
+    own = f"{material}/own.jsonl"
+    tasks = f"[{{path: {own}, name: mine, scorer: contains, examples: 3, max_new_tokens: 1}}, {own}:number]"
+    result = evaluated(run, "--tasks", tasks, "--no-base", "eval.examples=5")
+    assert {name: (task["examples"], task["scorer"]) for name, task in result["tasks"].items()} == {
+        "mine": (3, "contains"),
+        "own": (5, "number"),
+    }
+
+
+def test_time_bounds_an_evaluation(evaluated: Json, run: Path) -> None:
+    result = evaluated(run, "--tasks", "orders", "--no-base", "eval.minutes=0.000001", "eval.examples=50")
+    assert (result["tasks"]["orders"]["examples"], result["tasks"]["orders"]["asked_for"]) == (32, 50)
+
+
+def test_time_bounds_an_evaluation_of_a_run(whet: Any, recipe: str, tmp_path: Path) -> None:
+    ended = whet(
+        "train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", "eval.tasks=[orders]", "eval.examples=40",
+        "eval.minutes=0.000001",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["scored/orders"] for line in lines if "task/orders" in line] == [32, 32]
+
+
+def test_people_read_lines(whet: Any, run: Path) -> None:
+    ended = whet("eval", run)
+    assert ended.code == 0
+    assert "own: 100.0 % [100.0, 100.0] · baseline 0.0 % · 10 examples, exact" in ended.out
+    assert "base 0.0 % [0.0, 0.0]" in ended.out
+    assert "difference +100.0 [+100.0, +100.0], p = 0.002: significant" in ended.out
+    assert "mean above the baselines: 0.667" in ended.out
+
+
+def test_a_run_is_complete_in_its_folder(
+    evaluated: Json, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of tasks are kept whole, so that it can be measured from anywhere, and once more after it was moved."""
+    moved = shutil.copytree(run, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    assert evaluated("moved", "--no-base")["task/own"] == 1
+    assert (moved / "evals" / "step-000040.json").exists()
+
+
+def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_path: Path) -> None:
+    assert "there is no task 'ordrs'; known are: orders" in refused(run, "--tasks", "ordrs")
+    assert "two tasks are called own" in refused(run, "--tasks", f"{material}/own.jsonl,{material}/own.jsonl:number")
+    assert "no such file" in refused(run, "--tasks", "no/such.jsonl")
+    unknown = refused(run, "--tasks", f"{material}/own.jsonl:nubmer")
+    assert "own.jsonl:nubmer' does not fit: expected exact | number | contains" in unknown
+    assert "eval.tasks.0.scorer" in unknown
+    assert "--against compares by tasks" in refused("builtin:tiny", "--against", run)
+    assert "nothing to measure" in refused("builtin:tiny")
+    (tmp_path / "x.json").write_text("{}")
+    assert "x.json: this is no evaluation" in refused(run, "--against", tmp_path / "x.json")
+    assert "it is for scorer: regex" in refused(run, "--tasks", f"[{{path: {material}/own.jsonl, pattern: x}}]")
+    assert "unknown key eval.tasks.0.scoer" in refused(run, "--tasks", f"[{{path: {material}/own.jsonl, scoer: x}}]")
+    assert "an evaluation cannot change what was trained" in refused(run, "train.steps=3")
+
+
+def test_lm_eval_is_named_where_it_is_missing(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "pip install 'whet[lm-eval]'" in refused("builtin:tiny", "--lm-eval", "arc_easy")
+
+
+@pytest.mark.slow
+def test_lm_eval_on_a_task_of_ones_own(evaluated: Json, refused: Callable[..., str], run: Path, material: Path) -> None:
+    pytest.importorskip("lm_eval")
+    (material / "habit.yaml").write_text(f"""
+task: habit
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {material}/own.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: 0
+doc_to_choice: ["A", "B", "C", "D"]
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+""")
+    result = evaluated(run, "--lm-eval", material / "habit.yaml")
+    assert result["lm_eval"]["habit"]["acc"] == 1
+    assert result["folder"] == str(run / "exports" / "merged")
+    assert "knows no task 'no-such'" in refused(run, "--lm-eval", "no-such")
+    assert "/no/such/model" in refused("/no/such/model", "--lm-eval", material / "habit.yaml")
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(evaluated: Json, run: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "whet",
+        "eval",
+        str(run),
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "MASTER_PORT": "0"})
+    assert json.loads(done.stdout) == evaluated(run)
