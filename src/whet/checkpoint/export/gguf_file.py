@@ -58,14 +58,17 @@ class Gguf:
 
     def look(self, order: Order, folder: Path, probes: Sequence[Sequence[int]], findings: Findings) -> Tensor | None:
         """transformers turns all weights into fp32: the whole model is in memory for it."""
+        from gguf import GGUFReader
         from transformers import AutoConfig, AutoModelForCausalLM
 
         (file,) = folder.glob("*.gguf")
         where = {"pretrained_model_name_or_path": str(folder), "gguf_file": file.name}
         try:
             settings, own = AutoConfig.from_pretrained(**where), _rope(order.trained.language_model.config)
+            said = GGUFReader(file).fields
             if own["rope_type"] != "default":  # llama.cpp has a tensor or keys for these; transformers overlooks them
                 settings.rope_parameters = own
+            settings.head_dim = said[f"{said['general.architecture'].contents()}.attention.key_length"].contents()
             with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of the library's own
                 model, found = AutoModelForCausalLM.from_pretrained(
                     **where, config=settings, dtype=torch.float32, output_loading_info=True

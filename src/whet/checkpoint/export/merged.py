@@ -89,7 +89,8 @@ def look_at_speech(
         return
     before = len(findings.reasons)
     compare_stops(speech, settings, findings)
-    if probes and model is not None and len(findings.reasons) == before:
+    generates = model is not None and model.device.type != "meta"  # what lies on the disk cannot; its settings speak
+    if probes and generates and len(findings.reasons) == before:
         try_to_stop(speech, model, probes[0][:16], findings)
     findings.stops = len(findings.reasons) == before
 
