@@ -64,7 +64,12 @@ def test_a_merged_export_loads_in_transformers_and_carries_its_certificate(adapt
     assert written == certificate.as_dict()
     assert written["verified"] is True
     assert (written["kind"], written["conversations"], written["tokens"]) == ("merged", 2, 57 + 20)
-    assert (written["same_next_token"], written["same_ids"], written["stops"], written["dtype"]) == (1, True, True, "f32")
+    assert (written["same_next_token"], written["same_ids"], written["stops"], written["dtype"]) == (
+        1,
+        True,
+        True,
+        "f32",
+    )
     assert written["kl"] < 1e-9
     assert written["files"] == {"model.safetensors": hash_file(folder / "model.safetensors")}
     loaded = AutoModelForCausalLM.from_pretrained(folder)
