@@ -146,11 +146,11 @@ def _other_template(folder: Path) -> None:
     file.write_text(file.read_text().replace("<|im_start|>", "<|im_start|> "))
 
 
-def _other_digits(folder: Path) -> None:
-    """The tokenizer cuts digits one by one; letters are as before."""
+def _other_cut(folder: Path) -> None:
+    """The tokenizer cuts around every l."""
     said = read_json(folder / "tokenizer.json")
-    digits = {"type": "Split", "pattern": {"Regex": "l"}, "behavior": "Isolated", "invert": False}
-    said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, said["pre_tokenizer"]]}
+    around = {"type": "Split", "pattern": {"Regex": "l"}, "behavior": "Isolated", "invert": False}
+    said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [around, said["pre_tokenizer"]]}
     write_json(folder / "tokenizer.json", said)
 
 
@@ -179,21 +179,45 @@ def _zero_adapter(weights: dict[str, Any]) -> None:
             weights[name].zero_()
 
 
-CORRUPTIONS = {
+def _stops(folder: Path) -> None:
+    _rewrite(folder, "generation_config.json", eos_token_id=5)
+
+
+def _eos(folder: Path) -> None:
+    _rewrite(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
+
+
+def _config(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: _rewrite(folder, "config.json", **values)
+
+
+def _adapter(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: _rewrite(folder, "adapter_config.json", **values)
+
+
+def _changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    return lambda folder: _weights(folder, change)
+
+
+def _no_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+
+
+CORRUPTIONS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "template": ("merged", _other_template, "its chat template is not the one"),
-    "tokenizer": ("merged", _other_digits, "its tokenizer cuts"),
-    "stops": ("merged", lambda folder: _rewrite(folder, "generation_config.json", eos_token_id=5), r"do not stop at '<\|im_end\|>'"),
-    "eos": ("merged", lambda folder: _rewrite(folder, "tokenizer_config.json", eos_token="<|endoftext|>"), "eos token is"),
-    "dtype of config.json": ("merged", lambda folder: _rewrite(folder, "config.json", dtype="float16"), "load it in torch.float16"),
-    "dtype of a weight": ("merged", lambda folder: _weights(folder, _rounded), "weights in F16 instead of F32"),
-    "a weight": ("merged", lambda folder: _weights(folder, _halved), "its logits differ by"),
-    "a weight less": ("merged", lambda folder: _weights(folder, _left_out), "missing weights: .*norm"),
-    "configuration": ("merged", lambda folder: _rewrite(folder, "config.json", rms_norm_eps=0.1), "its logits differ by"),
-    "a file": ("merged", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is damaged"),
-    "adapter": ("adapter", lambda folder: _weights(folder, _zero_adapter), "its logits differ by"),
-    "scale": ("adapter", lambda folder: _rewrite(folder, "adapter_config.json", lora_alpha=1), "its logits differ by"),
-    "base": ("adapter", lambda folder: _rewrite(folder, "adapter_config.json", base_model_name_or_path="/nowhere"), "peft cannot load it over /nowhere"),
-}  # fmt: skip
+    "tokenizer": ("merged", _other_cut, "its tokenizer cuts"),
+    "stops": ("merged", _stops, r"do not stop at '<\|im_end\|>'"),
+    "eos": ("merged", _eos, "eos token is"),
+    "dtype of config.json": ("merged", _config(dtype="float16"), "load it in torch.float16"),
+    "dtype of a weight": ("merged", _changed(_rounded), "weights in F16 instead of F32"),
+    "a weight": ("merged", _changed(_halved), "its logits differ by"),
+    "a weight less": ("merged", _changed(_left_out), "missing weights: .*norm"),
+    "configuration": ("merged", _config(rms_norm_eps=0.1), "its logits differ by"),
+    "a file": ("merged", _no_file, "is damaged"),
+    "adapter": ("adapter", _changed(_zero_adapter), "its logits differ by"),
+    "scale": ("adapter", _adapter(lora_alpha=1), "its logits differ by"),
+    "base": ("adapter", _adapter(base_model_name_or_path="/nowhere"), "peft cannot load it over /nowhere"),
+}
 
 
 @pytest.mark.parametrize("what", CORRUPTIONS)

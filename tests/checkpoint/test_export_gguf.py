@@ -127,7 +127,8 @@ def test_a_file_that_talks_otherwise_is_refused(
         monkeypatch.setattr(GGUFWriter, "add_chat_template", lambda self, text: None)
     else:
         monkeypatch.setattr(GGUFWriter, "add_eot_token_id", lambda self, number: None)
-        monkeypatch.setattr(GGUFWriter, "add_eos_token_id", lambda self, number: self.add_uint32("tokenizer.ggml.eos_token_id", 5))  # fmt: skip
+        write = GGUFWriter.add_eos_token_id
+        monkeypatch.setattr(GGUFWriter, "add_eos_token_id", lambda self, number: write(self, 5))
     with pytest.raises(NotTheSameError, match=reason):
         export(order_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path / "gguf", PROBES)
     assert list(tmp_path.iterdir()) == []

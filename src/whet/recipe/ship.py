@@ -115,7 +115,7 @@ def _probes(data: Data) -> list[list[int]]:
 
 
 def _order(config: Config, data: Data, wish: Wish, kind: str, step: int, ranks: Ranks) -> Order:
-    arithmetic = arithmetic_of(config, ranks.device, trains=False)
+    arithmetic = arithmetic_of(_as_trained(config), ranks.device, trains=False)
     trained = _trained_after(config, arithmetic, step, ranks, wish.shard_size)
     renderer = Renderer(data.tokenizer, config.data.train_on)
     speech = Speech(
@@ -126,6 +126,16 @@ def _order(config: Config, data: Data, wish: Wish, kind: str, step: int, ranks: 
         trained, speech, choose(kind, wish.dtype, computed_in), step, wish.shard_size, wish.tensor_parallel,
         config.model.trust_remote_code, config.folder.resolve().name,
     )  # fmt: skip
+
+
+def _as_trained(config: Config) -> Config:
+    """With the precision that `auto` meant where it was trained: an export of the same run on another machine is the
+    same."""
+    plan = config.folder / "plan.json"
+    precision = read_json(plan).get("precision") if plan.exists() else None
+    if config.train.precision != "auto" or precision is None:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def _trained_after(config: Config, arithmetic: Arithmetic, step: int, ranks: Ranks, room: int) -> Trained:

@@ -257,11 +257,12 @@ def _finish(run: Assembled, folder: RunFolder) -> None:
 
 def _ship(run: Assembled, kind: str, step: int) -> None:
     """From the last checkpoint: what was trained in memory gives it back first."""
+    divided = is_sharded(run.root)
     run.optimizer.state.clear()
-    weights = () if is_sharded(run.root) else (*run.root.parameters(), *run.root.buffers())
-    for tensor in weights:
+    for tensor in () if divided else (*run.root.parameters(), *run.root.buffers()):
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    ranks = Ranks(0, 1, torch.device("cpu")) if divided else run.ranks
     try:
-        export_model(run.config, run.data, Wish(kind), step, run.ranks, is_final=True)
+        export_model(run.config, run.data, Wish(kind), step, ranks, is_final=True)
     except NotTheSameError as error:
         raise RunFailedError(str(error)) from error

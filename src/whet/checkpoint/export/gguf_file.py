@@ -34,7 +34,7 @@ class Gguf:
 
     def size(self, order: Order) -> int:
         if find_spec("gguf") is None:
-            raise WhetError("--to gguf needs the package gguf, which is not installed: pip install 'whet[demo]'")
+            raise WhetError("--to gguf needs the package gguf, which is not installed: pip install 'whet[export]'")
         _architecture(order.trained.language_model.config)
         cut_of(order.speech.tokenizer)
         return int(order.trained.numbers * order.numbers.bytes_each) + 2**24
