@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from whet.checkpoint.card import note_quantized
 from whet.checkpoint.export.certificate import Findings
-from whet.checkpoint.export.merged import look_at_speech, placed
+from whet.checkpoint.export.merged import look_at_speech, placed, write_generation
 from whet.checkpoint.export.order import Order
 from whet.checkpoint.export.trained import Trained, logits_of
 from whet.core.errors import WhetError
@@ -32,13 +32,9 @@ class Adapter:
         return 2**26 + sum(weight.nbytes for weight in order.trained.model.parameters() if weight.requires_grad)
 
     def write(self, order: Order, folder: Path) -> None:
-        from transformers import GenerationConfig
-
         order.trained.model.save_pretrained(folder)  # type: ignore[operator]
         order.speech.tokenizer.save_pretrained(folder)
-        generation = GenerationConfig(**order.speech.generation)
-        generation.eos_token_id = list(order.speech.stops)
-        generation.save_pretrained(folder)
+        write_generation(order.speech, folder)
         if order.trained.is_packed:
             note_quantized(folder, "adapter", str(order.trained.kept_in).removeprefix("torch."))
 

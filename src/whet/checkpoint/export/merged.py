@@ -57,7 +57,6 @@ class Merged:
 
 def write_settings(order: Order, folder: Path) -> None:
     """All but the weights."""
-    from transformers import GenerationConfig
     from transformers.dynamic_module_utils import custom_object_save
 
     model, speech = order.trained.language_model, order.speech
@@ -68,10 +67,17 @@ def write_settings(order: Order, folder: Path) -> None:
         custom_object_save(model, folder, config=settings)
     settings.save_pretrained(folder)
     settings.dtype, settings.architectures = kept
+    write_generation(speech, folder)
+    speech.tokenizer.save_pretrained(folder)
+
+
+def write_generation(speech: Speech, folder: Path) -> None:
+    """The base's settings with the right stops; not by save_pretrained, which refuses what some models come with."""
+    from transformers import GenerationConfig
+
     generation = GenerationConfig(**speech.generation)
     generation.eos_token_id = list(speech.stops)
-    generation.save_pretrained(folder)
-    speech.tokenizer.save_pretrained(folder)
+    generation.to_json_file(folder / "generation_config.json")
 
 
 def look_at_speech(
