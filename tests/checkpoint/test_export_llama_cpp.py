@@ -32,7 +32,8 @@ class LlamaCpp:
     """Its server, in this process, asked over its own port."""
 
     def __init__(self, file: Path) -> None:
-        xllamacpp = pytest.importorskip("xllamacpp")
+        import xllamacpp
+
         settings = xllamacpp.CommonParams()
         settings.model.path, settings.n_ctx, settings.warmup = str(file), 1024, False
         settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -49,6 +50,7 @@ class LlamaCpp:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["builtin:tiny", "builtin:smollm2"])
 def test_llama_cpp_says_the_same(path: str, order_of: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
     config = ModelConfig(path=path)
     tokenizer = load_tokenizer(config)
     model = add_adapter(load_model(config, torch.float32), AdapterConfig(rank=4), seed=0).eval()
