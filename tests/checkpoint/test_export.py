@@ -293,3 +293,22 @@ def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
     assert not any("gate_up_proj" in name for name in names)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_layers_in_4_bits_are_turned_back_with_and_without_an_adapter(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from whet.model.lora import language_model
+    from whet.model.quantize import quantize_
+
+    model = load_model(TINY, torch.float32).requires_grad_(False)
+    quantize_(model, torch.device("cpu"))
+    model = add_adapter(model, AdapterConfig(rank=4, targets=["q_proj"]), seed=0).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    certificate = export(order(model), "merged", tmp_path / "merged", PROBES)
+    assert certificate.quantize == "nf4"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(loaded), logits(language_model(model)), rtol=1e-4, atol=1e-4)

@@ -94,6 +94,9 @@ class Trained:
                 inside.append(name)
                 yield from self._merged(name, module)
                 continue
+            if is_quantized(module):  # in 4 bits without an adapter
+                yield from (Weight(f"{name}.{key}", shape, _unpacking(module, key)) for key, shape in _unpacked(module))
+                continue
             chosen = module
             if isinstance(module, ModulesToSaveWrapper):
                 inside.append(name)
@@ -115,12 +118,8 @@ class Trained:
 
     def _merged(self, name: str, layer: Any) -> Iterator[Weight]:
         base = layer.get_base_layer()
-        if is_quantized(base):
-            keys = {"weight": (base.out_features, base.in_features)}
-            keys |= {} if base.bias is None else {"bias": tuple(base.bias.shape)}
-        else:
-            keys = {key: tuple(tensor.shape) for key, tensor in base.named_parameters()}
-        for key, shape in keys.items():
+        plain_ones = [(key, tuple(tensor.shape)) for key, tensor in base.named_parameters()]
+        for key, shape in _unpacked(base) if is_quantized(base) else plain_ones:
             yield Weight(f"{name}.{key}", shape, self._merging(layer, key))
 
     def _merging(self, layer: Any, key: str) -> Callable[[], Tensor]:
@@ -195,6 +194,16 @@ class Trained:
         """Where it computes: what is in no file (adapters, positions) was placed there."""
         everything = (*self.language_model.parameters(), *self.language_model.buffers())
         return next((tensor.device for tensor in everything if not is_hollow(tensor)), torch.device("cpu"))
+
+
+def _unpacked(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The shapes of what a 4-bit layer stands for."""
+    found: list[tuple[str, tuple[int, ...]]] = [("weight", (layer.out_features, layer.in_features))]
+    return found if layer.bias is None else [*found, ("bias", tuple(layer.bias.shape))]
+
+
+def _unpacking(layer: Any, key: str) -> Callable[[], Tensor]:
+    return lambda: plain_linear(layer).get_parameter(key).detach().cpu()
 
 
 def _hollow_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
