@@ -18,6 +18,7 @@ from whet.checkpoint.export.order import Order, Speech
 from whet.checkpoint.export.shards import Shards
 from whet.checkpoint.export.speech import compare_speech, compare_stops, try_to_stop
 from whet.checkpoint.export.trained import as_in_files, logits_of
+from whet.checkpoint.export.trim import trim
 from whet.model.load import with_experts_in
 
 _IN_FILES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -37,6 +38,7 @@ class Merged:
         for weight in order.trained.weights():
             for name, tensor in as_in_files(order.trained.language_model, weight.name, weight.read()).items():
                 shards.add(name, tensor.to(order.numbers.dtype) if tensor.is_floating_point() else tensor)
+            trim()
         shards.close()
         if order.trained.is_packed:
             note_quantized(folder, "merged", order.numbers.torch_name)

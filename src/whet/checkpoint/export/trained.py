@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.checkpoint.export.trim import trim
 from whet.model.attention import plain
 from whet.model.hollow import is_hollow
 from whet.model.lora import language_model
@@ -173,11 +174,13 @@ class Trained:
                 if id(weight) not in made:
                     value = self._value(weight).to(self._device, weight.dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
+                    trim()  # what reading it took besides
                 module._parameters[key] = made[id(weight)]
 
         def empty(*_: object) -> None:
             for module, key, weight in hollow:
                 module._parameters[key] = weight
+            trim()
 
         handles = [] if whole else [unit.register_forward_pre_hook(fill), unit.register_forward_hook(empty)]
         if whole:
