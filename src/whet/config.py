@@ -69,8 +69,8 @@ class Config(Section):
             self._can_divide_layers()
         if self.parallel.offload == "weights":
             self._weights_can_wait()
-        if self.adapter is not None and self.divides_weights:
-            self._adapter_can_be_divided(self.adapter)
+        if self.divides_weights:
+            self._adapter_can_be_divided()
         return self
 
     def _weights_can_wait(self) -> None:
@@ -87,20 +87,30 @@ class Config(Section):
                 "nothing to gain. Leave one of them out; parallel.offload=activations works",
             )
 
-    def _adapter_can_be_divided(self, adapter: AdapterConfig) -> None:
-        """What begins as a function of the weights cannot begin where no process holds them."""
+    @property
+    def _beginning_with_weights(self) -> dict[str, Any]:
+        """What of an adapter begins as a function of the model's weights."""
+        if self.adapter is None:
+            return {}
         asked = {
-            "adapter.method": adapter.method if adapter.method == "dora" else None,
-            "adapter.also_train": adapter.also_train, "adapter.tokens": adapter.tokens,
+            "adapter.method": "dora" if self.adapter.method == "dora" else None,
+            "adapter.also_train": self.adapter.also_train, "adapter.tokens": self.adapter.tokens,
             "model.add_tokens": self.model.add_tokens,
         }  # fmt: skip
-        for key, value in asked.items():
-            if value:
-                raise impossible(
-                    key,
-                    f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. "
-                    "Use lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
-                )
+        return {key: value for key, value in asked.items() if value}
+
+    @property
+    def adapter_needs_weights(self) -> bool:
+        """Whether the adapter cannot be made where the weights are not at hand."""
+        return bool(self._beginning_with_weights)
+
+    def _adapter_can_be_divided(self) -> None:
+        for key, value in self._beginning_with_weights.items():
+            raise impossible(
+                key,
+                f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. "
+                "Use lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
+            )
 
     def _has_a_best(self) -> None:
         """Of checkpoints that are measured while training, by something that is measured."""

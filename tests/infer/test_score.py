@@ -221,8 +221,8 @@ def test_a_task_offers_the_calculator_where_it_is_asked_to(model: Any) -> None:
     tokenizer.chat_template = TOOL_TEMPLATE
     answerer = Answerer(model, Renderer(tokenizer, "assistant"), [])
     sums = TaskConfig(path="builtin:orders", calculator=True)
-    (offered,) = find_tasks(EvalConfig(tasks=[sums]))
-    (bare,) = find_tasks(EvalConfig(tasks=[TaskConfig(path="builtin:orders")]))
+    ((offered, _),) = find_tasks(EvalConfig(tasks=[sums]))
+    ((bare, _),) = find_tasks(EvalConfig(tasks=[TaskConfig(path="builtin:orders")]))
     examples = bare.examples(1)
     messages = examples[0].messages
     assert answerer.prompts(offered, examples) == [answerer.renderer.prompt_ids(messages, [SCHEMA])]
@@ -232,6 +232,6 @@ def test_a_task_offers_the_calculator_where_it_is_asked_to(model: Any) -> None:
 
 
 def test_where_the_calculator_is_asked_for_and_cannot_be_called_it_is_said(model: Any, renderer: Renderer) -> None:
-    (sums,) = find_tasks(EvalConfig(tasks=[TaskConfig(path="builtin:orders", calculator=True)]))
+    ((sums, _),) = find_tasks(EvalConfig(tasks=[TaskConfig(path="builtin:orders", calculator=True)]))
     with pytest.raises(WhetError, match="calculator"):
         Answerer(model, renderer, []).prompts(sums, sums.examples(1))

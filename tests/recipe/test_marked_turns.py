@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from whet.checkpoint.export import export
+from whet.checkpoint.export.make import export
+from whet.checkpoint.export.numbers import KNOWN
+from whet.checkpoint.export.order import Order, Speech
+from whet.checkpoint.export.trained import Trained
 from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import Conversation, Marked, Message, Origin
 from whet.data.encode import SentencePieceEncoder
@@ -90,7 +93,8 @@ def test_an_export_stops_at_the_closing_marker_and_at_the_end(pieces: Callable[.
     model, data = config_of(pieces("bpe"), markers())
     tokenizer = load_tokenizer(model, turns_of(data))
     stops = answer_stops(Renderer(tokenizer, "assistant"), model)
-    export(load_model(model, "auto"), tokenizer, stops, [[7, 50, 7, 8, 60, 8, 3]], "merged", tmp_path / "out", 1)
+    order = Order(Trained(load_model(model, "auto")), Speech(tokenizer, stops, 8, {}), KNOWN["f32"], 1)
+    export(order, "merged", tmp_path / "out", [[7, 50, 7, 8, 60, 8, 3]])
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert settings["eos_token_id"] == [3, 8]
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")

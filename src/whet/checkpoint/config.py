@@ -40,7 +40,8 @@ class CheckpointConfig(Section):
 class ExportConfig(Section):
     """What is shipped when the run is done."""
 
-    at_end: Literal["none", "merged", "adapter"] = Field(
+    at_end: Literal["none", "hf", "merged", "adapter", "gguf"] = Field(
         default="merged",
-        description="A plain model folder with adapters merged in, the adapter alone, or nothing.",
+        description="A plain model folder with adapters merged in (hf is the same), the adapter alone, a GGUF file, or "
+        "nothing; in the numbers that the run computes in. `whet export` makes others.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,18 +15,59 @@ class Kind(StrEnum):
     """What an export can be."""
 
     MERGED = "merged"
+    HF = "hf"
     ADAPTER = "adapter"
+    GGUF = "gguf"
+    MEGATRON = "megatron"
+
+
+class Dtype(StrEnum):
+    """In which numbers."""
+
+    F64 = "f64"
+    F32 = "f32"
+    BF16 = "bf16"
+    F16 = "f16"
+    Q8_0 = "q8_0"
+    EXACT = "exact"
 
 
 @verb
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP, RUN@best.")],
-    to: Annotated[Kind, typer.Option("--to", help="A plain model folder, or the adapter alone.")] = Kind.MERGED,
+    to: Annotated[
+        Kind,
+        typer.Option(
+            "--to",
+            help="merged (also called hf): a plain model folder; adapter: the adapter alone; gguf: a file for "
+            "llama.cpp; megatron: a checkpoint for Megatron-Core.",
+        ),
+    ] = Kind.MERGED,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            "--dtype",
+            help="The numbers to write; those that training computed in if absent; exact: those it kept weights in.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to write; RUN/exports/KIND if absent.")] = None,
+    shard_size: Annotated[
+        float, typer.Option("--shard-size", min=1e-6, help="GB in one file of weights; memory is about one such file.")
+    ] = 5.0,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, help="Of megatron: processes that share each matrix.")
+    ] = 1,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="Write nothing: compare this export with the run once more.")
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Write a run's model as a folder that transformers loads, load it back and compare it."""
-    from whet.recipe.use import export_run
+    """Write a run's model in a form that others load, load it back and compare it."""
+    from whet.recipe.ship import Wish, check_export, export_run
 
-    folder, certificate = export_run(run, to.value)
+    if check is not None:
+        return {"export": str(check), "certificate": check_export(run, check).as_dict()}
+    wish = Wish(to.value, dtype and dtype.value, out, int(shard_size * 1e9), tensor_parallel)
+    folder, certificate = export_run(run, wish)
     return {"export": str(folder), "certificate": certificate.as_dict()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whet.core.errors import WhetError
 from whet.core.files import hash_file, hash_json
@@ -112,6 +112,20 @@ def _tokenizer_key(config: ModelConfig) -> str:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def generation_settings(config: ModelConfig) -> dict[str, Any]:
+    """What the model's own settings for generating say (temperature and the like); nothing if it has none, or if they
+    speak of another tokenizer's ids."""
+    from transformers import GenerationConfig
+
+    if config.tokenizer is not None:
+        return {}
+    try:
+        found = GenerationConfig.from_pretrained(tokenizer_place(config), revision=config.revision)
+    except OSError:
+        return {}
+    return {key: value for key, value in found.to_diff_dict().items() if key != "transformers_version"}
 
 
 def stop_ids(config: ModelConfig) -> list[int]:

@@ -17,7 +17,7 @@ from whet.model.builtin import builtin_folder
 from whet.model.config import ModelConfig
 from whet.model.tokenizer import load_tokenizer
 from whet.recipe.data import hush_libraries
-from whet.recipe.use import export_run
+from whet.recipe.ship import Wish, export_run
 
 
 def run_lm_eval(reference: str, tasks: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _folder(reference: str) -> str:
         and read_json(there / "certificate.json").get("verified")
     ):
         return str(there)
-    return str(export_run(reference, "merged")[0])
+    return str(export_run(reference, Wish())[0])
 
 
 def _numbers(result: dict[str, Any]) -> dict[str, float]:

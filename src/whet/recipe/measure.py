@@ -1,16 +1,11 @@
-"""Measuring and shipping the model of a run."""
+"""Measuring the model of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from pathlib import Path
 
-from torch import nn
-
-from whet.checkpoint.export import Certificate, export
 from whet.config import Config
-from whet.core.console import say
 from whet.core.ranks import Ranks
 from whet.data.planner import plan_whole
 from whet.data.render import Renderer
@@ -28,8 +23,6 @@ from whet.model.tokenizer import stop_ids
 from whet.parallel.shard import give_back, is_sharded
 from whet.recipe.data import Data
 from whet.recipe.parts import Arithmetic, make_loader
-
-_PROBES = 4  # conversations that an export is compared on
 
 
 def measure(
@@ -95,24 +88,3 @@ def answer_stops(renderer: Renderer, model: ModelConfig) -> list[int]:
     end = getattr(tokenizer, "eot_token_id", None)
     known = {*stop_ids(model), tokenizer.eos_token_id, end, renderer.end_of_turn()}
     return sorted(number for number in known if number is not None)
-
-
-def export_model(
-    config: Config, data: Data, model: nn.Module, kind: str, step: int, name: str, spend: bool = False
-) -> tuple[Path, Certificate]:
-    """Ship a run's model as exports/NAME and compare it on a few of its own conversations. `spend`: the model is not
-    needed afterwards."""
-    store, documents = data.train.store, data.train_documents
-    if data.validation is not None:
-        store, documents = data.validation, data.validation_documents
-    probes = [store.ids(int(document)).tolist() for document in documents[:_PROBES]]
-    folder = config.folder / "exports" / name
-    stops = answer_stops(Renderer(data.tokenizer, config.data.train_on), config.model)
-    certificate = export(
-        model, data.tokenizer, stops, probes, kind, folder, step, config.model.trust_remote_code, spend
-    )
-    say(
-        f"exported to {folder}: loaded back and compared on {certificate.conversations} conversations, "
-        f"largest difference of a logit {certificate.max_logit_difference:.1e}"
-    )
-    return folder, certificate

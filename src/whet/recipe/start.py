@@ -71,19 +71,32 @@ def _named_run(path: str) -> tuple[Path, str] | None:
 
 
 def _exported(run: Path, step: int) -> Path | None:
-    """What was exported of this step before, if it was found to be what was trained."""
-    for name in ("merged", f"merged-{place.name_of(step)}"):
-        certificate = run / "exports" / name / "certificate.json"
-        if certificate.exists():
-            said = read_json(certificate)
-            if said["step"] == step and said["verified"]:
+    """What was exported of this step before, in all its bits, if it was found to be what was trained."""
+    for name in ("merged-exact", "merged"):
+        for folder in (name, f"{name}-{place.name_of(step)}"):
+            certificate = run / "exports" / folder / "certificate.json"
+            said = read_json(certificate) if certificate.exists() else {}
+            whole = name == "merged-exact" or said.get("dtype") in ("f32", "f64")  # computed in, so also kept in
+            if said.get("step") == step and said.get("verified") and whole:
                 return certificate.parent
     return None
 
 
 def _export(run: Path, step: int) -> Path:
     """In a process of its own: nothing of that model stays in the memory of this one or of its device."""
-    command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", "--to", "merged", "--json", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "whet",
+        "export",
+        f"{run}@{step}",
+        "--to",
+        "merged",
+        "--dtype",
+        "exact",
+        "--json",
+        "--quiet",
+    ]
     alone = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
     try:

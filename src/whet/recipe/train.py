@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from whet.checkpoint.export.certificate import NotTheSameError
 from whet.checkpoint.place import need_room
 from whet.config import Config
 from whet.core.console import be_quiet, say, warn
@@ -38,7 +39,6 @@ from whet.recipe.describe import describe_plan
 from whet.recipe.first_step import FirstStep
 from whet.recipe.folder import begin, frozen_date, run_folder
 from whet.recipe.loop import Assembled, end_of, learn
-from whet.recipe.measure import export_model
 from whet.recipe.parts import (
     be_deterministic,
     build_model,
@@ -47,10 +47,10 @@ from whet.recipe.parts import (
     make_root,
     most_micro_batches,
 )
+from whet.recipe.ship import Wish, export_model
 from whet.recipe.survive import Watch, heard
 from whet.recipe.tensor import need_tensor_plan
 from whet.recipe.together import check_together, digests
-from whet.recipe.use import model_after
 from whet.train.loss_scale import LossScale
 from whet.train.optim import make_optimizer, state_bytes
 from whet.train.schedule import never_falls
@@ -193,7 +193,7 @@ def _assemble(
         first_step=first_step,
     )  # fmt: skip
     if folder is not None and keeps:
-        export = plain_bytes(model) if config.export.at_end == "merged" else 0
+        export = plain_bytes(model) if config.export.at_end in ("merged", "hf", "gguf") else 0
         saved = config.checkpoint
         need_room(
             folder.path, sum(weight.nbytes for weight in root.trained), state_bytes(optimizer), saved.retention,
@@ -255,13 +255,18 @@ def _finish(run: Assembled, folder: RunFolder) -> None:
         folder.set_status("stopped", run.last, steps, exit_code=0)
         return
     if run.keeps and kind != "none":
-        model = _whole(run, steps) if is_sharded(run.root) else run.model
-        export_model(run.config, run.data, model, kind, steps, kind)
+        _ship(run, kind, steps)
     folder.set_status("finished", steps, steps, exit_code=0)
 
 
-def _whole(run: Assembled, step: int) -> nn.Module:
-    """The model whose parts were trained, on the host, in what it was trained in; any attention will do."""
-    model = run.config.model.model_copy(update={"attention": "auto"})
-    config = run.config.model_copy(update={"model": model})
-    return model_after(config, step, Ranks(0, 1, torch.device("cpu")), run.arithmetic)
+def _ship(run: Assembled, kind: str, step: int) -> None:
+    """From the last checkpoint: what was trained in memory gives it back first."""
+    divided = is_sharded(run.root)
+    run.optimizer.state.clear()
+    for tensor in () if divided else (*run.root.parameters(), *run.root.buffers()):
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    ranks = Ranks(0, 1, torch.device("cpu")) if divided else run.ranks
+    try:
+        export_model(run.config, run.data, Wish(kind), step, ranks, is_final=True)
+    except NotTheSameError as error:
+        raise RunFailedError(str(error)) from error

@@ -1,4 +1,4 @@
-"""A run's model at work again: measured, exported."""
+"""A run's model at work again."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from pathlib import Path
 from torch import nn
 
 from whet.checkpoint import place
-from whet.checkpoint.export import Certificate
 from whet.checkpoint.load import load
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks, start_ranks
-from whet.core.run import read_status, split_reference
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.recipe.about import require_base
-from whet.recipe.data import hush_libraries, recorded_data
-from whet.recipe.measure import export_model
 from whet.recipe.parts import Arithmetic, arithmetic_of, build_model, choose_arithmetic
 
 
@@ -35,14 +31,19 @@ class LoadedRun:
 
 def load_run(path: Path, step: str = "latest") -> LoadedRun:
     """The model of a run after a step, or as the newest or the best checkpoint has it."""
-    if not (path / "config.yaml").exists():
-        raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
-    config = read_config(path / "config.yaml").at(path)
+    config = run_config(path)
     folder = path / "checkpoints"
     number = place.find(folder, step)
     ranks = start_ranks()
     arithmetic = arithmetic_of(config, ranks.device, trains=False)
     return LoadedRun(config, model_after(config, number, ranks), number, arithmetic, ranks)
+
+
+def run_config(path: Path) -> Config:
+    """The configuration of a run, wherever it was moved to."""
+    if not (path / "config.yaml").exists():
+        raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
+    return read_config(path / "config.yaml").at(path)
 
 
 def model_after(config: Config, step: int, ranks: Ranks, arithmetic: Arithmetic | None = None) -> nn.Module:
@@ -53,14 +54,3 @@ def model_after(config: Config, step: int, ranks: Ranks, arithmetic: Arithmetic 
     manifest = load(folder, LossModel(language_model(model)), None, ranks)
     require_base(config, manifest, ranks)
     return model
-
-
-def export_run(reference: str, kind: str) -> tuple[Path, Certificate]:
-    """Export a run's newest, or a named, checkpoint. Only a finished run's last state is called plainly by its kind."""
-    hush_libraries()
-    path, step = split_reference(reference)
-    run = load_run(path, step)
-    data = recorded_data(run.config, path / "ledger.json")
-    is_final = run.step == read_status(path).get("steps")
-    name = kind if is_final else f"{kind}-step-{run.step:06d}"
-    return export_model(run.config, data, run.model, kind, run.step, name, spend=True)

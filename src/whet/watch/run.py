@@ -91,7 +91,7 @@ class RunView:
             samples=tuple(Sample.read(line) for line in _lines(folder / "samples.jsonl")),
             events=tuple(_lines(folder / "events.jsonl")),
             certificates=tuple(
-                {"kind": path.parent.name} | _object(path) for path in sorted(folder.glob("exports/*/certificate.json"))
+                _object(path) | {"kind": path.parent.name} for path in sorted(folder.glob("exports/*/certificate.json"))
             ),
         )
 

@@ -1,0 +1,251 @@
+"""The trained model as an export needs it: its logits, and its weights one at a time with adapters merged in.
+
+Weights may be hollow (see model/hollow.py): then they are read where and while they are needed, a layer at a time for
+the logits, a matrix at a time for the files. So an export needs little memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.checkpoint.export.trim import trim
+from whet.model.attention import plain
+from whet.model.hollow import is_hollow
+from whet.model.lora import language_model
+from whet.model.quantize import is_quantized, numbers_in, plain_linear
+from whet.parallel.layers import decoder_layers
+
+Read = Callable[[str, torch.dtype], Tensor]
+"""(name inside the language model, type) → a weight."""
+
+_POSITIONS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of the merged model; `read` gives it on the host, as exact as it can be had."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class Trained:
+    """A model with its adapters in place, which this class leaves as it was."""
+
+    def __init__(self, model: nn.Module, read: Read | None = None, room: int = 5 * 10**9) -> None:
+        """`read` gives hollow weights. `room`: bytes that may be in memory at once; a model that is larger is computed
+        layer by layer."""
+        self.model = model.eval()
+        self.language_model = language_model(model)
+        self._read, self._room = read, room
+        self._names = {id(weight): name for name, weight in self.language_model.named_parameters()}
+        """By weight: tied ones have one name."""
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its base is in 4 bits."""
+        return any(map(is_quantized, self.model.modules()))
+
+    @property
+    def numbers(self) -> int:
+        """Of the merged model, about: adapters count too."""
+        return sum(map(numbers_in, self.language_model.parameters()))
+
+    @property
+    def kept_in(self) -> torch.dtype:
+        return self.language_model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+
+    @property
+    def adapter_in(self) -> torch.dtype:
+        """The type of the adapter's numbers; of the model's, if it has none."""
+        learned = [weight.dtype for weight in self.language_model.parameters() if weight.requires_grad]
+        return learned[0] if learned else self.kept_in
+
+    @property
+    def learned_in(self) -> torch.dtype:
+        """In which no bit of what was learned is lost."""
+        return torch.promote_types(self.kept_in, self.adapter_in)
+
+    @torch.inference_mode()
+    def logits(self, probes: Sequence[Sequence[int]]) -> Tensor:
+        """At the last positions of each probe, on the host."""
+        with contextlib.ExitStack() as stack:
+            for unit, parts in self._units():
+                stack.enter_context(self._filled_to_compute(unit, parts))
+            return logits_of(self.language_model, probes)
+
+    def weights(self) -> Iterator[Weight]:
+        """Every weight of the merged model, by its name in memory, in the model's order; tied ones once."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import ModulesToSaveWrapper
+
+        seen: set[int] = set()
+        inside: list[str] = []
+        for name, module in self.language_model.named_modules():
+            if any(name.startswith(f"{outer}.") for outer in inside):
+                continue
+            if isinstance(module, BaseTunerLayer):
+                inside.append(name)
+                yield from self._merged(name, module)
+                continue
+            if is_quantized(module):  # in 4 bits without an adapter
+                yield from (Weight(f"{name}.{key}", shape, _unpacking(module, key)) for key, shape in _unpacked(module))
+                continue
+            chosen = module
+            if isinstance(module, ModulesToSaveWrapper):
+                inside.append(name)
+                (adapter,) = module.active_adapters
+                chosen = module.modules_to_save[adapter]
+            for key, tensor in _own(chosen, deep=chosen is not module):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield Weight(f"{name}.{key}".lstrip("."), tuple(tensor.shape), self._reading(tensor))
+
+    def _reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: self._value(tensor).cpu()
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        if not is_hollow(tensor):
+            return tensor.detach()
+        assert self._read is not None, "hollow weights need someone who reads them"
+        return self._read(self._names[id(tensor)], tensor.dtype)
+
+    def _merged(self, name: str, layer: Any) -> Iterator[Weight]:
+        base = layer.get_base_layer()
+        plain_ones = [(key, tuple(tensor.shape)) for key, tensor in base.named_parameters()]
+        for key, shape in _unpacked(base) if is_quantized(base) else plain_ones:
+            yield Weight(f"{name}.{key}", shape, self._merging(layer, key))
+
+    def _merging(self, layer: Any, key: str) -> Callable[[], Tensor]:
+        """peft's own merge, in fp32 or better whatever the weight is kept in: it is rounded once, when written."""
+
+        @torch.no_grad()
+        def merge() -> Tensor:
+            base = layer.get_base_layer()
+            packed = is_quantized(base)
+            work = plain_linear(base) if packed else base
+            if packed:
+                layer.base_layer = work
+            before = dict(work._parameters)
+            try:
+                for inner, tensor in before.items():
+                    if tensor is not None:
+                        exact = torch.promote_types(tensor.dtype, torch.float32)
+                        value = self._value(tensor)
+                        device = layer.get_device() if hasattr(layer, "get_device") else value.device
+                        work._parameters[inner] = nn.Parameter(value.to(device, exact, copy=True), requires_grad=False)
+                layer.merge()
+                return work.get_parameter(key).detach().cpu()
+            finally:
+                layer.merged_adapters.clear()
+                work._parameters.update(before)
+                layer.base_layer = base
+
+        return merge
+
+    def _units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """Whose weights are filled at once: everything if there is room, else a layer at a time."""
+        hollow = [weight for weight in self.language_model.parameters() if is_hollow(weight)]
+        if not hollow:
+            return []
+        if sum(weight.nbytes for weight in hollow) <= self._room:
+            return [(self.language_model, list(self.language_model.modules()))]
+        layers = decoder_layers(self.language_model)
+        inside = {module for layer in layers for module in layer.modules()}
+        rest = [module for module in self.language_model.modules() if module not in inside and _hollow_in(module)]
+        return [*((layer, list(layer.modules())) for layer in layers), *((module, [module]) for module in rest)]
+
+    @contextlib.contextmanager
+    def _filled_to_compute(self, unit: nn.Module, parts: list[nn.Module]) -> Iterator[None]:
+        """While this lasts, the unit reads its weights before it computes and lets go of them after."""
+        whole = unit is self.language_model
+        hollow = [(module, key, weight) for module in parts for key, weight in _hollow_in(module)]
+
+        def fill(*_: object) -> None:
+            made: dict[int, nn.Parameter] = {}
+            for module, key, weight in hollow:
+                if id(weight) not in made:
+                    value = self._value(weight).to(self._device, weight.dtype)
+                    made[id(weight)] = nn.Parameter(value, requires_grad=False)
+                    trim()  # what reading it took besides
+                module._parameters[key] = made[id(weight)]
+
+        def empty(*_: object) -> None:
+            for module, key, weight in hollow:
+                module._parameters[key] = weight
+            trim()
+
+        handles = [] if whole else [unit.register_forward_pre_hook(fill), unit.register_forward_hook(empty)]
+        if whole:
+            fill()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            empty()
+
+    @property
+    def _device(self) -> torch.device:
+        """Where it computes: what is in no file (adapters, positions) was placed there."""
+        everything = (*self.language_model.parameters(), *self.language_model.buffers())
+        return next((tensor.device for tensor in everything if not is_hollow(tensor)), torch.device("cpu"))
+
+
+def _unpacked(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The shapes of what a 4-bit layer stands for."""
+    found: list[tuple[str, tuple[int, ...]]] = [("weight", (layer.out_features, layer.in_features))]
+    return found if layer.bias is None else [*found, ("bias", tuple(layer.bias.shape))]
+
+
+def _unpacking(layer: Any, key: str) -> Callable[[], Tensor]:
+    return lambda: plain_linear(layer).get_parameter(key).detach().cpu()
+
+
+def _hollow_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(key, weight) for key, weight in module._parameters.items() if weight is not None and is_hollow(weight)]
+
+
+def _own(module: nn.Module, deep: bool) -> list[tuple[str, Tensor]]:
+    """Parameters and saved buffers, those of inner modules only if `deep`."""
+    if deep:
+        return list(module.state_dict(keep_vars=True).items())
+    own = [(key, tensor) for key, tensor in module._parameters.items() if tensor is not None]
+    kept = module._non_persistent_buffers_set
+    return own + [(key, tensor) for key, tensor in module._buffers.items() if tensor is not None and key not in kept]
+
+
+@torch.inference_mode()
+def logits_of(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
+    """[N, V] at the last positions of each probe, one conversation at a time, with transformers' own attention, on the
+    host."""
+    model.eval()
+    places = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"]
+    device = next((found for found in places if found.type != "cpu"), torch.device("cpu"))
+    each = max(1, _POSITIONS // max(1, len(probes)))
+    few = {"logits_to_keep": each} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with plain(model):
+        rows = []
+        for ids in probes:
+            found = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False, **few)
+            rows.append(found.logits[0, -each:].float().cpu())
+    return torch.cat(rows)
+
+
+def as_in_files(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A weight under the name, or the names, that its files have for it: transformers fuses experts in memory only."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: tensor}))
