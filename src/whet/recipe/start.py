@@ -84,19 +84,8 @@ def _exported(run: Path, step: int) -> Path | None:
 
 def _export(run: Path, step: int) -> Path:
     """In a process of its own: nothing of that model stays in the memory of this one or of its device."""
-    command = [
-        sys.executable,
-        "-m",
-        "whet",
-        "export",
-        f"{run}@{step}",
-        "--to",
-        "merged",
-        "--dtype",
-        "exact",
-        "--json",
-        "--quiet",
-    ]
+    wish = ("--to", "merged", "--dtype", "exact", "--json", "--quiet")
+    command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", *wish]
     alone = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
     try:
