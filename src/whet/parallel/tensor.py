@@ -96,8 +96,12 @@ class Door:
             self._outside, self._inside = states, _SumBack.apply(states, self._group)
         return self._inside
 
+    def shut(self) -> None:
+        """Forget what came in, before anything leaves. What came in holds all that was computed before it, until the
+        layer is computed again; and a layer that is recomputed may come no further than to its last product."""
+        self._outside = self._inside = None
+
     def leave(self, states: Tensor) -> Tensor:
-        self._outside = self._inside = None  # or they would be kept until the layer is computed again
         whole: Tensor = _SumForth.apply(states, self._group)
         return whole
 
@@ -118,6 +122,7 @@ class RowwiseLinear(nn.Linear):
     door: Door
 
     def forward(self, input: Tensor) -> Tensor:
+        self.door.shut()
         whole = self.door.leave(F.linear(input, _here(self.weight)))
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # once, not by every process
 
