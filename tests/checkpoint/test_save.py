@@ -86,6 +86,14 @@ def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> 
         assert torch.equal(loaded, expected)
 
 
+def test_reading_several_files_leaves_torch_in_no_mode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    load(save(tmp_path, 1, model, optimizer), model, optimizer, ALONE)
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
 def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1)
     path = save(tmp_path, 1, model, optimizer)
