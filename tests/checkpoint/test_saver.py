@@ -207,3 +207,20 @@ def test_room_is_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPat
     staging.prepare({"weight": there})
     staging._settle()
     assert made_on == [[torch.device("cuda", 3)]]
+
+
+@pytest.mark.parametrize("neighbour", [True, False])
+def test_room_is_made_where_all_processes_of_a_machine_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: bool
+) -> None:
+    """Each alone would find less than there was, after another had begun."""
+
+    class Two(Ranks):
+        def gather(self, items: list[Any]) -> list[Any]:
+            return [*items, neighbour]
+
+    saver = Saver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))
+    asked: list[Any] = []
+    monkeypatch.setattr(saver._staging, "prepare", asked.append)
+    saver.get_ready()
+    assert bool(asked) == neighbour

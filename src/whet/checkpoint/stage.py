@@ -27,10 +27,12 @@ class Staging:
         self._ahead: threading.Thread | None = None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make room for these in the background: pinned memory is slow to get, and the first save need not wait."""
+        """Make room for these in the background: pinned memory is slow to get, and the first save need not wait.
+        Whoever asks has seen that there is room."""
         device = next((local(tensor).device for tensor in tensors.values() if local(tensor).is_cuda), None)
-        if device is None or not self.has_room_for(tensors):
+        if device is None:
             return
+        self._settle()
         missing = {name: local(tensor) for name, tensor in tensors.items() if name not in self._hosts}
 
         def make() -> None:
