@@ -18,6 +18,7 @@ from torch import nn
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.model.loss import LossModel
+from whet.parallel.tensor import _try
 from whet.parallel.tensor_plan import read_plan
 
 Make = Callable[..., LossModel]
@@ -70,6 +71,22 @@ def test_a_plan_that_divides_a_single_weight_is_refused(make_root: Make) -> None
     model._tp_plan = model._tp_plan | {"model.layers.*.self_attn.sinks": "colwise"}
     with pytest.raises(WhetError, match="sinks is a weight, not a plain linear layer"):
         read_plan(model, 2)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), torch.OutOfMemoryError("full")]
+)
+def test_a_process_that_is_gone_is_not_a_fault_of_the_model(
+    make_root: Make, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    root = make_root("Llama", num_hidden_layers=1)
+    monkeypatch.setattr(root.language_model.base_model, "forward", fail)
+    with pytest.raises(type(error)) as raised:
+        _try(root, 2)
+    assert raised.value is error
 
 
 def test_neighbours_compute_the_same_rows_and_one_of_them_counts() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from whet.core.errors import WhetError
+from whet.core.ranks import lost_peer
 from whet.model.attention import plain
 from whet.model.loss import LossModel
 from whet.model.modes import evaluating
@@ -75,6 +76,8 @@ def _try(root: LossModel, processes: int) -> None:
         try:
             root.language_model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            if lost_peer(error) or isinstance(error, torch.OutOfMemoryError):  # says nothing of the model
+                raise
             first = next((line for line in str(error).splitlines() if line.strip()), "")
             raise WhetError(
                 f"parallel.tensor: {processes}, but this model does not compute with a part of its heads "
