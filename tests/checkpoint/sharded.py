@@ -1,10 +1,11 @@
 """Started under torchrun by test_sharded.py: a sharded model is saved, changed meanwhile, loaded again.
 
-python sharded.py FOLDER save|load, or `missing`: one of them does not come to save.
+python sharded.py FOLDER save|load, or `missing`: one of them does not come to save, or `gone`: one dies while it loads.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from whet.checkpoint.load import load
+from whet.checkpoint.metadata import SafeReader
 from whet.checkpoint.save import Saver
 from whet.core.errors import RunFailedError
-from whet.core.ranks import Ranks, start_ranks
+from whet.core.ranks import Ranks, lost_peer, start_ranks
 
 
 def main(folder: Path, work: str) -> None:
@@ -40,6 +42,8 @@ def main(folder: Path, work: str) -> None:
             whole = _whole(model, optimizer)
             for parameter in model.parameters():
                 parameter.data.zero_()
+    if work == "gone":
+        _lose_one(folder / "step-000003", model, optimizer, ranks)
     load(folder / "step-000003", model, optimizer, ranks)
     found = _whole(model, optimizer)
     if work == "save":
@@ -58,6 +62,17 @@ def _wait_in_vain(saver: Saver, ranks: Ranks) -> None:
         except RunFailedError as error:
             sys.stdout.write(f"after {time.monotonic() - began:.0f} s: {error}\n")
     ranks.leave_together()
+
+
+def _lose_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    if not ranks.is_first:
+        SafeReader.read_data = lambda *_: os._exit(0)  # type: ignore[method-assign, assignment, misc]
+    try:
+        load(path, model, optimizer, ranks)
+    except Exception as error:
+        sys.stdout.write(f"lost: {lost_peer(error)}\n")
+        sys.stdout.flush()
+    os._exit(0)
 
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from whet.checkpoint.metadata import SafeReader
 from whet.checkpoint.retention import Retention
 from whet.checkpoint.save import Saver
 from whet.core.errors import WhetError
+from whet.core.interrupt import AskedToStop
 from whet.core.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -84,6 +85,28 @@ def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> 
     for expected, kept, loaded in zip(fresh.parameters(), model.parameters(), other.parameters(), strict=True):
         assert torch.equal(kept, expected)
         assert torch.equal(loaded, expected)
+
+
+def test_being_asked_to_stop_while_reading_is_not_a_fault_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch packs everything that is raised there into an error of its own."""
+    path = save(tmp_path, 1, *trained(1))
+
+    def asked(*_: Any) -> None:
+        raise AskedToStop
+
+    monkeypatch.setattr(SafeReader, "read_data", asked)
+    with pytest.raises(AskedToStop):
+        load(path, *trained(2), ALONE)
+
+
+def test_reading_several_files_leaves_torch_in_no_mode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    load(save(tmp_path, 1, model, optimizer), model, optimizer, ALONE)
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
 
 
 def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:

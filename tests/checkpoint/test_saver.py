@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,3 +183,44 @@ def test_copies_are_made_in_room_that_is_made_once() -> None:
     second = staging.copy({"a": torch.zeros(3)})["a"]
     assert first.data_ptr() == second.data_ptr()
     assert torch.equal(second, torch.zeros(3))
+
+
+def test_room_is_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the first device. Asked for memory there, each process of a machine would take half a GB of
+    the first one's, after it was measured that all fits."""
+    entered, made_on = [], []
+
+    class OnDevice:
+        def __init__(self, device: torch.device) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            entered.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", OnDevice)
+    staging = stage.Staging()
+    monkeypatch.setattr(staging._pinned, "like", lambda tensor: made_on.append(list(entered)))
+    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3), nbytes=8)
+    staging.prepare({"weight": there})
+    staging._settle()
+    assert made_on == [[torch.device("cuda", 3)]]
+
+
+@pytest.mark.parametrize("neighbour", [True, False])
+def test_room_is_made_where_all_processes_of_a_machine_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: bool
+) -> None:
+    """Each alone would find less than there was, after another had begun."""
+
+    class Two(Ranks):
+        def gather(self, items: list[Any]) -> list[Any]:
+            return [*items, neighbour]
+
+    saver = Saver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))
+    asked: list[Any] = []
+    monkeypatch.setattr(saver._staging, "prepare", asked.append)
+    saver.get_ready()
+    assert bool(asked) == neighbour

@@ -118,6 +118,20 @@ def sums(mesh: Mesh) -> int:
     return count.sums // SHAPE["num_hidden_layers"]
 
 
+def left_open(mesh: Mesh) -> list[str]:
+    """What still holds states after the backward pass, where that computes layers again. torch stops a recomputation
+    at the last tensor that is wanted, in the middle of the last layer."""
+    found = []
+    for kind in ("none", "selective", "full"):
+        root = make("Llama")
+        apply(root.language_model, ParallelConfig(recompute=kind), compile=False)  # type: ignore[arg-type]
+        shard_(root, mesh, torch.float64)
+        gradients(root)
+        doors = {name: getattr(module, "door", None) for name, module in root.named_modules()}
+        found += [f"{kind}: {name}" for name, door in doors.items() if door is not None and door._inside is not None]
+    return found
+
+
 class CountSums(TorchDispatchMode):
     sums = 0
 
@@ -156,6 +170,7 @@ def main(folder: Path) -> None:
         "graphs": [graphs(None), graphs(mesh)],
         "sums": sums(mesh),
         "refusal": refusal(mesh),
+        "left_open": left_open(mesh),
         "held": held(mesh),
     }
     if ranks.is_first:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from whet.core.errors import WhetError
 from whet.core.ranks import Ranks
 from whet.model.loss import LossModel
+from whet.parallel.tensor import _try
 from whet.parallel.tensor_plan import read_plan
 
 Make = Callable[..., LossModel]
@@ -62,6 +64,31 @@ def test_what_cannot_be_divided_is_refused(
     assert words in str(refused.value)
 
 
+def test_a_plan_that_divides_a_single_weight_is_refused(make_root: Make) -> None:
+    """As transformers' plan for Granite with windows does of its attention's sinks."""
+    model: Any = make_root("Llama", num_hidden_layers=1).language_model
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    model._tp_plan = model._tp_plan | {"model.layers.*.self_attn.sinks": "colwise"}
+    with pytest.raises(WhetError, match="sinks is a weight, not a plain linear layer"):
+        read_plan(model, 2)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), torch.OutOfMemoryError("full")]
+)
+def test_a_process_that_is_gone_is_not_a_fault_of_the_model(
+    make_root: Make, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    root = make_root("Llama", num_hidden_layers=1)
+    monkeypatch.setattr(root.language_model.base_model, "forward", fail)
+    with pytest.raises(type(error)) as raised:
+        _try(root, 2)
+    assert raised.value is error
+
+
 def test_neighbours_compute_the_same_rows_and_one_of_them_counts() -> None:
     ranks = [Ranks(rank, 8, torch.device("cpu"), tensor=2) for rank in range(8)]
     assert [each.team for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -92,4 +119,5 @@ def test_gradients_of_two_processes_are_those_of_one_in_many_families(tmp_path: 
     assert found["graphs"][1] == found["graphs"][0] == 1
     assert found["sums"] == 4, "once for queries, keys and values together"
     assert found["held"] == [0.5]
+    assert found["left_open"] == [], "memory that recomputing is there to save"
     assert "this model does not compute with a part of its heads" in found["refusal"]

@@ -16,8 +16,10 @@ from whet.checkpoint.quiet import quiet
 from whet.checkpoint.tensors import materialise, optimizer_tensors, weights
 from whet.core.errors import WhetError
 from whet.core.patience import UnreadableError
-from whet.core.ranks import Ranks
+from whet.core.ranks import Ranks, lost_peer
 from whet.parallel.shard import give_back
+
+_NOT_ITS_OWN = (UnreadableError, KeyboardInterrupt, torch.OutOfMemoryError)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
@@ -39,8 +41,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         try:
             dcp_load(tensors[part], storage_reader=SafeReader(path / part), no_dist=ranks.world == 1)
         except (Exception, CheckpointException) as error:
-            if (lost := _unreadable_in(error)) is not None:
-                raise lost from None
+            if (other := _other_cause(error)) is not None:
+                raise other from None
             raise WhetError(
                 f"{path}: this checkpoint does not fit the model ({type(error).__name__}). Was the model changed "
                 "since? Bring it back, or start a new run: run.dir=FOLDER"
@@ -73,8 +75,8 @@ def verify(path: Path, parts: list[str], ranks: Ranks) -> dict[str, Any]:
     return manifest
 
 
-def _unreadable_in(error: BaseException) -> UnreadableError | None:
-    """torch packs what went wrong on each rank into an error of its own."""
-    if isinstance(error, CheckpointException):
-        return next((found for found, _ in error.failures.values() if isinstance(found, UnreadableError)), None)
-    return error if isinstance(error, UnreadableError) else None
+def _other_cause(error: BaseException) -> BaseException | None:
+    """What was not the checkpoint's fault: a disk, a process that is gone, being asked to stop. torch packs what went
+    wrong on each rank into an error of its own, whatever it was."""
+    found = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return next((each for each in found if isinstance(each, _NOT_ITS_OWN) or lost_peer(each)), None)

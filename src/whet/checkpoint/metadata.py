@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,9 @@ from whet.core.errors import WhetError
 from whet.core.patience import UnreadableError, read_patiently
 
 _THREADS = 4
+_ONE_AT_A_TIME = threading.Lock()
+"""A mode of torch notes for the whole process that there is one, and on leaving what was noted before: of two that
+overlap, the second would leave the note of the first behind for good."""
 
 _NAMES = {
     ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
@@ -84,7 +88,7 @@ class SafeReader(FileSystemReader):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(part.read()))
                     continue
-                with FakeTensorMode():  # torch tells what the tensor is like and where its numbers are
+                with _ONE_AT_A_TIME, FakeTensorMode():  # torch tells what the tensor is like and where its numbers are
                     like = torch.load(part, weights_only=True)  # type: ignore[arg-type]
                 if len(room) < like.untyped_storage().nbytes():
                     room = torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8)

@@ -80,7 +80,10 @@ class Saver:
         """Make room on the host ahead of the first save, beside the training; the optimizer has taken a step."""
         if self._ranks.device.type == "cuda":
             give_back(self._model)
-            self._staging.prepare({**weights(self._model), **optimizer_tensors(self._model, self._optimizer)})
+            tensors = {**weights(self._model), **optimizer_tensors(self._model, self._optimizer)}
+            # All look before one takes: what a neighbour has taken would be missing, and be asked for once more.
+            if all(self._ranks.gather([self._staging.has_room_for(tensors)])):
+                self._staging.prepare(tensors)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""

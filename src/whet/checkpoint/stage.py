@@ -27,14 +27,18 @@ class Staging:
         self._ahead: threading.Thread | None = None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make room for these in the background: pinned memory is slow to get, and the first save need not wait."""
-        if not any(local(tensor).is_cuda for tensor in tensors.values()) or not self.has_room_for(tensors):
+        """Make room for these in the background: pinned memory is slow to get, and the first save need not wait.
+        Whoever asks has seen that there is room."""
+        device = next((local(tensor).device for tensor in tensors.values() if local(tensor).is_cuda), None)
+        if device is None:
             return
+        self._settle()
         missing = {name: local(tensor) for name, tensor in tensors.items() if name not in self._hosts}
 
         def make() -> None:
-            for name, tensor in missing.items():
-                self._hosts[name] = self._pinned.like(tensor)
+            with torch.cuda.device(device):  # a new thread's is the first, where every process would take memory
+                for name, tensor in missing.items():
+                    self._hosts[name] = self._pinned.like(tensor)
 
         self._ahead = threading.Thread(target=make, name="make room for checkpoints", daemon=True)
         self._ahead.start()

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from whet.core.errors import WhetError
+from whet.core.ranks import lost_peer
 from whet.model.attention import plain
 from whet.model.loss import LossModel
 from whet.model.modes import evaluating
@@ -75,6 +76,8 @@ def _try(root: LossModel, processes: int) -> None:
         try:
             root.language_model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            if lost_peer(error) or isinstance(error, torch.OutOfMemoryError):  # says nothing of the model
+                raise
             first = next((line for line in str(error).splitlines() if line.strip()), "")
             raise WhetError(
                 f"parallel.tensor: {processes}, but this model does not compute with a part of its heads "
@@ -96,8 +99,12 @@ class Door:
             self._outside, self._inside = states, _SumBack.apply(states, self._group)
         return self._inside
 
+    def shut(self) -> None:
+        """Forget what came in, before anything leaves. What came in holds all that was computed before it, until the
+        layer is computed again; and a layer that is recomputed may come no further than to its last product."""
+        self._outside = self._inside = None
+
     def leave(self, states: Tensor) -> Tensor:
-        self._outside = self._inside = None  # or they would be kept until the layer is computed again
         whole: Tensor = _SumForth.apply(states, self._group)
         return whole
 
@@ -118,6 +125,7 @@ class RowwiseLinear(nn.Linear):
     door: Door
 
     def forward(self, input: Tensor) -> Tensor:
+        self.door.shut()
         whole = self.door.leave(F.linear(input, _here(self.weight)))
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # once, not by every process
 

@@ -43,10 +43,11 @@ def read_plan(model: nn.Module, processes: int) -> TensorPlan:
         if style not in (_COLWISE, _ROWWISE, _SUMMED):
             raise _refused(processes, f"this model's plan wants {style} for {name}, which whet cannot do. {_LEAVE_OUT}")
     divided = [name for name, style in styles.items() if style != _SUMMED]
-    for name in divided:
-        layer = model.get_submodule(name)
-        if type(layer).forward is not nn.Linear.forward:
-            kind = type(layer).__name__
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for name, style in styles.items():
+        layer = modules.get(name)
+        if layer is None or (style != _SUMMED and type(layer).forward is not nn.Linear.forward):
+            kind = "weight" if layer is None else type(layer).__name__  # such as attention sinks
             raise _refused(processes, f"{name} is a {kind}, not a plain linear layer. {_LEAVE_OUT}")
     _need_heads(model, processes)
     for name in divided:
