@@ -41,6 +41,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield cache
 
 
+@pytest.fixture(autouse=True)
+def _speaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that was asked to be quiet leaves the process so."""
+    from whet.core import console
+
+    monkeypatch.setattr(console, "_silent", False)
+
+
 @pytest.fixture(scope="session")
 def whet() -> Callable[..., Ended]:
     """Run a command in this process; anything but a proper exit is raised."""

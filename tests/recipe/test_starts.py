@@ -37,11 +37,11 @@ def test_a_run_begins_with_what_another_has_learned(
             assert val_losses(folder)[0] == pytest.approx(list(val_losses(run).values())[-1], rel=1e-5)
         assert val_losses(folder)[0] < val_losses(tiny_run)[0] - 0.2
         settled = (folder / "config.yaml").read_text()
-        assert str(run / "exports" / ("merged-step-000020" if which else "merged")) in settled
+        assert str(run / "exports" / ("merged-exact-step-000020" if which else "merged")) in settled
         again = whet("train", folder / "config.yaml", f"run.dir={folder}", "--resume")
         assert again.code == 0, again.err
     ours, theirs = (load_file(tiny_run / "exports" / name / "model.safetensors") for name in (
-        "merged", "merged-step-000020",
+        "merged", "merged-exact-step-000020",
     ))  # fmt: skip
     assert any(not ours[name].equal(theirs[name]) for name in ours)
 

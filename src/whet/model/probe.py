@@ -100,14 +100,26 @@ def _probe_alone(root: LossModel, vocabulary: int, longest: int) -> None:
     _compare(head, hidden, own, largest)
 
 
+@torch.no_grad()
+def require_sound(model: nn.Module) -> None:
+    """Refuse a model whose answers would mean nothing, before it is asked."""
+    tokens = torch.arange(8, device=next(model.parameters()).device)
+    with evaluating(model), plain(model):
+        _require_sound(model(input_ids=tokens[None], use_cache=False).logits.abs().max().item())
+
+
 def _largest(head: Head, hidden: Tensor) -> float:
     largest = Head(head.weight, scale=head.scale).logits(hidden).abs().max().item()
+    _require_sound(largest)
+    return largest
+
+
+def _require_sound(largest: float) -> None:
     if not 0 < largest < math.inf:
         raise WhetError(
             "model.path: all logits of this model are zero, or some are not finite: its weights are broken, as after a "
             "run that diverged"
         )
-    return largest
 
 
 def _compare(head: Head, hidden: Tensor, own: dict[float, Tensor], largest: float) -> None:

@@ -30,6 +30,7 @@ from whet.infer.tasks.find import find_tasks
 from whet.infer.tasks.task import Scored
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
+from whet.model.probe import require_sound
 from whet.recipe.about import require_base
 from whet.recipe.data import Data, hush_libraries, prepare_data, recorded_data, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
@@ -167,6 +168,8 @@ def _of_run(question: Question, config: Config, ranks: Ranks, wants_base: bool) 
     before = measure_tasks(config, renderer, root, ranks, context) if wants_base and config.eval.tasks else None
     manifest = load(path / "checkpoints" / place.name_of(number), root, None, ranks)
     require_base(config, manifest, ranks)
+    with context:
+        require_sound(root.language_model)
     losses: dict[str, float] = {}
     if config.data.validation is not None and question.data != "":
         losses = _losses(config, _data_of_run(path, config), model, ranks, arithmetic)
