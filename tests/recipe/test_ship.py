@@ -230,3 +230,25 @@ def test_others_load_what_was_exported_without_whet(whet: Any, lora_run: Path, t
     done = subprocess.run([sys.executable, "-S", "-E", "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 4
+
+
+def test_a_template_that_changed_since_training_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """It would be shipped with a certificate that calls it the trained one."""
+    template, run = tmp_path / "own.jinja", tmp_path / "run"
+    own = (
+        "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+    )
+    template.write_text(own)
+    ended = whet("train", recipe, f"run.dir={run}", f"data.template={template}", "train.steps=2", "--quiet")
+    assert ended.code == 0, ended.err
+    template.write_text(own.replace("<|im_start|>{{", "<|im_start|>The {{"))
+    for command in (
+        ("export", run, "--to", "merged"), ("export", run, "--check", run / "exports/merged"),
+        ("chat", run, "--prompt", "Hi"), ("eval", run, "--tasks", "orders"),
+    ):  # fmt: skip
+        ended = whet(*command)
+        assert ended.code == 1
+        assert "own.jinja is not what" in " ".join(ended.err.split())
+    template.write_text(own)
+    assert whet("export", run, "--check", run / "exports/merged").code == 0

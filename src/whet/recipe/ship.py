@@ -27,7 +27,7 @@ from whet.model.hollow import Source, is_hollow, load_hollow
 from whet.model.lora import in_one_type_, language_model
 from whet.model.tokenizer import generation_settings
 from whet.recipe.about import require_base
-from whet.recipe.data import Data, hush_libraries, recorded_data
+from whet.recipe.data import Data, hush_libraries, recorded_data, require_speech
 from whet.recipe.measure import answer_stops
 from whet.recipe.parts import Arithmetic, arithmetic_of, build_model
 from whet.recipe.use import model_after, run_config
@@ -75,6 +75,7 @@ def export_run(reference: str, wish: Wish) -> tuple[Path, Certificate]:
     path, which = split_reference(reference)
     config = run_config(path)
     step = place.find(path / "checkpoints", which)
+    require_speech(config, path / "ledger.json")
     data = recorded_data(config, path / "ledger.json")
     is_final = step == read_status(path).get("steps")
     return export_model(config, data, wish, step, start_ranks(), is_final)
@@ -90,6 +91,7 @@ def check_export(reference: str, folder: Path) -> Certificate:
     if missing:
         raise WhetError(f"{folder / 'certificate.json'}: it has no {missing[0]}; export again: whet export {reference}")
     step = place.find(path / "checkpoints", str(said["step"]))
+    require_speech(config, path / "ledger.json")
     data = recorded_data(config, path / "ledger.json")
     dtype = None if said["kind"] == "adapter" else said["dtype"]
     order = _order(config, data, Wish(said["kind"], dtype), said["kind"], step, start_ranks())
