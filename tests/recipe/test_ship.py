@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 PROMPTS = ["Please send two red mugs to Anna in Riga by Mon.", "Hello"]
 
@@ -252,3 +253,28 @@ def test_a_template_that_changed_since_training_is_refused(whet: Any, recipe: st
         assert "own.jinja is not what" in " ".join(ended.err.split())
     template.write_text(own)
     assert whet("export", run, "--check", run / "exports/merged").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"eos_token_id": [2, 40]}, "stop at 'F', which ends no answer"),
+        ({"suppress_tokens": [10, 11]}, "suppress_tokens = [10, 11]"),
+        (None, "model.safetensors changed since it was exported"),
+    ],
+)
+def test_a_second_look_finds_what_logits_do_not_show(
+    settings: dict[str, Any] | None, reason: str, whet: Any, tiny_run: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_run / "exports" / "merged", tmp_path / "merged")
+    if settings is None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] += 1e-6
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    else:
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    for _ in range(2):
+        ended = whet("export", tiny_run, "--check", folder)
+        assert ended.code == 1
+        assert reason in " ".join(ended.err.split())
