@@ -557,8 +557,8 @@ def test_templates_that_want_parts_get_them_in_prompts_too() -> None:
     """Trained on what a user says, a model must be asked it as well."""
     tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
     tokenizer.chat_template = (
-        "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{%- for p in m['content'] -%}{%- if p['type'] == 'text' -%}"
-        "{{ p['text'] }}{%- endif -%}{%- endfor -%}<|im_end|>\n{% endfor -%}"
+        "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{%- for p in m['content'] -%}"
+        "{%- if p['type'] == 'text' -%}{{ p['text'] }}{%- endif -%}{%- endfor -%}<|im_end|>\n{% endfor -%}"
         "{%- if add_generation_prompt -%}<|im_start|>assistant{% endif -%}"
     )
     renderer = Renderer(tokenizer, "assistant")

@@ -130,5 +130,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scorer", ["number", "json"])
 def test_a_right_answer_that_no_answer_can_match_is_named(scorer: str) -> None:
     """Otherwise every model scores nothing, which looks like a measurement."""
-    with pytest.raises(WhetError, match="my.jsonl:3"):
+    with pytest.raises(WhetError, match=re.escape("my.jsonl:3")):
         points(scorer, "4", example("Paris is it"))

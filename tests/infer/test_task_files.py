@@ -181,5 +181,5 @@ def test_an_empty_choice_does_not_shift_the_letters(write: Write) -> None:
     (asked,) = read(write(record)).examples(1)
     assert "- B) two" in asked.messages[0]["content"]
     assert (asked.answers, asked.choices) == (("B",), 3)
-    with pytest.raises(WhetError, match="my.jsonl:1"):
+    with pytest.raises(WhetError, match=r"my\.jsonl:1"):
         read(write({**record, "answer": "B"}))

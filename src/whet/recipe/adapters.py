@@ -70,6 +70,14 @@ def brings_rows(folder: Path, tokens: int) -> bool:
         return False  # peft will say what is wrong with it
 
 
+def in_4_bits(folder: Path) -> bool:
+    """Whether an export's certificate says that the base was in 4 bits while the adapter was trained."""
+    try:
+        return bool(json.loads((folder / "certificate.json").read_text()).get("quantize"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def parse_named(texts: list[str]) -> dict[str, Path]:
     """NAME=DIR, as given on the command line."""
     found: dict[str, Path] = {}

@@ -134,8 +134,8 @@ def require_speech(config: Config, ledger: Path) -> None:
     template = then["template"] != now["template"]
     key = f"data.template: {config.data.template}" if template else f"model.path: {config.model.path}: its tokenizer"
     raise WhetError(
-        f"{key} is not what {config.folder} was trained with (the file was changed since), so the model would be spoken "
-        "to in another way. Bring the old file back, or start a new run: run.dir=FOLDER"
+        f"{key} is not what {config.folder} was trained with (the file was changed since), so the model would be "
+        "spoken to in another way. Bring the old file back, or start a new run: run.dir=FOLDER"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from whet.config import read_config
+from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.run import split_reference
 from whet.data.render import Renderer
@@ -24,7 +25,7 @@ from whet.model.load import load_model
 from whet.model.lora import in_one_type_, language_model, merge, vocabulary_of
 from whet.model.quantize import quantize_
 from whet.model.tokenizer import cannot_load, load_tokenizer, locate
-from whet.recipe.adapters import add_named, base_of, brings_rows, is_adapter
+from whet.recipe.adapters import add_named, base_of, brings_rows, in_4_bits, is_adapter
 from whet.recipe.data import hush_libraries, tokenizer_of
 from whet.recipe.measure import answer_stops
 from whet.recipe.use import load_run
@@ -104,6 +105,9 @@ def load_adapters(base: str, adapters: dict[str, Path], load: Load = "auto") -> 
     for name, folder in adapters.items():
         if brings_rows(folder, len(tokenizers[name])):
             make_room_(bare, len(tokenizers[name]))
+        if load != "4bit" and in_4_bits(folder):
+            warn(f"{folder}: trained beside {base} in 4 bits, and that is loaded whole here: it may say something else "
+                 "than what was trained. Add --load 4bit")  # fmt: skip
     adapted = add_named(bare, base, adapters)
     model = language_model(adapted)
     found = {BASE: _ready(model, Renderer(plain, "assistant"), config, base, adapted.disable_adapter)}
