@@ -101,8 +101,8 @@ def _architecture(settings: Any) -> str:
     if known != "qwen2" and biased is not None:
         raise WhetError(
             f"--to gguf: this {settings.model_type} model has biases ({biased}), which transformers passes over when "
-            "it reads a GGUF, so the file could not be compared. Use --to merged, and llama.cpp's own converter on that "
-            "folder"
+            "it reads a GGUF, so the file could not be compared. Use --to merged, and llama.cpp's own converter on "
+            "that folder"
         )
     rope = _rope(settings)["rope_type"]
     if rope not in ("default", "linear", "llama3"):
