@@ -551,3 +551,18 @@ def test_thoughts_that_the_template_adds_to_the_last_turn_are_learned_there_only
     tokenizer = tokenizer_of(QWEN3)
     learned = learned_text(tokenizer, render(tokenizer, turns))
     assert learned == "b<|im_end|>¦<think>\n\n</think>\n\nd<|im_end|>"
+
+
+def test_templates_that_want_parts_get_them_in_prompts_too() -> None:
+    """Trained on what a user says, a model must be asked it as well."""
+    tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{%- for p in m['content'] -%}"
+        "{%- if p['type'] == 'text' -%}{{ p['text'] }}{%- endif -%}{%- endfor -%}<|im_end|>\n{% endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant{% endif -%}"
+    )
+    renderer = Renderer(tokenizer, "assistant")
+    talk = Conversation((Message("user", "Hello there"), Message("assistant", "Yes")), Origin("x", 1))
+    prompt = renderer.text([{"role": "user", "content": "Hello there"}], prompt=True)
+    assert "Hello there" in prompt
+    assert renderer.layout(talk).text.startswith(prompt)

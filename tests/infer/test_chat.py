@@ -251,6 +251,9 @@ def test_prompts_come_from_lines_and_from_json(tmp_path: Path) -> None:
     assert read_prompts(lines) == [
         [{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}], talk[:2],
     ]  # fmt: skip
+    talk[1]["content"] = [{"type": "text", "text": "Q"}]
+    lines.write_text(json.dumps({"messages": talk}))
+    assert read_prompts(lines)[0][-1] == {"role": "user", "content": "Q"}  # a template would print the list
     for bad, words in (("{", ":1: no JSON"), ("3", "neither a text"), ('{"messages": []}', "nothing is left")):
         lines.write_text(bad)
         with pytest.raises(WhetError, match=words):

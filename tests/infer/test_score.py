@@ -180,6 +180,15 @@ def test_answers_are_generated_from_the_question_alone(renderer: Renderer, model
     ]
 
 
+def test_programs_keep_the_indent_of_their_first_line(renderer: Renderer, model: Any) -> None:
+    seen: list[str] = []
+    judge = Scorer("tests", lambda answer, _: float(seen.append(answer) is None), empty=0.0, verbatim=True)
+    score(Task("programs", numbers, 3, judge), 3, Answerer(model, renderer, []), ALONE)
+    prompts = [renderer.prompt_ids(example.messages) for example in numbers(3)]
+    ids = generate(model, prompts, [], 0, Sampling(max_new_tokens=3))
+    assert seen == [renderer.tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+
+
 def test_a_question_over_the_context_is_named(renderer: Renderer, model: Any) -> None:
     room = model.config.max_position_embeddings
 

@@ -36,6 +36,8 @@ def points(scorer: str, answer: str, right: Example, **options: Any) -> float:
         ("number", "−3", "-3", 1),
         ("number", "24", "25", 0),
         ("number", "no idea", "25", 0),
+        ("json", '{"vip": 1}', '{"vip": true}', 0),
+        ("json", '[{"vip": true, "n": 1.0}]', '[{"n": 1, "vip": true}]', 1),
         ("contains", "The answer is PARIS, I think", "Paris", 1),
         ("contains", "Par is", "Paris", 0),
         ("regex", "on 2024-05-01", r"\d{4}-\d\d-\d\d", 1),
@@ -123,3 +125,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, package, None)
         with pytest.raises(WhetError, match=rf"scorer {scorer} needs a package.*pip install 'whet\[eval\]'"):
             make_scorer(TaskConfig(path="my.jsonl"), scorer)
+
+
+@pytest.mark.parametrize("scorer", ["number", "json"])
+def test_a_right_answer_that_no_answer_can_match_is_named(scorer: str) -> None:
+    """Otherwise every model scores nothing, which looks like a measurement."""
+    with pytest.raises(WhetError, match=re.escape("my.jsonl:3")):
+        points(scorer, "4", example("Paris is it"))

@@ -173,3 +173,13 @@ def test_a_file_whose_name_has_a_colon(tmp_path: Path) -> None:
 )
 def test_titles(path: str, title: str) -> None:
     assert TaskConfig(path=path).title == title
+
+
+def test_an_empty_choice_does_not_shift_the_letters(write: Write) -> None:
+    """As columns: without B, the answer C is the second of what is left."""
+    record = {"question": "?", "A": "one", "B": "", "C": "two", "D": "three", "answer": "C"}
+    (asked,) = read(write(record)).examples(1)
+    assert "- B) two" in asked.messages[0]["content"]
+    assert (asked.answers, asked.choices) == (("B",), 3)
+    with pytest.raises(WhetError, match=r"my\.jsonl:1"):
+        read(write({**record, "answer": "B"}))

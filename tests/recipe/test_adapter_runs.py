@@ -82,6 +82,26 @@ def test_it_ships_and_answers(kind: str, make_run: Callable[[str], Path], whet: 
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_asked_beside_its_base(kind: str, make_run: Callable[[str], Path], whet: Any) -> None:
+    """By every way to the tuned model and to the base: a run, its adapter's folder, an evaluation."""
+    run = make_run(kind)
+    question = ("--against", "builtin:tiny", "--prompt", "Please send lamps<|tool|>", "--max-new-tokens", "8", "--json")
+    ended = whet("chat", run, *question)
+    assert ended.code == 0, ended.err
+    said = json.loads(ended.out)
+    plain = json.loads(whet("chat", "builtin:tiny", *question[2:]).out)
+    if kind == "dora":
+        assert said["against"]["answer"] == plain["answer"]
+    loaded = ("--load", "4bit") if kind != "dora" else ()
+    ended = whet("chat", run / "exports/adapter", *question, *loaded)
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["answer"] == said["answer"]
+    ended = whet("eval", run, "--tasks", "orders", "eval.examples=2", "--json")
+    assert ended.code == 0, ended.err
+    assert set(json.loads(ended.out)["tasks"]["orders"]) >= {"score", "base", "difference"}
+
+
 def test_peft_and_transformers_load_it_alone(make_run: Callable[[str], Path], whet: Any) -> None:
     run = make_run("dora")
     if not (run / "exports/merged").exists():

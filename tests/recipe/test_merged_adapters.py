@@ -154,3 +154,16 @@ def make_adapter_with_two(make_adapter: Make) -> Path:
     tokenizer.add_tokens(["<|d|>", "<|e|>"])
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_what_the_adapter_learned_to_end_with_ends_the_merged_model(
+    make_adapter: Make, whet: Any, tmp_path: Path
+) -> None:
+    base = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "base")
+    settings = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 0}))
+    adapter = make_adapter(1)
+    (adapter / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [0, 2]}))
+    ended = whet("merge", base, "--adapter", adapter, "--out", tmp_path / "m")
+    assert ended.code == 0, ended.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config.eos_token_id == [0, 2]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 PROMPTS = ["Please send two red mugs to Anna in Riga by Mon.", "Hello"]
 
@@ -230,3 +231,50 @@ def test_others_load_what_was_exported_without_whet(whet: Any, lora_run: Path, t
     done = subprocess.run([sys.executable, "-S", "-E", "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 4
+
+
+def test_a_template_that_changed_since_training_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """It would be shipped with a certificate that calls it the trained one."""
+    template, run = tmp_path / "own.jinja", tmp_path / "run"
+    own = (
+        "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+    )
+    template.write_text(own)
+    ended = whet("train", recipe, f"run.dir={run}", f"data.template={template}", "train.steps=2", "--quiet")
+    assert ended.code == 0, ended.err
+    template.write_text(own.replace("<|im_start|>{{", "<|im_start|>The {{"))
+    for command in (
+        ("export", run, "--to", "merged"), ("export", run, "--check", run / "exports/merged"),
+        ("chat", run, "--prompt", "Hi"), ("eval", run, "--tasks", "orders"),
+    ):  # fmt: skip
+        ended = whet(*command)
+        assert ended.code == 1
+        assert "own.jinja is not what" in " ".join(ended.err.split())
+    template.write_text(own)
+    assert whet("export", run, "--check", run / "exports/merged").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"eos_token_id": [2, 40]}, "stop at 'F', which ends no answer"),
+        ({"suppress_tokens": [10, 11]}, "suppress_tokens = [10, 11]"),
+        (None, "model.safetensors changed since it was exported"),
+    ],
+)
+def test_a_second_look_finds_what_logits_do_not_show(
+    settings: dict[str, Any] | None, reason: str, whet: Any, tiny_run: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_run / "exports" / "merged", tmp_path / "merged")
+    if settings is None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] += 1e-6
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    else:
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    for _ in range(2):
+        ended = whet("export", tiny_run, "--check", folder)
+        assert ended.code == 1
+        assert reason in " ".join(ended.err.split())

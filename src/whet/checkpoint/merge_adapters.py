@@ -21,6 +21,7 @@ from whet.model.lora import in_one_type_, language_model, vocabulary_of
 
 How = Literal["cat", "linear"]
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_GENERATION = "generation_config.json"
 _LOST = 1e-4
 """Part of an adapter's change that rounding may take while matrices are put together."""
 
@@ -78,6 +79,7 @@ def merge_adapters(
             dtype = next(base.parameters()).dtype
             model.merge_and_unload().save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            _keep_stops(temporary, parts)
             found = compared(wanted, logits_of(_loaded(temporary, dtype), probes), dtype)
             certificate = {
                 "kind": "merged-adapters",
@@ -99,6 +101,17 @@ def merge_adapters(
     except Exception as error:
         raise disk_error(error, "merging", folder) or error from None
     return certificate
+
+
+def _keep_stops(folder: Path, parts: Sequence[Part]) -> None:
+    """What ends an answer: of the base, and what the adapters learned to end one with."""
+    file = folder / _GENERATION
+    settings = dict(read_json(file)) if file.exists() else {}
+    brought = [read_json(part.folder / _GENERATION) for part in parts if (part.folder / _GENERATION).exists()]
+    ends = [each.get("eos_token_id") for each in (settings, *brought)]
+    stops = {stop for end in ends if end is not None for stop in (end if isinstance(end, list) else [end])}
+    if brought and stops:
+        write_json(file, {**settings, "eos_token_id": sorted(stops)})
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -122,7 +122,10 @@ class Renderer:
     def text(
         self, messages: Sequence[dict[str, Any]], prompt: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """What transformers makes of the messages; with `prompt`, up to where the assistant begins to speak."""
+        """What transformers makes of the messages; with `prompt`, up to where the assistant begins to speak. Text goes
+        in parts to templates that would pass over it."""
+        if self._in_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -371,6 +374,11 @@ def _cutting(tokenizer: PreTrainedTokenizerFast) -> list[str]:
         if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
     ]
     return sorted(found, key=len, reverse=True)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _wants_parts(template: ChatTemplate) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.errors import WhetError
+from whet.data.conversation import BadRecordError
+from whet.data.formats.messages import parse_turns
 from whet.infer.chat import Message
 
 
@@ -45,6 +47,10 @@ def _from_json(line: str, place: str) -> list[Message]:
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
         raise WhetError(f'{place}: this is neither a text nor an object with "prompt" (a text) or "messages" (a list)')
+    try:
+        messages = [turn.as_dict() for turn in parse_turns(messages)]  # as training reads them: parts become text
+    except BadRecordError as error:
+        raise WhetError(f"{place}: {error}") from None
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:

@@ -30,8 +30,10 @@ def exact(answer: str, example: Example) -> float:
 
 def number(answer: str, example: Example) -> float:
     """The number after the last ####, or else the last one in the answer, is the right one."""
-    said = last_number(answer)
-    return float(said is not None and any(said == last_number(each) for each in example.answers))
+    said, right = last_number(answer), [last_number(each) for each in example.answers]
+    if None in right:
+        raise WhetError(f"{example.place}: there is no number in the right answer. Use another scorer, such as exact")
+    return float(said is not None and said in right)
 
 
 def last_number(text: str) -> Decimal | None:
@@ -86,8 +88,21 @@ def _fits_a_pattern(answer: str, example: Example) -> float:
 
 
 def _same_json(answer: str, example: Example) -> float:
-    said = _json(answer)
-    return float(said is not _NONE and any(said == _json(each) for each in example.answers))
+    said, right = _json(answer), [_json(each) for each in example.answers]
+    if _NONE in right:
+        raise WhetError(f"{example.place}: the right answer is no JSON, so none can be right. Use another scorer")
+    return float(said is not _NONE and any(_alike(said, each) for each in right))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Equal; true is not 1, as Python has it."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
 
 
 _NONE = object()

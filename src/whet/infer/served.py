@@ -17,6 +17,7 @@ from whet.infer.slots import Reading, Slots, Writing, attending
 from whet.model.attention import look, plain, unserved
 from whet.model.attention.ask import Documents
 from whet.model.attention.look import Asked
+from whet.model.lora import vocabulary_of
 from whet.model.rope import changing_rope
 
 _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -35,9 +36,9 @@ def what_is_asked(model: nn.Module, longest: int) -> list[Asked] | None:
 
 def _agrees(model: nn.Module) -> bool:
     """Whether two short texts have the same logits through slots as by the model's own attention."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    vocabulary = vocabulary_of(model)
     device = next(model.parameters()).device
-    texts = [torch.arange(n, device=device) * 7919 % embedding.num_embeddings for n in (7, 4)]
+    texts = [torch.arange(n, device=device) * 7919 % vocabulary for n in (7, 4)]
     try:
         with plain(model):
             expected = torch.stack([model(input_ids=text[None], use_cache=False).logits[0, -1] for text in texts])

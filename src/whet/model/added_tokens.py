@@ -42,6 +42,20 @@ def grow_(model: nn.Module, config: ModelConfig) -> None:
             _fill(module.bias, numbers, pieces, len(before))
 
 
+@torch.no_grad()
+def make_room_(model: nn.Module, tokens: int) -> None:
+    """Rows for so many tokens, of which an adapter brings its own. Without it they are the mean of all others, which is
+    never the likeliest: the model says what it said before."""
+    before = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if tokens <= before:
+        return
+    model.resize_token_embeddings(tokens, mean_resizing=False)  # type: ignore[operator]
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+        for weight in () if module is None else module.parameters(recurse=False):
+            exact = torch.promote_types(weight.dtype, torch.float32)
+            weight[before:] = weight[:before].to(exact).mean(dim=0).to(weight.dtype)
+
+
 def token_numbers(
     tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str], key: str = "model.add_tokens"
 ) -> list[int]:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from whet.core.console import warn
 from whet.core.errors import WhetError
 
-_FILE = "adapter_config.json"
+_FILE, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -45,12 +46,36 @@ def add_named(model: nn.Module, base: str, adapters: dict[str, Path]) -> Any:
                 adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
             else:
                 adapted.load_adapter(str(folder), adapter_name=name)
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise WhetError(
                 f"{folder}: this adapter does not fit {base} ({first[:200]}). Its base is {named}: give that as MODEL"
             ) from None
     return adapted.eval()
+
+
+def brings_rows(folder: Path, tokens: int) -> bool:
+    """Whether an adapter has the embedding's rows up to the last of so many tokens: single ones, or all of them."""
+    settings = _settings(folder) if (folder / _FILE).exists() else {}
+    single = settings.get("trainable_token_indices") or []
+    if any(tokens - 1 in ids for ids in (single.values() if isinstance(single, dict) else [single])):
+        return True
+    whole = tuple(f".{name}.weight" for name in settings.get("modules_to_save") or ())
+    if not whole or not (folder / _WEIGHTS).is_file():
+        return False
+    try:
+        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+            return any(file.get_slice(key).get_shape()[0] == tokens for key in file.keys() if key.endswith(whole))  # noqa: SIM118
+    except SafetensorError:
+        return False  # peft will say what is wrong with it
+
+
+def in_4_bits(folder: Path) -> bool:
+    """Whether an export's certificate says that the base was in 4 bits while the adapter was trained."""
+    try:
+        return bool(json.loads((folder / "certificate.json").read_text()).get("quantize"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def parse_named(texts: list[str]) -> dict[str, Path]:

@@ -6,7 +6,7 @@ import datetime
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,7 @@ class Data:
             "overlap": {"conversations": len(copies), "first": copies[:5]},
             "stores": self.stores(),
             "today": self.train.store.manifest["today"],
+            "speech": _speech(self.train.store.manifest),
         }
 
 
@@ -117,6 +118,35 @@ def recorded_data(config: Config, ledger: Path) -> Data:
     validation = Store(folders["validation"])
     numbers = np.arange(len(validation), dtype=np.int64)
     return Data(language, Prepared(train, reused=True), everything, validation, numbers)
+
+
+def require_speech(config: Config, ledger: Path) -> None:
+    """Refuse a run whose tokenizer or chat template was changed since: asked or shipped with others than it was trained
+    with, a model answers, and worse. Settings for generating may change."""
+    known = read_json(ledger) if ledger.exists() else {}
+    then = known.get("speech")
+    manifest = Path(known.get("stores", {}).get("train", "")) / MANIFEST
+    if then is None and manifest.is_file():  # of a run before the ledger kept it
+        then = _speech(read_json(manifest))
+    now = None if then is None else _speech(language_of(config).identity)
+    if then is None or now is None or then == now:
+        return
+    template = then["template"] != now["template"]
+    key = f"data.template: {config.data.template}" if template else f"model.path: {config.model.path}: its tokenizer"
+    raise WhetError(
+        f"{key} is not what {config.folder} was trained with (the file was changed since), so the model would be "
+        "spoken to in another way. Bring the old file back, or start a new run: run.dir=FOLDER"
+    )
+
+
+def _speech(identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of a store's identity decides how conversations are written; None of a store that came as tokens."""
+    if "tokenizer" not in identity or "template" not in identity:
+        return None
+    tokenizer = identity["tokenizer"]
+    if isinstance(tokenizer, dict):
+        tokenizer = {name: digest for name, digest in tokenizer.items() if name != "generation_config.json"}
+    return {"tokenizer": tokenizer, "template": identity["template"]}
 
 
 def _held_out(language: ChatLanguage | MarkedLanguage, made: Prepared, fraction: float, seed: int) -> Data:

@@ -32,7 +32,7 @@ from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.model.probe import require_sound
 from whet.recipe.about import require_base
-from whet.recipe.data import Data, hush_libraries, prepare_data, recorded_data, tokenizer_of
+from whet.recipe.data import Data, hush_libraries, prepare_data, recorded_data, require_speech, tokenizer_of
 from whet.recipe.folder import changed_settings, frozen_date
 from whet.recipe.measure import measure_loss, measure_tasks
 from whet.recipe.parts import Arithmetic, arithmetic_of, attend, build_model, make_root
@@ -160,6 +160,7 @@ def _of_run(question: Question, config: Config, ranks: Ranks, wants_base: bool) 
     """The model as it was before training needs no second copy: the checkpoint is loaded into it afterwards."""
     path, step = split_reference(question.reference)
     number = place.find(path / "checkpoints", step)
+    require_speech(config, path / "ledger.json")
     arithmetic = arithmetic_of(config, ranks.device, trains=False)
     context = arithmetic.context(ranks.device)
     model = build_model(config, arithmetic, ranks.device, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from whet.checkpoint import place
 from whet.config import Config
 from whet.core.config import load_config
 from whet.core.errors import WhetError
@@ -69,7 +70,8 @@ def _folder(reference: str) -> str:
     if (
         step == "latest"
         and (there / "certificate.json").exists()
-        and read_json(there / "certificate.json").get("verified")
+        and (said := read_json(there / "certificate.json")).get("verified")
+        and said.get("step") == place.find(path / "checkpoints", step)  # a run that went on since has another
     ):
         return str(there)
     return str(export_run(reference, Wish())[0])

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 
 from whet.config import read_config
+from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.run import split_reference
 from whet.data.render import Renderer
 from whet.model import attention
+from whet.model.added_tokens import make_room_
 from whet.model.config import ModelConfig
 from whet.model.load import load_model
-from whet.model.lora import in_one_type_, language_model, merge
+from whet.model.lora import in_one_type_, language_model, merge, vocabulary_of
 from whet.model.quantize import quantize_
 from whet.model.tokenizer import cannot_load, load_tokenizer, locate
-from whet.recipe.adapters import add_named, base_of, is_adapter
+from whet.recipe.adapters import add_named, base_of, brings_rows, in_4_bits, is_adapter
 from whet.recipe.data import hush_libraries, tokenizer_of
 from whet.recipe.measure import answer_stops
 from whet.recipe.use import load_run
@@ -94,13 +96,22 @@ def load_adapters(base: str, adapters: dict[str, Path], load: Load = "auto") -> 
     """One model with several adapters by name, and under `none` the model without them; all share its weights."""
     hush_libraries()
     config = _config_of(base)
-    adapted = add_named(_loaded(config, load), base, adapters)
-    model = language_model(adapted)
-    plain = Renderer(load_tokenizer(config), "assistant")
-    found = {BASE: _ready(model, plain, config, base, adapted.disable_adapter)}
+    plain = load_tokenizer(config)
+    tokenizers = {}
     for name, folder in adapters.items():
         own = (folder / "tokenizer_config.json").exists()  # an export brings the tokenizer it was trained with
-        tokenizer = load_tokenizer(ModelConfig(path=base, tokenizer=str(folder))) if own else plain.tokenizer
+        tokenizers[name] = load_tokenizer(ModelConfig(path=base, tokenizer=str(folder))) if own else plain
+    bare = _loaded(config, load)
+    for name, folder in adapters.items():
+        if brings_rows(folder, len(tokenizers[name])):
+            make_room_(bare, len(tokenizers[name]))
+        if load != "4bit" and in_4_bits(folder):
+            warn(f"{folder}: trained beside {base} in 4 bits, and that is loaded whole here: it may say something else "
+                 "than what was trained. Add --load 4bit")  # fmt: skip
+    adapted = add_named(bare, base, adapters)
+    model = language_model(adapted)
+    found = {BASE: _ready(model, Renderer(plain, "assistant"), config, base, adapted.disable_adapter)}
+    for name, tokenizer in tokenizers.items():
         renderer = Renderer(tokenizer, "assistant")
         found[name] = _ready(model, renderer, config, name, lambda name=name: _speaking_as(adapted, name))  # type: ignore[misc]
     return found
@@ -122,7 +133,7 @@ def _ready(
     model: nn.Module, renderer: Renderer, config: ModelConfig, name: str,
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Ready:  # fmt: skip
-    known, room = len(renderer.tokenizer), model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    known, room = len(renderer.tokenizer), vocabulary_of(model)
     if known > room:
         raise WhetError(
             f"{name}: the tokenizer knows {known:,} tokens and the model only {room:,}. They do not belong together: "

@@ -15,6 +15,7 @@ from whet.core.ranks import Ranks, start_ranks
 from whet.model.lora import language_model
 from whet.model.loss import LossModel
 from whet.recipe.about import require_base
+from whet.recipe.data import require_speech
 from whet.recipe.parts import Arithmetic, arithmetic_of, build_model, choose_arithmetic
 
 
@@ -32,6 +33,7 @@ class LoadedRun:
 def load_run(path: Path, step: str = "latest") -> LoadedRun:
     """The model of a run after a step, or as the newest or the best checkpoint has it."""
     config = run_config(path)
+    require_speech(config, path / "ledger.json")
     folder = path / "checkpoints"
     number = place.find(folder, step)
     ranks = start_ranks()

@@ -97,6 +97,13 @@ def _architecture(settings: Any) -> str:
             f"--to gguf: this {settings.model_type} model attends within a window of {window} tokens, which GGUF "
             f"cannot say of a {known} model. Use --to merged"
         )
+    biased = next((name for name in ("attention_bias", "mlp_bias") if getattr(settings, name, False)), None)
+    if known != "qwen2" and biased is not None:
+        raise WhetError(
+            f"--to gguf: this {settings.model_type} model has biases ({biased}), which transformers passes over when "
+            "it reads a GGUF, so the file could not be compared. Use --to merged, and llama.cpp's own converter on "
+            "that folder"
+        )
     rope = _rope(settings)["rope_type"]
     if rope not in ("default", "linear", "llama3"):
         raise WhetError(

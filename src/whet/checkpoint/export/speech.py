@@ -17,6 +17,16 @@ _HARD = "Größe: 1234567,89 €\n\n\tThe 2nd line's   gap; <b>tag</b> 漢字 �
 """Digits, gaps, cases and scripts on which tokenizers that look alike differ."""
 
 
+_FORCING = (
+    "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_bos_token_id",
+    "forced_eos_token_id", "min_length", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+)  # fmt: skip
+"""Settings that change even the likeliest answer; those of sampling are the user's to choose."""
+_SAME = ((0, None), (1.0, None), (None, 0), (None, 1.0))
+"""What transformers fills in where nothing is said."""
+
+
 def compare_speech(speech: Speech, loaded: PreTrainedTokenizerFast, texts: Sequence[str], findings: Findings) -> None:
     """`texts` are what is said in the comparison, beside a text that is hard on tokenizers."""
     before = len(findings.reasons)
@@ -57,6 +67,14 @@ def compare_stops(speech: Speech, settings: Any, findings: Findings) -> None:
     if missing:
         words = ", ".join(repr(speech.tokenizer.convert_ids_to_tokens(number)) for number in missing)
         findings.blame(f"its generation settings do not stop at {words}")
+    more = sorted(ends - set(speech.stops))
+    if more:
+        words = ", ".join(repr(speech.tokenizer.convert_ids_to_tokens(number)) for number in more)
+        findings.blame(f"its generation settings stop at {words}, which ends no answer")
+    for key in _FORCING:
+        found, own = getattr(settings, key, None), speech.generation.get(key)
+        if found != own and (found, own) not in _SAME:
+            findings.blame(f"its generation settings have {key} = {found!r}, and the trained model's {own!r}")
 
 
 @torch.inference_mode()

@@ -89,12 +89,19 @@ class Trained:
     def weights(self) -> Iterator[Weight]:
         """Every weight of the merged model, by its name in memory, in the model's order; tied ones once."""
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import ModulesToSaveWrapper
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         seen: set[int] = set()
         inside: list[str] = []
         for name, module in self.language_model.named_modules():
             if any(name.startswith(f"{outer}.") for outer in inside):
+                continue
+            if isinstance(module, TrainableTokensWrapper):  # rows of an embedding, or of a head, are trained
+                inside.append(name)
+                kept = module.token_adapter.get_base_layer().weight
+                if id(kept) not in seen:
+                    seen.add(id(kept))
+                    yield from self._merged(name, module.token_adapter)
                 continue
             if isinstance(module, BaseTunerLayer):
                 inside.append(name)

@@ -64,7 +64,8 @@ class Answerer:
             self.model, prompts, self.stops, pad if pad is not None else 0, sampling, done=done,
             tools=self._calculator(task),
         )  # fmt: skip
-        return [str(self.renderer.tokenizer.decode(each, skip_special_tokens=True)).strip() for each in ids]
+        texts = [str(self.renderer.tokenizer.decode(each, skip_special_tokens=True)) for each in ids]
+        return texts if task.scorer.verbatim else [text.strip() for text in texts]
 
     def _calculator(self, task: Task) -> Tools | None:
         wanted = has_markers(self.renderer) if task.calculator is None else task.calculator

@@ -22,7 +22,7 @@ def question(prompt: str) -> str:
 def tests_scorer(mode: Mode) -> Scorer:
     """Right is what passes the tests. A SandboxError at once where nothing can be run."""
     require_sandbox(mode)
-    return Scorer("tests", partial(_passes, mode), empty=0.0, waits=True)
+    return Scorer("tests", partial(_passes, mode), empty=0.0, waits=True, verbatim=True)
 
 
 def _passes(mode: Mode, answer: str, example: Example) -> float:

@@ -61,6 +61,9 @@ def with_choices(record: Any) -> Any:
         return record
     question = record.get("question", record.get("prompt"))
     letters = [letter for letter in ascii_uppercase if record.get(letter) not in (None, "")]
+    if letters != list(ascii_uppercase[: len(letters)]):  # without the empty one, later letters would mean others
+        return {"question": question, "choices": {"label": letters, "text": [str(record[each]) for each in letters]},
+                "answer": record["answer"]}  # fmt: skip
     return {"question": question, "choices": [str(record[letter]) for letter in letters], "answer": record["answer"]}
 
 

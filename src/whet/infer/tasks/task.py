@@ -45,6 +45,8 @@ class Scorer:
     """The score of an empty answer where it need not be tried."""
     waits: bool = False
     """Whether judging is waiting for other processes, so that several can be judged at a time."""
+    verbatim: bool = False
+    """Whether spaces around an answer are part of it, as the indent of a program's first line is."""
     whole: Callable[[Sequence[str], Sequence[Example]], float] | None = None
     """Over all answers at once, where that is not the mean over examples."""
 
