@@ -35,8 +35,15 @@ def bf16(whet: Callable[..., Any], recipe: str, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("options", [["train.precision=fp8"], ["train.precision=fp8", "model.dtype=bf16"],
-                                     ["train.precision=fp8-rowwise"]], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train.precision=fp8"],
+        pytest.param(["train.precision=fp8", "model.dtype=bf16"], marks=pytest.mark.slow),
+        pytest.param(["train.precision=fp8-rowwise"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
 def test_it_learns_what_bf16_learns(
     whet: Callable[..., Any], recipe: str, tmp_path: Path, bf16: Path, steps_of: Steps, options: list[str]
 ) -> None:

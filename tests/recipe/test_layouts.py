@@ -106,6 +106,7 @@ def test_packing_and_micro_batches_change_nothing_but_speed(
     assert_equal(steps_of(folder), steps_of(tiny_run), 1e-9, "loss", "grad_norm")
 
 
+@pytest.mark.slow
 def test_sixteen_conversations_a_step_are_the_same_packed_or_not(
     whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:

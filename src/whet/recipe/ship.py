@@ -88,7 +88,7 @@ def check_export(reference: str, folder: Path) -> Certificate:
     path, _ = split_reference(reference)
     config = run_config(path)
     said = read_json(folder / "certificate.json")
-    missing = [key for key in ("kind", "step", "dtype") if key not in said]
+    missing = [key for key in ("kind", "step", "dtype", "files") if key not in said]
     if missing:
         raise WhetError(f"{folder / 'certificate.json'}: it has no {missing[0]}; export again: whet export {reference}")
     step = place.find(path / "checkpoints", str(said["step"]))

@@ -26,8 +26,8 @@ def tests_scorer(mode: Mode) -> Scorer:
 
 
 def _passes(mode: Mode, answer: str, example: Example) -> float:
-    """The last line must be a word that the program cannot know before its tests have passed: one that ends early, with
-    whatever exit code, has not passed them."""
+    """The last line must be a word that is printed after the tests: a program that ends early, with whatever exit code,
+    has not passed them. One that sets out to deceive could read the word; models that were not made to do not."""
     word = secrets.token_hex(16)
     outcome = run_program(f"{program(answer, example)}\nprint()\nprint({word!r})\n", Limits(), mode)
     return float(outcome.code == 0 and outcome.out.rstrip("\n").rpartition("\n")[2] == word)
