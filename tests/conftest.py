@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ import pytest
 # threads everywhere is what makes runs comparable bit by bit. Nothing here may ask the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell that starts something in the background lets it ignore Ctrl-C, and what it starts in turn; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 _NEEDS = "needs the Debian package "
