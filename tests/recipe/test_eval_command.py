@@ -135,11 +135,11 @@ def test_a_models_loss_on_a_file_is_the_runs(evaluated: Json, run: Path, materia
 
 def test_a_yaml_list_of_tasks_and_options(evaluated: Json, run: Path, material: Path) -> None:
     own = f"{material}/own.jsonl"
-    tasks = f"[{{path: {own}, name: mine, scorer: contains, examples: 3, max_new_tokens: 1}}, {own}:number]"
+    tasks = f"[{{path: {own}, name: mine, scorer: contains, examples: 3, max_new_tokens: 1}}, {own}:exact]"
     result = evaluated(run, "--tasks", tasks, "--no-base", "eval.examples=5")
     assert {name: (task["examples"], task["scorer"]) for name, task in result["tasks"].items()} == {
         "mine": (3, "contains"),
-        "own": (5, "number"),
+        "own": (5, "exact"),
     }
 
 
