@@ -227,7 +227,11 @@ def test_a_fault_in_the_first_step_leaves_the_run_and_replays_from_the_model_its
 
 @pytest.mark.parametrize(
     ("arranged", "dealt"),
-    [("parallel.tensor=1", {0, 1}), pytest.param("parallel.tensor=2", {0}, marks=pytest.mark.slow)],
+    [
+        ("parallel.tensor=1", {0, 1}),
+        pytest.param("parallel.tensor=2", {0}, marks=pytest.mark.slow),
+        pytest.param("parallel.context=2", {0}, marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_stop_together_and_name_the_conversation(
     planted: Any, tmp_path: Path, whet: Any, arranged: str, dealt: set[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -90,7 +90,7 @@ class Examiner:
         together: what they sum is of all of theirs.
         """
         layout = [MicroBatch(self.ranks.rank, row, tuple(members)) for row, members in loader.layout(step)]
-        layout = self.ranks.gather(layout if self.ranks.counts else [])
+        layout = self.ranks.gather(layout if self.ranks.counts and not self.ranks.slice else [])  # the same in each
         supervised = loader.totals(step).supervised
         if not supervised:
             every = self._of_all(
@@ -124,8 +124,9 @@ class Examiner:
     def _of_all(self, mine: list[Examined]) -> list[Examined]:
         """What all ranks found; slices of the same documents are put together."""
         everyone = self.ranks.gather([mine] if self.ranks.counts else [])
+        order = {name: number for number, (name, _) in enumerate(self.model.language_model.named_modules())}
         return [
-            _joined(slices)
+            _joined(slices, order)
             for first in range(0, len(everyone), self.ranks.slices)
             for slices in zip(*everyone[first : first + self.ranks.slices], strict=True)
         ]
@@ -141,7 +142,8 @@ class Examiner:
             with self.arithmetic:
                 result = self.model(batch.to(self.ranks.device), weight)
             loss = float(result.loss)
-            if watch.forward is not None and not math.isfinite(loss):
+            sliced = self.ranks.slices > 1  # another slice's loss may have broken by what happened in this one
+            if watch.forward is not None and (sliced or not math.isfinite(loss)):
                 layer = watch.forward
             elif not math.isfinite(loss):
                 layer = "the head and the loss"
@@ -161,11 +163,12 @@ class Examiner:
         return replace(_not_run(batch), loss=mean, grad_norm=norm, layer=layer)
 
 
-def _joined(slices: Sequence[Examined]) -> Examined:
-    """The whole of which these are slices."""
+def _joined(slices: Sequence[Examined], order: Mapping[str, int]) -> Examined:
+    """The whole of which these are slices; of the layers at which they broke, the one that comes first."""
     supervised = sum(found.supervised for found in slices)
     total = sum(found.loss * found.supervised for found in slices if found.supervised)
-    layer = next((found.layer for found in slices if found.layer), None)
+    broken = [found.layer for found in slices if found.layer and not math.isfinite(total)]
+    layer = min(broken, key=lambda name: order.get(name, len(order)), default=None)
     mean = total / supervised if supervised else math.nan
     return slices[0] if len(slices) == 1 else replace(slices[0], supervised=supervised, loss=mean, layer=layer)
 
