@@ -26,19 +26,9 @@ from whet.infer.prompts import read_prompts
 from whet.infer.streamed import TextStream, before
 from whet.infer.tools import CalledCalculator, calculator_for
 from whet.model.config import ModelConfig
-from whet.model.load import load_model
 from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    made = load_model(TINY, torch.float32)
-    for parameter in made.parameters():
-        if parameter.ndim == 2:
-            parameter.data.mul_(8)
-    return made
 
 
 @pytest.fixture(scope="module")

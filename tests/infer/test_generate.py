@@ -16,16 +16,6 @@ TINY = ModelConfig(path="builtin:tiny")
 PROMPTS = [[10, 20, 30], [40], [50, 60, 70, 80, 90, 11, 12], [13, 14], [15]]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """Tiny with louder weights, so that the likeliest token is clear and answers differ."""
-    made = load_model(TINY, torch.float32)
-    for parameter in made.parameters():
-        if parameter.ndim == 2:
-            parameter.data.mul_(8)
-    return made
-
-
 def greedy(model: Any, prompt: list[int], length: int) -> list[int]:
     """The definition: the likeliest token after everything so far, again and again."""
     ids = list(prompt)

@@ -24,7 +24,6 @@ from whet.infer.tasks.score import score, score_all
 from whet.infer.tasks.task import Example, Scorer, Task
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.model.load import load_model
 from whet.model.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
@@ -35,16 +34,6 @@ SAID = ["0", "1", "2", "33", "no"]
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
     return Renderer(load_tokenizer(TINY), "assistant")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """Tiny with louder weights, so that letters differ clearly."""
-    made = load_model(TINY, torch.float32)
-    for parameter in made.parameters():
-        if parameter.ndim == 2:
-            parameter.data.mul_(8)
-    return made
 
 
 class Fixed(Answerer):
