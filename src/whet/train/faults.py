@@ -20,7 +20,7 @@ from whet.parallel.replicate import trainable
 from whet.parallel.shard import give_back, is_sharded
 from whet.train.guard import Kind
 from whet.train.step import seed_of
-from whet.train.watching import broken_gradients, broken_weights, watching
+from whet.train.watching import broken_gradients, broken_weights, order_of, watching
 
 _HIGHEST = 5
 
@@ -124,7 +124,7 @@ class Examiner:
     def _of_all(self, mine: list[Examined]) -> list[Examined]:
         """What all ranks found; slices of the same documents are put together."""
         everyone = self.ranks.gather([mine] if self.ranks.counts else [])
-        order = {name: number for number, (name, _) in enumerate(self.model.language_model.named_modules())}
+        order = order_of(self.model)
         return [
             _joined(slices, order)
             for first in range(0, len(everyone), self.ranks.slices)

@@ -66,10 +66,7 @@ def watching(model: nn.Module) -> Iterator[Watch]:
     """Look at all that goes in and out of the modules of `model` while the block runs."""
     watch = Watch()
     hooks = []
-    for full, module in model.named_modules():
-        name = full.removeprefix(_OWN)
-        if full in ("", _OWN.rstrip(".")):
-            continue
+    for name, module in _named(model):
         hooks.append(module.register_forward_pre_hook(partial(watch.enters, name), with_kwargs=True))
         hooks.append(module.register_forward_hook(partial(watch.leaves, name), with_kwargs=True))
     try:
@@ -77,6 +74,17 @@ def watching(model: nn.Module) -> Iterator[Watch]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def order_of(model: nn.Module) -> dict[str, int]:
+    """The names that a watch gives, each with its place in the model."""
+    return {name: place for place, (name, _) in enumerate(_named(model))}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for full, module in model.named_modules():
+        if full not in ("", _OWN.rstrip(".")):
+            yield full.removeprefix(_OWN), module
 
 
 def broken_weights(model: nn.Module) -> list[str]:
