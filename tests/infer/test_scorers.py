@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from whet.core.errors import WhetError
+from whet.infer import scorers
 from whet.infer.config import TaskConfig
 from whet.infer.scorers import last_number, make_scorer
 from whet.infer.tasks.task import Example
@@ -74,7 +75,20 @@ def test_what_is_no_pattern_is_named() -> None:
         points("regex", "x", example("("))
 
 
-@pytest.mark.parametrize(("text", "number"), [("a 7. b", "7"), ("1,000,000", "1000000"), (".5", "0.5"), ("x", None)])
+def test_a_pattern_that_takes_for_ever_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scorers, "_SECONDS", 0.05)
+    endless = "a" * 40 + "!"
+    assert points("regex", endless, example("yes"), pattern=r"(a|aa)+(b|bb)+$|(a|a?)+$") == 0
+    assert points("regex", endless, example(r"(a|aa)+(b|bb)+$", "!$")) == 1  # the next right answer still counts
+    assert capsys.readouterr().err.count("my.jsonl:3: the pattern") == 2
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("a 7. b", "7"), ("1,000,000", "1000000"), (".5", "0.5"), ("x", None), ("10-5", "5"), ("(1+2)-5", "5"),
+    ("it is -5", "-5"), ("-$5.20", "-5.2"), ("$-5", "-5"), ("#### −€1,000", "-1000"), ("B-52", "52"),
+])  # fmt: skip
 def test_numbers_are_read_as_people_write_them(text: str, number: str | None) -> None:
     found = last_number(text)
     assert (None if found is None else format(found.normalize(), "f")) == number

@@ -133,6 +133,16 @@ def test_a_file_that_cannot_be_a_task(write: Write, records: list[Any], said: st
     assert "data.sources" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("scorer", "said"),
+    [("number", "there is no number"), ("json", "is no JSON"), ("regex", "is no regular expression")],
+)
+def test_a_right_answer_that_cannot_be_judged_by_is_told_of_at_once(write: Write, scorer: str, said: str) -> None:
+    file = write({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "(b"})
+    with pytest.raises(WhetError, match=rf"my\.jsonl:2: .*{said}"):
+        read(file, scorer=scorer)
+
+
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(WhetError, match=r"eval\.tasks: no/such\.jsonl: no such file"):
         read("no/such.jsonl")

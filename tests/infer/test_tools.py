@@ -108,6 +108,10 @@ def test_a_call_by_the_template_is_followed_by_the_tool_s_turn_and_a_new_one() -
     assert [*prompt, *turn, *given[-1]] == whole
     assert not any(watcher.see(token) for token in given[-1])
     assert list(watcher.see(end)) == []  # no call: the answer may end
+    final = its.tokenizer.encode("It is 24.", add_special_tokens=False)
+    assert calculator.said([*turn, *given[-1], *final]) == final
+    assert calculator.said(final) == final
+    assert calculator.said([*turn, *given[-1], *turn, *given[-1], *final]) == final
 
 
 def test_a_model_that_cannot_call_is_told_so() -> None:

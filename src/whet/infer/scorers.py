@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import regex
+
+from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.infer.config import TaskConfig
 from whet.infer.tasks.task import Example, Scorer
 
-_NUMBER = re.compile(r"[-−+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+_NUMBER = regex.compile(r"((?<![\w)])[-−+])?[$€£]?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_FENCED = regex.compile(r"```[\w+-]*[ \t]*\n(.*?)\n?[ \t]*```", regex.DOTALL)
+_SECONDS = 2.0
+"""For a pattern of the user's and one answer: some try more ways to fit a text than there is time for."""
 
 
 def make_scorer(config: TaskConfig, name: str) -> Scorer:
@@ -37,12 +41,13 @@ def number(answer: str, example: Example) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Of `… #### 1,234.` it is 1234; of text without a mark the last number there is."""
+    """Of `… #### 1,234.` it is 1234; of text without a mark the last number there is. A sign stands before the number
+    or its currency; in 10-5 there is none."""
     _, mark, after = text.rpartition("####")
     found = _NUMBER.search(after) if mark else None
     found = found or next(iter([*_NUMBER.finditer(text)][::-1]), None)
     try:
-        return Decimal(found.group().replace(",", "").replace("−", "-")) if found else None
+        return Decimal(f"{found[1] or ''}{found[2]}".replace(",", "").replace("−", "-")) if found else None
     except InvalidOperation:
         return None
 
@@ -63,14 +68,17 @@ def _regex(config: TaskConfig) -> Scorer:
     if config.pattern is None:
         return Scorer("regex", _fits_a_pattern)
     try:
-        pattern = re.compile(config.pattern, re.MULTILINE)
-    except re.error as error:
+        pattern = regex.compile(config.pattern, regex.MULTILINE)
+    except regex.error as error:
         raise WhetError(
             f"eval.tasks: {config.title}: pattern {config.pattern!r} is no regular expression: {error}"
         ) from None
 
     def score(answer: str, example: Example) -> float:
-        found = next(iter([*pattern.finditer(answer)][::-1]), None)
+        try:
+            found = next(iter([*pattern.finditer(answer, timeout=_SECONDS)][::-1]), None)
+        except TimeoutError:
+            return _endless(pattern.pattern, example)
         said = "" if found is None else (found.group(1) or "") if pattern.groups else found.group()
         return float(found is not None and exact(said, example))
 
@@ -80,10 +88,20 @@ def _regex(config: TaskConfig) -> Scorer:
 def _fits_a_pattern(answer: str, example: Example) -> float:
     for each in example.answers:
         try:
-            if re.search(each, answer, re.MULTILINE):
+            if regex.search(each, answer, regex.MULTILINE, timeout=_SECONDS):
                 return 1.0
-        except re.error as error:
+        except regex.error as error:
             raise WhetError(f"{example.place}: the answer {each!r} is no regular expression: {error}") from None
+        except TimeoutError:
+            _endless(each, example)
+    return 0.0
+
+
+def _endless(pattern: str, example: Example) -> float:
+    warn(
+        f"{example.place}: the pattern {pattern!r} was not done with an answer after {_SECONDS:.0f} s, so the answer "
+        "counts as wrong. Write it without repetitions inside repetitions, such as (a+)+"
+    )
     return 0.0
 
 

@@ -27,6 +27,9 @@ class Tools(Protocol):
     def watch(self) -> Watcher:
         """A watcher for a new answer."""
 
+    def said(self, answer: Sequence[int]) -> Sequence[int]:
+        """Of a whole answer what is said to the user, calls and results aside."""
+
 
 MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 """nanochat's: an expression between the first two, its value between the last two."""
@@ -64,6 +67,9 @@ class MarkedCalculator:
 
     def watch(self) -> Watcher:
         return _Marked(self)
+
+    def said(self, answer: Sequence[int]) -> Sequence[int]:
+        return answer  # sums stand in the middle of it, as the model was taught to write them
 
 
 class _Marked:
@@ -126,6 +132,13 @@ class CalledCalculator:
 
     def watch(self) -> Watcher:
         return _Called(self)
+
+    def said(self, answer: Sequence[int]) -> Sequence[int]:
+        """Its last turn."""
+        opening = self.backend.encode(self.after, add_special_tokens=False).ids
+        starts = range(len(answer) - len(opening), -1, -1)
+        at = next((i for i in starts if list(answer[i : i + len(opening)]) == opening), None)
+        return answer if at is None else answer[at + len(opening) :]
 
 
 class _Called:

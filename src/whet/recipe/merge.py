@@ -14,6 +14,7 @@ from whet.model.identity import weights_hash
 from whet.model.load import load_model
 from whet.model.lora import vocabulary_of
 from whet.model.tokenizer import load_tokenizer, locate
+from whet.recipe.adapters import in_4_bits
 from whet.recipe.data import hush_libraries
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ def _adapter_folder(folder: Path) -> Path:
 
 def _require_base(base: ModelConfig, part: Part) -> None:
     """The adapter must have been trained on these weights, wherever they lie by now."""
+    if in_4_bits(part.folder):
+        warn(
+            f"--adapter {part.folder}: trained beside its base in 4 bits, and merged into the whole one here: it may "
+            "say something else than what was trained. `whet export RUN --to merged` merges into what it was trained on"
+        )
     named = str(part.settings.get("base_model_name_or_path") or "")
     here = locate(base.path)
     if named in (here, base.path) or (Path(named).is_dir() and Path(named).resolve() == Path(here).resolve()):

@@ -81,9 +81,10 @@ def load_beside(reference: str, against: str, load: Load = "auto") -> tuple[Read
         attention.leave(model)
         own, base = Renderer(tokenizer_of(run.config), "assistant"), _config_of(against)
         off: Any = run.model.disable_adapter
+        name = f"{against} in 4 bits" if run.config.quantize else against
         return (
             _ready(model, own, run.config.model, reference),
-            _ready(model, Renderer(load_tokenizer(base), "assistant"), base, against, off),
+            _ready(model, Renderer(load_tokenizer(base), "assistant"), base, name, off),
         )
     return load_ready(reference, load), load_ready(against, load)
 

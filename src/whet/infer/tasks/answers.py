@@ -60,10 +60,10 @@ class Answerer:
             return self._letters(examples, prompts, done)
         pad = self.renderer.tokenizer.pad_token_id
         sampling = Sampling(max_new_tokens=task.max_new_tokens)
-        ids = generate(
-            self.model, prompts, self.stops, pad if pad is not None else 0, sampling, done=done,
-            tools=self._calculator(task),
-        )  # fmt: skip
+        tools = self._calculator(task)
+        ids = generate(self.model, prompts, self.stops, pad if pad is not None else 0, sampling, done=done, tools=tools)
+        if tools is not None:
+            ids = [list(tools.said(each)) for each in ids]
         texts = [str(self.renderer.tokenizer.decode(each, skip_special_tokens=True)) for each in ids]
         return texts if task.scorer.verbatim else [text.strip() for text in texts]
 

@@ -40,10 +40,13 @@ def file_task(config: TaskConfig, count: int, mode: Mode) -> Task:
     kind, examples = found
     if not examples:
         raise WhetError(f"eval.tasks: {config.path}: there is not one record in it")
+    scorer = _scorer(config, kind, mode)
+    if scorer.empty is None:
+        for example in examples:
+            scorer.score("", example)  # a right answer that cannot be judged by is told of now
     return Task(
         config.title, lambda number: examples[:number],
-        config.max_new_tokens or (kind.max_new_tokens if kind else _USUAL_TOKENS), _scorer(config, kind, mode),
-        config.calculator,
+        config.max_new_tokens or (kind.max_new_tokens if kind else _USUAL_TOKENS), scorer, config.calculator,
     )  # fmt: skip
 
 
