@@ -146,9 +146,10 @@ def test_an_error_in_the_block_does_not_wait_for_ever(tmp_path: Path, monkeypatc
     """A disk that hangs: the process must still end."""
     monkeypatch.setattr(saving, "_PATIENCE_S", 0.1)
 
+    may_end = threading.Event()
+
     def hang(*args: Any, **kwargs: Any) -> None:
-        while True:
-            time.sleep(0.01)
+        assert not may_end.wait(60), "the disk has come back, too late"
 
     monkeypatch.setattr(saving, "dcp_save", hang)
     saver = Saver(tmp_path, *make(), ALONE)
@@ -156,7 +157,10 @@ def test_an_error_in_the_block_does_not_wait_for_ever(tmp_path: Path, monkeypatc
     saver.save(1, {})
     saver.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert time.monotonic() - began < 3
-    assert not any(thread.name == "save a checkpoint" for thread in threading.enumerate())
+    (writing,) = (thread for thread in threading.enumerate() if thread.name == "save a checkpoint")
+    assert writing.daemon
+    may_end.set()
+    writing.join(10)
     assert list(tmp_path.iterdir()) == []
 
 

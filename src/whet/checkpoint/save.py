@@ -147,7 +147,7 @@ class Saver:
         try:
             self._write(step, parts, state, temporary)
             self.written_s = time.monotonic() - began
-        except BaseException as error:  # torch's CheckpointException is no Exception; nor is being given up
+        except BaseException as error:  # torch's CheckpointException is no Exception
             if isinstance(error, KeyboardInterrupt):  # without room for a copy, this is the main thread
                 raise
             if self._ranks.is_first:

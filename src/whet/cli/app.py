@@ -27,6 +27,7 @@ from whet.cli import (
     train,
 )
 from whet.core.errors import USAGE
+from whet.core.threads import end_process
 
 app = typer.Typer(
     name="whet",
@@ -78,7 +79,15 @@ app.add_typer(import_.app)
 
 
 def main() -> None:
-    """The entry point. With --json, wrong usage too is one JSON object on stdout."""
+    """The entry point."""
+    try:
+        _run()
+    except SystemExit as ended:
+        end_process(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+
+
+def _run() -> None:
+    """With --json, wrong usage too is one JSON object on stdout."""
     if "--json" not in sys.argv[1:]:
         app()
         return

@@ -1,25 +1,30 @@
-"""Ending a thread that nobody waits for any more."""
+"""Threads that nobody waits for any more."""
 
 from __future__ import annotations
 
-import ctypes
+import os
+import sys
 import threading
 
-_AFTER_S = 5.0
-
-
-class GivenUpError(BaseException):
-    """Raised in a thread that was given up; no `except Exception` on its way keeps it."""
+_given_up: list[threading.Thread] = []
 
 
 def give_up(thread: threading.Thread, patience_s: float = 0.0) -> None:
-    """Let it finish for so long, then end it. One that is inside a long system call ends after it, and does not hold
-    the process open.
+    """Let it finish for so long; then it goes on alone, until it is done or the process ends.
 
-    Not left to the interpreter's end: a thread that comes back from torch's C++ code then aborts the process.
+    It is not ended by an exception from outside: one that comes while a thread starts another is raised in that one,
+    which then never says that it has started, and the first waits for it for ever.
     """
     thread.join(patience_s)
     if thread.is_alive():
-        ident = ctypes.c_ulong(thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUpError))
-        thread.join(_AFTER_S)
+        _given_up.append(thread)
+
+
+def end_process(code: int) -> None:
+    """Exit, also where threads were given up: one that comes back from torch's C++ code while the interpreter ends
+    itself would abort the process."""
+    if any(thread.is_alive() for thread in _given_up):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

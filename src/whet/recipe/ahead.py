@@ -57,7 +57,7 @@ class Loading:
         return model
 
     def give_up(self) -> None:
-        """End the thread. One that is inside a long read ends after it, and does not hold the process open."""
+        """Nobody will ask for the model: the thread goes on alone and does not hold the process open."""
         if self._thread is not None:
             give_up(self._thread)
 
