@@ -34,7 +34,7 @@ def test_torchrun_that_is_asked_to_stop_leaves_75_in_the_status(
     assert_same(run.folder, whole)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: Any, recipe: str) -> None:
     run = start.launch(
         recipe, *OPTIONS, "train.steps=100000", *TWO, "parallel.timeout=0.05", "launch.max_restarts=0",

@@ -58,6 +58,7 @@ def start(script: str, **environment: str) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.system("g++")
 def test_a_second_process_compiles_nothing_anew_and_computes_the_same(tmp_path: Path) -> None:
     first, _ = start(COMPILE, WHET_CACHE=str(tmp_path))

@@ -15,7 +15,7 @@ from whet.model.fp8 import to_fp8_
 from whet.recipe import parts
 
 Steps = Callable[[Path], list[dict[str, Any]]]
-LONG = ("train.steps=60", "data.packing=best-fit", "eval.every=30")
+LONG = ("train.steps=40", "data.packing=best-fit", "eval.every=20")
 
 
 @pytest.fixture

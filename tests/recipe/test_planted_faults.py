@@ -259,7 +259,7 @@ def test_two_processes_stop_together_and_name_the_conversation(
     ("policy", "arranged"),
     [
         ("rollback", "parallel.shard=2"),
-        ("skip", "parallel.shard=2"),
+        pytest.param("skip", "parallel.shard=2", marks=pytest.mark.slow),
         pytest.param("rollback", "parallel.tensor=2", marks=pytest.mark.slow),
     ],
 )

@@ -37,7 +37,7 @@ def unfinished(finished: Path, folder: Path, keep: str | None) -> Path:
 def test_a_killed_run_continues_bit_for_bit(
     options: tuple[str, ...], whet: Any, start: Any, wait_for_lines: Any, recipe: str, tmp_path: Path, exact_of: Exact
 ) -> None:
-    arguments = ["train", recipe, "train.steps=40", "eval.every=8", *options]
+    arguments = ["train", recipe, "train.steps=30", "eval.every=8", *options]
     assert whet(*arguments, f"run.dir={tmp_path / 'whole'}").code == 0
     folder = tmp_path / "killed"
     process = start(*arguments, f"run.dir={folder}")

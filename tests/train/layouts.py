@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ from whet.train.step import StepResult, find_gradients
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY = ModelConfig(path="builtin:tiny")
 LANGUAGE = ChatLanguage({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
-ROW = 400
+ROW = 300
 BATCH = 5
 STEPS = 30
 FEW = 6
+DIVIDED_STEPS = STEPS if os.environ.get("WHET_TEST_ALL") == "1" else FEW
 CLIP = 0.5
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 
@@ -262,32 +264,32 @@ TOGETHER = (
 
 DIVIDED = {
     2: (
-        Layout("none", 2, shard=2),
-        Layout("best-fit", 1, padded=True, recompute="full", shard=2),
-        Layout("none", 2, context=2),
-        Layout("k-bin", 1, recompute="full", context=2, shard=1),
-        Layout("none", 2, tensor=2, steps=FEW),
-        Layout("best-fit", 1, padded=True, recompute="full", tensor=2, family="qwen3", steps=FEW),
-        Layout("k-bin", 1, attention="eager", tensor=2, shard=1, family="llama", steps=FEW),
+        Layout("none", 2, shard=2, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, padded=True, recompute="full", shard=2, steps=DIVIDED_STEPS),
+        Layout("none", 2, context=2, steps=DIVIDED_STEPS),
+        Layout("k-bin", 1, recompute="full", context=2, shard=1, steps=DIVIDED_STEPS),
+        Layout("none", 2, tensor=2, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, padded=True, recompute="full", tensor=2, family="qwen3", steps=DIVIDED_STEPS),
+        Layout("k-bin", 1, attention="eager", tensor=2, shard=1, family="llama", steps=DIVIDED_STEPS),
     ),
     4: (
-        Layout("none", 1, shard=2),
-        Layout("best-fit", 2, shard=4, chunk_rows=37),
-        Layout("best-fit", 1, padded=True, context=4),
-        Layout("none", 1, shard=2, context=2, attention="eager"),
-        Layout("none", 1, shard=2, tensor=2, family="qwen3", steps=FEW),
-        Layout("best-fit", 2, tensor=4, family="llama", chunk_rows=37, steps=FEW),
-        Layout("none", 1, tensor=2, recompute="selective", steps=FEW),
-        Layout("none", 1, shard=2, tensor=2, optimizer="muon", steps=FEW),
+        Layout("none", 1, shard=2, steps=DIVIDED_STEPS),
+        Layout("best-fit", 2, shard=4, chunk_rows=37, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, padded=True, context=4, steps=DIVIDED_STEPS),
+        Layout("none", 1, shard=2, context=2, attention="eager", steps=DIVIDED_STEPS),
+        Layout("none", 1, shard=2, tensor=2, family="qwen3", steps=DIVIDED_STEPS),
+        Layout("best-fit", 2, tensor=4, family="llama", chunk_rows=37, steps=DIVIDED_STEPS),
+        Layout("none", 1, tensor=2, recompute="selective", steps=DIVIDED_STEPS),
+        Layout("none", 1, shard=2, tensor=2, optimizer="muon", steps=DIVIDED_STEPS),
     ),
 }
 """What so many processes run with weights or rows divided."""
 RULES = (
-    Layout("none", 2, shard=2, optimizer="muon"),
-    Layout("none", 2, shard=2, optimizer="adamw8bit"),
-    Layout("best-fit", 2, shard=2, offload="weights"),
-    Layout("best-fit", 2, recompute="full", shard=2, adapter="fused"),
-    Layout("none", 1, shard=2, offload="weights", adapter="fused"),
+    Layout("none", 2, shard=2, optimizer="muon", steps=DIVIDED_STEPS),
+    Layout("none", 2, shard=2, optimizer="adamw8bit", steps=DIVIDED_STEPS),
+    Layout("best-fit", 2, shard=2, offload="weights", steps=DIVIDED_STEPS),
+    Layout("best-fit", 2, recompute="full", shard=2, adapter="fused", steps=DIVIDED_STEPS),
+    Layout("none", 1, shard=2, offload="weights", adapter="fused", steps=DIVIDED_STEPS),
 )
 """The same for optimizers that look at more than one number at a time, for weights that wait in the host's memory and
 for adapters, by two processes."""
@@ -329,7 +331,9 @@ def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
 
 
 def all_of(world: int) -> list[Layout]:
-    return [*TOGETHER, *DIVIDED[world], *(RULES if world == 2 else ())]
+    if world == 2:
+        return [*TOGETHER, *DIVIDED[world], *RULES]
+    return [*(replace(layout, steps=DIVIDED_STEPS) for layout in TOGETHER), *DIVIDED[world]]
 
 
 def main(folder: Path) -> None:
