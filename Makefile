@@ -19,7 +19,7 @@ test: lint           ## All tests that need no GPU and no patience
 	$(BIN)/pytest -n auto --dist worksteal
 
 test-all: lint       ## The slow ones too
-	WHET_TEST_ALL=1 $(BIN)/pytest
+	WHET_TEST_ALL=1 $(BIN)/pytest -n auto --dist worksteal
 
 test-gpu:            ## The tests for CUDA, with the Python that is active (a GPU machine brings its own torch)
 	$(PYTHON) -m pytest -m gpu -rs
