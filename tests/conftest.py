@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,14 @@ def _speaking(monkeypatch: pytest.MonkeyPatch) -> None:
     from whet.core import console
 
     monkeypatch.setattr(console, "_silent", False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A run whose host takes the steps uses all cores; the tests after it would go on so, on cores that others use."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")
