@@ -50,6 +50,7 @@ def test_a_process_that_does_not_come_to_save_is_not_waited_for_for_ever(tmp_pat
     assert place.steps_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_while_loading_is_not_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
     """It would be the user's, whom nobody restarts."""
     run(2, str(tmp_path), "save")

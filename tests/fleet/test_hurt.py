@@ -15,7 +15,7 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
 WITH_USR1 = (*TORCHRUN, "SIGTERM,SIGINT,SIGUSR1", "-m", "whet", "train")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_torchrun_that_is_asked_to_stop_leaves_75_in_the_status(
     number: signal.Signals, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:

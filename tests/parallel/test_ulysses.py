@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_across_processes_is_attention(world: int) -> None:
     """Also where heads or key heads do not divide by the processes; with windows and sinks."""
     with socket.socket() as free:

@@ -48,7 +48,7 @@ def test_the_first_losses_are_the_pinned_ones(tiny_run: Path, steps_of: Steps) -
     assert [line["loss"] for line in lines[:20]] == pytest.approx(PINNED, rel=1e-8)
 
 
-@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("packing", ["best-fit", pytest.param("none", marks=pytest.mark.slow)])
 def test_two_processes_give_the_losses_and_norms_of_one(
     tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, packing: str
 ) -> None:

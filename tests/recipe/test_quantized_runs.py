@@ -131,30 +131,33 @@ def test_a_run_in_4_bits_is_not_continued_in_16(whet: Any, recipe: str, run: Pat
     assert "quantize: 'nf4' then, None now" in ended.err
 
 
-def test_two_processes_give_the_first_losses_of_one(whet: Any, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
+@pytest.mark.parametrize("divided", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_two_processes_give_the_first_losses_of_one(
+    divided: bool, whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
     """Each holds the whole base; adapters are held by both, or divided among them and gathered."""
     from whet.checkpoint.metadata import SafeReader
 
     options = [*NF4, "train.steps=4", "export.at_end=none", "train.precision=fp32"]
     assert whet("train", recipe, f"run.dir={tmp_path / 'one'}", *options).code == 0
-    for name, divided in (("two", []), ("shard", ["parallel.shard=2"])):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
-            "-m", "whet", "train", recipe, f"run.dir={tmp_path / name}", *options, *divided,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
-        assert done.returncode == 0, done.stderr
-        for key in ("loss", "grad_norm"):
-            ours, one = ([line[key] for line in steps_of(tmp_path / folder)] for folder in (name, "one"))
-            assert ours == pytest.approx(one, rel=1e-4), (name, key)
-        held = SafeReader(tmp_path / name / "checkpoints/step-000004/model").read_metadata().state_dict_metadata
-        assert {len(about.chunks) for about in held.values()} == {2 if divided else 1}  # type: ignore[union-attr]
-    exported = whet("export", tmp_path / "shard", "--json")  # by one process, of what two have trained
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
+        "-m", "whet", "train", recipe, f"run.dir={tmp_path / 'two'}", *options,
+        *(["parallel.shard=2"] if divided else []),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "grad_norm"):
+        ours, one = ([line[key] for line in steps_of(tmp_path / folder)] for folder in ("two", "one"))
+        assert ours == pytest.approx(one, rel=1e-4), key
+    held = SafeReader(tmp_path / "two/checkpoints/step-000004/model").read_metadata().state_dict_metadata
+    assert {len(about.chunks) for about in held.values()} == {2 if divided else 1}  # type: ignore[union-attr]
+    exported = whet("export", tmp_path / "two", "--json")  # by one process, of what two have trained
     assert exported.code == 0, exported.err
-    assert json.loads((tmp_path / "shard/exports/merged/certificate.json").read_text())["verified"]
+    assert json.loads((tmp_path / "two/exports/merged/certificate.json").read_text())["verified"]
 
 
 def test_the_plan_counts_whole_weights(run: Path, lora_run: Path) -> None:
