@@ -34,6 +34,20 @@ def test_torchrun_that_is_asked_to_stop_leaves_75_in_the_status(
     assert_same(run.folder, whole)
 
 
+@pytest.mark.slow
+def test_torchrun_that_is_killed_leaves_no_processes_that_go_on(start: Any, recipe: str) -> None:
+    run = start(*WITH_USR1, recipe, *OPTIONS, "train.steps=100000")
+    run.wait_for_step(20)
+    workers = [run.worker(rank) for rank in range(2)]
+    os.kill(run.process.pid, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
+    assert (run.folder / "checkpoints" / "latest").read_text().strip() == f"step-{run.status['step']:06d}"
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: Any, recipe: str) -> None:
     run = start.launch(

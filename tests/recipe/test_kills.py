@@ -47,8 +47,17 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """torchrun's processes are in sessions of their own."""
+    for number in (process.pid, *children_of(process)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def children_of(process: subprocess.Popen[bytes]) -> list[int]:
+    try:
+        return [int(number) for number in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
 
 
 def steps_done(folder: Path) -> int:
@@ -77,9 +86,9 @@ def wait_and_kill(
 
 def one_of(process: subprocess.Popen[bytes]) -> None:
     """Kill the last rank; torchrun ends the others."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = children_of(process)
     if children:
-        os.kill(int(children[-1]), signal.SIGKILL)
+        os.kill(children[-1], signal.SIGKILL)
     else:
         kill_all(process)
 

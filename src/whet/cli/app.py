@@ -27,6 +27,7 @@ from whet.cli import (
     train,
 )
 from whet.core.errors import USAGE
+from whet.core.parent import end_with_parent, is_torchruns
 from whet.core.threads import end_process
 
 app = typer.Typer(
@@ -80,6 +81,8 @@ app.add_typer(import_.app)
 
 def main() -> None:
     """The entry point."""
+    if is_torchruns():
+        end_with_parent()
     try:
         _run()
     except SystemExit as ended:

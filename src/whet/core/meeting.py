@@ -34,10 +34,12 @@ def connect(timeout_s: float = 60.0) -> TCPStore:
     )  # fmt: skip
 
 
-def wait_for_all(name: str, rank: int, world: int, tell: Callable[[int], None] = lambda missing: None) -> None:
+def wait_for_all(
+    name: str, rank: int, world: int, tell: Callable[[int], None] = lambda missing: None, patience_s: float = 60.0
+) -> None:
     """Until every rank has come to the meeting of this name, however long it takes. `tell` is called once, with how
-    many are missing, when it takes longer than a moment."""
-    store, began, pause, told = connect(), time.monotonic(), _POLL_S, False
+    many are missing, when it takes longer than a moment. `patience_s`: with a store that does not answer."""
+    store, began, pause, told = connect(patience_s), time.monotonic(), _POLL_S, False
     missing = [f"whet/{name}/{other}" for other in range(world)]
     HERE.meets()
     store.set(missing[rank], "here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from whet.core.cores import my_cores
 from whet.core.errors import WhetError
 from whet.core.meeting import launcher_has_store, wait_for_all
 from whet.core.whereabouts import HERE
+
+_AT_THE_END_S = 5.0
+"""For a launcher that does not answer any more: all work is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,8 @@ class Ranks:
     def leave_together(self) -> None:
         """End the group when every rank has come to its end: Gloo aborts who still listens to one that has gone."""
         if self.world > 1 and dist.is_initialized() and launcher_has_store():
-            wait_for_all("leaving", self.rank, self.world)
+            with contextlib.suppress(dist.DistError):  # torchrun was killed, and its store with it
+                wait_for_all("leaving", self.rank, self.world, patience_s=_AT_THE_END_S)
         self.leave()
 
     def leave(self) -> None:

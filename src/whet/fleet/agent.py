@@ -6,24 +6,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from whet.core.parent import end_with_parent
+
 REPORT = "WHET_LAUNCH_REPORT"
 """The environment variable that names the file for the report."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
     """Run them all to their end; 0 if none failed."""
-    _end_with_parent()
+    end_with_parent()  # a supervisor that is killed leaves no run behind that nobody supervises: it saves and stops
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -60,13 +58,6 @@ def _report(failures: list[dict[str, Any]]) -> None:
     if REPORT in os.environ:
         with contextlib.suppress(OSError):
             Path(os.environ[REPORT]).write_text(json.dumps(failures))
-
-
-def _end_with_parent() -> None:
-    """A supervisor that is killed leaves no run behind that nobody supervises: its processes are asked to stop, and
-    save."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _hush() -> None:
