@@ -92,6 +92,7 @@ def test_whets_own_failure_is_exit_code_3_and_the_folder_may_be_used_again(bench
     assert (ended.code, result["contenders"][0]["state"]) == (0, "measured")
 
 
+@pytest.mark.slow
 def test_a_peer_that_breaks_leaves_the_others_alone(bench: Bench, tmp_path: Path) -> None:
     broken = package(tmp_path / "site", "trl", "0.1", "raise RuntimeError('out of | luck')")
     ended, result = bench(tmp_path / "out", "--peers", f"trl={broken}")

@@ -26,6 +26,7 @@ def run(processes: int, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_shards_of_two_are_read_by_two_three_and_one(tmp_path: Path) -> None:
     run(2, str(tmp_path), "save")
     run(3, str(tmp_path), "load")

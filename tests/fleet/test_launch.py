@@ -108,6 +108,7 @@ def test_a_failure_that_repeats_in_the_same_step_is_not_tried_again_and_again(st
     assert "not finite" in run.status["reason"]
 
 
+@pytest.mark.slow
 def test_restarts_are_used_up_by_failures_that_differ(start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, "launch.processes=1", "launch.max_restarts=1")
     for step in (25, 60):

@@ -84,6 +84,7 @@ def test_a_run_on_two_machines_survives_the_loss_of_a_process(
     assert_same(one.folder, whole)
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_share_the_run_folder_are_refused(on_all: Any, recipe: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     runs = on_all(recipe, *OPTIONS, first=("true", f"mount -t tmpfs none {tmp_path / 'run'}"))

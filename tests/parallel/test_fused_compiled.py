@@ -56,7 +56,10 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("compile", "recompute", "offload", "backend"), WAYS)
-@pytest.mark.parametrize(("architecture", "attention"), [("Llama", "eager"), ("Qwen2", "eager"), ("Llama", "sdpa")])
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [("Llama", "eager"), ("Qwen2", "eager"), pytest.param("Llama", "sdpa", marks=pytest.mark.slow)],
+)
 def test_gradients_are_those_of_peft_uncompiled(
     make_root: Make, make_batch: Make, compile: bool, recompute: Any, offload: Any, backend: str, architecture: str,
     attention: str,

@@ -92,7 +92,7 @@ def test_selective_keeps_products_with_4_bit_weights(make_batch: Make, recompute
     assert counted.seen["bitsandbytes::gemm_4bit"] == times * 2 * 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_all_layers_are_one_compile_and_compute_the_same(make_batch: Make, dtype: torch.dtype) -> None:
     """Two, because the first layer's input takes no gradient; with more layers not one more."""
     counts = []

@@ -66,6 +66,7 @@ def test_two_processes_give_the_losses_and_norms_of_one(
     assert_equal(ours, theirs, 1e-9, "val_loss", "val_accuracy", "val_bpb")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_first_losses_of_one_in_fp32(
     whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
@@ -75,6 +76,7 @@ def test_two_processes_give_the_first_losses_of_one_in_fp32(
     assert_equal(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"), 1e-5, "loss")
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_is_continued_by_two(tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)

@@ -20,6 +20,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if "val_loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_is_divided_by_two_in_the_middle(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
