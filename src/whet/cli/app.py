@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Annotated
 
@@ -55,9 +54,6 @@ def whet(
     ] = False,
 ) -> None:
     """Fine-tune language models on conversations."""
-    # before any verb imports transformers, which imports torchao where it finds it, which complains of what is not used
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 for name, function in (
