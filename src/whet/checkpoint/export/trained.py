@@ -146,13 +146,13 @@ class Trained:
             if packed:
                 layer.base_layer = work
             before = dict(work._parameters)
+            device = _device_of_adapter(layer)
             try:
                 for inner, tensor in before.items():
                     if tensor is not None:
                         exact = torch.promote_types(tensor.dtype, torch.float32)
-                        value = self._value(tensor)
-                        device = layer.get_device() if hasattr(layer, "get_device") else value.device
-                        work._parameters[inner] = nn.Parameter(value.to(device, exact, copy=True), requires_grad=False)
+                        value = self._value(tensor).to(device, exact, copy=True)
+                        work._parameters[inner] = nn.Parameter(value, requires_grad=False)
                 layer.merge()
                 return work.get_parameter(key).detach().cpu()
             finally:
@@ -209,6 +209,11 @@ class Trained:
         """Where it computes: what is in no file (adapters, positions) was placed there."""
         everything = (*self.language_model.parameters(), *self.language_model.buffers())
         return next((tensor.device for tensor in everything if not is_hollow(tensor)), torch.device("cpu"))
+
+
+def _device_of_adapter(layer: nn.Module) -> torch.device:
+    """A base that is read from files, to the host, must meet its adapter there."""
+    return next(weight.device for name, weight in layer.named_parameters() if not name.startswith("base_layer."))
 
 
 def _unpacked(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
