@@ -241,6 +241,9 @@ def _look_at_speech(
     said = GGUFReader(file).fields
     loaded = AutoTokenizer.from_pretrained(**where)
     set_cut(loaded, str(said["tokenizer.ggml.pre"].contents()))
+    for kind in ("bos", "eos"):  # transformers 5.17 takes each for the other
+        number = said.get(f"tokenizer.ggml.{kind}_token_id")
+        setattr(loaded, f"{kind}_token", loaded.convert_ids_to_tokens(number.contents()) if number else None)
     texts = [speech.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in probes]
     compare_speech(speech, loaded, texts, findings)
     ends = [
