@@ -241,7 +241,8 @@ def _say_what_matters(run: Assembled) -> None:
             "only rises"
         )
     say(
-        f"{len(plan)} steps on {run.ranks.world} × {run.ranks.device.type}, {run.arithmetic.name}: "
+        f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world} × {run.ranks.device.type}, "
+        f"{run.arithmetic.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.sizes.per_epoch} conversations an epoch"
     )

@@ -15,11 +15,12 @@ from whet.data.containers.kinds import DATA_SUFFIXES, container_of, suffix_of
 from whet.data.containers.object import JsonObject
 from whet.data.containers.stdin import spooled
 
-_EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
+_CONVERSATION = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 
 
-def locate(source: Source) -> list[Container]:
-    """The containers of a source, in the order in which they are read; a WhetError if there is nothing to read."""
+def locate(source: Source, example: str = _CONVERSATION) -> list[Container]:
+    """The containers of a source, in the order in which they are read; a WhetError if there is nothing to read, with an
+    `example` of what is wanted."""
     if source.path.startswith("hub:"):
         return [HubSet(source.path, source.subset, source.split)]
     files = _files(source)
@@ -27,7 +28,7 @@ def locate(source: Source) -> list[Container]:
     if not found:
         raise WhetError(
             f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. It needs one JSON "
-            f"object on each line, such as {_EXAMPLE}"
+            f"object on each line, such as {example}"
         )
     _check_options(source, found)
     return found

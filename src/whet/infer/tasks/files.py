@@ -119,7 +119,7 @@ def _last_turn(item: object, opening: tuple[dict[str, Any], ...]) -> Example:
 def _records(config: TaskConfig) -> Iterator[Raw]:
     if _is_mmlu_sheet(Path(config.path).expanduser()):
         return _mmlu_sheet(config.path)
-    containers = locate(_source(config))
+    containers = locate(_source(config), example='{"prompt": "3 + 4 = ", "answer": "7"}')
     return itertools.chain.from_iterable(each.records() for each in containers)
 
 
