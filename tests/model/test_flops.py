@@ -35,8 +35,11 @@ def counted(model: Any, pack: Any, make_documents: Any) -> tuple[int, int]:
     attention.install(model, "eager")
     root = LossModel(language_model(model))
     batch = pack(make_documents(*LENGTHS))
-    in_place: Any = {torch.ops.aten.addmm_: lambda out, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:  # of itself it overlooks addmm_
+    own: Any = {
+        torch.ops.aten.addmm_: lambda out, a, b, *rest, **options: 2 * a[0] * a[1] * b[1],  # of itself overlooked
+        torch.ops.aten.bmm: lambda a, b, *rest, **options: 2 * a[0] * a[1] * a[2] * b[2] if a[2] > 1 else 0,
+    }  # transformers 5.17 multiplies positions and angles as matrices
+    with FlopCounterMode(display=False, custom_mapping=own) as counter:
         root(batch).objective.backward()
     work = work_of(root.language_model)
     return counter.get_total_flops(), work.of(np.array(LENGTHS), len(batch.supervised_at)) + full_pairs(work)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
+_MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class HonestDouble(TorchFunctionMode):
@@ -31,4 +32,6 @@ class HonestDouble(TorchFunctionMode):
                 return args[0]
         if func in _SOFTMAX and args[0].dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
+        if func in _MATMUL and {tensor.dtype for tensor in args} == {torch.float32, torch.float64}:
+            args = tuple(tensor.double() for tensor in args)  # positions, counted in fp32, and the angle of one
         return func(*args, **kwargs)
