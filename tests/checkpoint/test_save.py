@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from whet.checkpoint import place
 from whet.checkpoint import save as saving
+from whet.checkpoint.export.saved import Saved
 from whet.checkpoint.load import load
 from whet.checkpoint.metadata import SafeReader
 from whet.checkpoint.retention import Retention
@@ -91,14 +92,18 @@ def test_being_asked_to_stop_while_reading_is_not_a_fault_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch packs everything that is raised there into an error of its own."""
-    path = save(tmp_path, 1, *trained(1))
+    model = nn.ModuleDict({"language_model": nn.Linear(3, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = save(tmp_path, 1, model, optimizer)
 
     def asked(*_: Any) -> None:
         raise AskedToStop
 
     monkeypatch.setattr(SafeReader, "read_data", asked)
     with pytest.raises(AskedToStop):
-        load(path, *trained(2), ALONE)
+        load(path, model, optimizer, ALONE)
+    with pytest.raises(AskedToStop):  # as an export reads
+        Saved(path).read("weight", torch.float32)
 
 
 def test_reading_several_files_leaves_torch_in_no_mode(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from whet.checkpoint import place, stage
 from whet.checkpoint import save as saving
 from whet.checkpoint.load import load
 from whet.checkpoint.save import Saver
+from whet.checkpoint.write import Writer
 from whet.core.errors import RunFailedError, WhetError
+from whet.core.interrupt import AskedToStop
 from whet.core.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -179,6 +181,19 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk(
         saver.save(1, {})
         assert place.steps_in(tmp_path) == [1]
     load(tmp_path / "step-000001", *make(), ALONE)
+
+
+def test_being_asked_to_stop_while_training_waits_for_the_disk_is_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: Any) -> None:
+        raise AskedToStop
+
+    monkeypatch.setattr(stage, "free_memory", lambda: 100)
+    monkeypatch.setattr(Writer, "write_data", asked)
+    with pytest.raises(AskedToStop), Saver(tmp_path, *make(), ALONE) as saver:
+        saver.save(1, {})
+    assert place.steps_in(tmp_path) == []
 
 
 def test_copies_are_made_in_room_that_is_made_once() -> None:

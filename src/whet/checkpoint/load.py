@@ -7,19 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from whet.checkpoint.manifest import DamagedError, damage_in, damaged, read_manifest
 from whet.checkpoint.metadata import SafeReader
-from whet.checkpoint.quiet import quiet
+from whet.checkpoint.packed import NotReadError, read_into
 from whet.checkpoint.tensors import materialise, optimizer_tensors, weights
 from whet.core.errors import WhetError
 from whet.core.patience import UnreadableError
-from whet.core.ranks import Ranks, lost_peer
+from whet.core.ranks import Ranks
 from whet.parallel.shard import give_back
-
-_NOT_ITS_OWN = (UnreadableError, KeyboardInterrupt, torch.OutOfMemoryError)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
@@ -35,16 +31,13 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     if optimizer is not None:
         materialise(optimizer)
         tensors["optimizer"] = optimizer_tensors(model, optimizer)
-    quiet()
     for part in parts:
         SafeReader(path / part).read_metadata()  # here its errors come out as they are
         try:
-            dcp_load(tensors[part], storage_reader=SafeReader(path / part), no_dist=ranks.world == 1)
-        except (Exception, CheckpointException) as error:
-            if (other := _other_cause(error)) is not None:
-                raise other from None
+            read_into(tensors[part], SafeReader(path / part), no_dist=ranks.world == 1)
+        except NotReadError as error:
             raise WhetError(
-                f"{path}: this checkpoint does not fit the model ({type(error).__name__}). Was the model changed "
+                f"{path}: this checkpoint does not fit the model ({error}). Was the model changed "
                 "since? Bring it back, or start a new run: run.dir=FOLDER"
             ) from error
     return manifest
@@ -73,10 +66,3 @@ def verify(path: Path, parts: list[str], ranks: Ranks) -> dict[str, Any]:
     if reasons:
         raise DamagedError(reasons[0])
     return manifest
-
-
-def _other_cause(error: BaseException) -> BaseException | None:
-    """What was not the checkpoint's fault: a disk, a process that is gone, being asked to stop. torch packs what went
-    wrong on each rank into an error of its own, whatever it was."""
-    found = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return next((each for each in found if isinstance(each, _NOT_ITS_OWN) or lost_peer(each)), None)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from whet.checkpoint import place
 from whet.checkpoint.manifest import Files, hash_files, write_manifest
+from whet.checkpoint.packed import unpacked
 from whet.checkpoint.quiet import quiet
 from whet.checkpoint.retention import Retention, ranking
 from whet.checkpoint.stage import Staging
@@ -148,8 +149,9 @@ class Saver:
             self._write(step, parts, state, temporary)
             self.written_s = time.monotonic() - began
         except BaseException as error:  # torch's CheckpointException is no Exception
-            if isinstance(error, KeyboardInterrupt):  # without room for a copy, this is the main thread
-                raise
+            asked = next((each for each in unpacked(error) if isinstance(each, KeyboardInterrupt)), None)
+            if asked is not None:  # without room for a copy, this is the main thread
+                raise asked from None
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             self._error = self._in_words(error, step)

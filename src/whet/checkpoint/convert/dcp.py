@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from whet.checkpoint.convert.neox_config import given_config
 from whet.checkpoint.convert.target import Notes, Target, expected_shapes
 from whet.checkpoint.metadata import SafeReader
-from whet.checkpoint.quiet import quiet
+from whet.checkpoint.packed import NotReadError, read_into
 from whet.core.errors import WhetError
 
 _PREFIXES = (
@@ -116,12 +114,11 @@ class DcpCheckpoint:
     def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        quiet()
         try:
-            dcp_load({name: tensor}, storage_reader=self._reader, no_dist=True)
-        except (Exception, CheckpointException) as error:
+            read_into({name: tensor}, self._reader)
+        except NotReadError as error:
             raise WhetError(
-                f"{self.folder}: {name} cannot be read ({type(error).__name__}). A file was damaged: copy it again"
+                f"{self.folder}: {name} cannot be read ({error}). A file was damaged: copy it again"
             ) from None
         return tensor
 

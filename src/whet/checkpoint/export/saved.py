@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from whet.checkpoint.metadata import SafeReader
-from whet.checkpoint.quiet import quiet
+from whet.checkpoint.packed import NotReadError, read_into
 from whet.core.errors import WhetError
 
 _PREFIX = "model.language_model."
@@ -28,7 +26,6 @@ class Saved:
             for key, kept in found.items()
             if isinstance(kept, TensorStorageMetadata)
         }
-        quiet()
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -51,13 +48,10 @@ class Saved:
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """Read into tensors that are there."""
         try:
-            dcp_load(
-                {_PREFIX + name: tensor for name, tensor in tensors.items()},
-                storage_reader=SafeReader(self._checkpoint / "model"),
-                no_dist=True,
-            )
-        except (Exception, CheckpointException) as error:
+            inside = {_PREFIX + name: tensor for name, tensor in tensors.items()}
+            read_into(inside, SafeReader(self._checkpoint / "model"))
+        except NotReadError as error:
             raise WhetError(
-                f"{self._checkpoint}: {next(iter(tensors))} cannot be read from it ({type(error).__name__}). Export "
+                f"{self._checkpoint}: {next(iter(tensors))} cannot be read from it ({error}). Export "
                 "another checkpoint: RUN@STEP"
             ) from error
