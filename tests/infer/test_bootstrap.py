@@ -27,6 +27,23 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 0.89 <= np.mean(covered) <= 0.99
 
 
+@pytest.mark.parametrize("count", [1, 3, 8, 64, 1000])
+def test_all_right_is_not_certainty(count: int) -> None:
+    """Clopper and Pearson: the least share of right answers with which so many in a row are no wonder."""
+    low, high = interval([1.0] * count)
+    assert (low**count, high) == (pytest.approx(0.025), 1)
+    assert interval([0.0] * count) == pytest.approx((0, 1 - low))
+    same = difference([1.0] * count, [1.0] * count, graded=False)
+    assert same.interval == pytest.approx((low - 1, 1 - low))
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_an_interval_without_zero_is_a_significant_difference(count: int) -> None:
+    found = difference([1.0] * count, [0.0] * count, graded=False)
+    assert (found.interval[0] > 0) == (found.p < 0.05)
+    assert found.interval[1] == 1
+
+
 @pytest.mark.parametrize(
     ("better", "worse", "p"),
     [(0, 0, 1), (1, 0, 1), (5, 0, 2 / 32), (6, 0, 2 / 64), (8, 2, 2 * (1 + 10 + 45) / 1024), (3, 3, 1), (1000, 0, 0)],

@@ -26,9 +26,18 @@ class Difference(NamedTuple):
     test: str
 
 
-def interval(scores: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """In which the mean score lies in 95 of 100 draws of as many examples from these."""
-    means = _means(np.asarray(scores, dtype=np.float64), np.random.default_rng(seed))
+def interval(scores: Sequence[float], least: float = 0.0, seed: int = 0) -> tuple[float, float]:
+    """In which the mean score lies in 95 of 100 draws of as many examples from these.
+
+    If all are right, or all wrong, every draw is alike and says nothing of the examples that were not asked: then it is
+    the exact interval of n successes in n trials, with any score from `least` to 1 for what may be otherwise.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    first = float(values[0])
+    if first in (-1, 0, 1) and (values == first).all():
+        otherwise = 1 - 0.025 ** (1 / len(values))
+        return first + otherwise * (least - first), first + otherwise * (1 - first)
+    means = _means(values, np.random.default_rng(seed))
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
@@ -42,7 +51,9 @@ def difference(a: Sequence[float], b: Sequence[float], graded: bool, seed: int =
         if graded
         else mcnemar(int((apart > 0).sum()), int((apart < 0).sum()))
     )
-    return Difference(float(apart.mean()), interval(apart.tolist(), seed), p, "permutation" if graded else "mcnemar")
+    return Difference(
+        float(apart.mean()), interval(apart.tolist(), -1.0, seed), p, "permutation" if graded else "mcnemar"
+    )
 
 
 def mcnemar(better: int, worse: int) -> float:
