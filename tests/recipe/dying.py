@@ -26,9 +26,9 @@ def main() -> None:
     sys.argv = ["whet", *sys.argv[3:]]
     counter = itertools.count(1)
     if name == "load":
-        from whet.checkpoint import load, manifest
+        from whet.checkpoint import manifest, packed
 
-        load.dcp_load = deadly(load.dcp_load, counter, number)
+        packed.dcp_load = deadly(packed.dcp_load, counter, number)
         manifest.hash_file = deadly(manifest.hash_file, counter, number)
     else:
         setattr(os, name, deadly(getattr(os, name), counter, number))
