@@ -32,6 +32,6 @@ class HonestDouble(TorchFunctionMode):
                 return args[0]
         if func in _SOFTMAX and args[0].dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
-        if func in _MATMUL and {tensor.dtype for tensor in args} == {torch.float32, torch.float64}:
-            args = tuple(tensor.double() for tensor in args)  # positions, counted in fp32, and the angle of one
+        if func in _MATMUL and args[0].dtype == torch.float64 and args[0].shape[-1] == 1:
+            args = (args[0], args[1].double())  # the angle of one position by positions, which are counted in fp32
         return func(*args, **kwargs)
