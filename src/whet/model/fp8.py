@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
+from whet.model.derived import become
 from whet.model.fp8_linear import BLOCK, EightBitLinear, Product, tensorwise, tensorwise_emulated
+from whet.model.fp8_mlp import EightBitMLP
+from whet.model.gated import LAYERS, is_gated_mlp
 
 Recipe = Literal["tensorwise", "rowwise"]
 
-_NARROW = 2048
+_EVEN = 800
 _ADAPTER = re.compile(r"\.lora_[A-Za-z]+(\.|$)")
 _ROUTER = re.compile(r"\.(gate|router|wg|shared_expert_gate)(\.|$)")
 """What chooses experts: small, and a rounding there sends a token elsewhere."""
@@ -31,11 +34,11 @@ class EightBitError(WhetError):
 def pays(out_features: int, in_features: int, recipe: Recipe) -> bool:
     """Whether a matrix is large enough for 8 bits to be faster, rounding included.
 
-    Multiplying costs out · in for a token, rounding out + in: below about out · in / (out + in) = 1000 they are even.
-    The bounds for `rowwise` are those that torchao measured on an H100.
+    Multiplying costs out · in for a token, rounding out + in, and less where matrices share their input, as those of
+    keys and values do with that of queries. The bounds for `rowwise` are those that torchao measured on an H100.
     """
     if recipe == "tensorwise":
-        return min(out_features, in_features) >= _NARROW
+        return out_features * in_features >= _EVEN * (out_features + in_features)
     return out_features > 2048 and in_features > 1024 and not (out_features <= 4096 and in_features <= 2048)
 
 
@@ -63,6 +66,11 @@ def to_fp8_(
         # the module stays the same object: adapters around it, hooks and names hold on
         module.__class__ = EightBitLinear
         module.product = product  # type: ignore[assignment]
+    if recipe == "tensorwise":
+        for mlp in language_model.modules():
+            if _is_whole_mlp(mlp):
+                become(mlp, EightBitMLP)
+                mlp.emulate = emulate  # type: ignore[assignment]
     return list(found)
 
 
@@ -100,6 +108,13 @@ def _linear_layers(language_model: nn.Module) -> Iterator[tuple[str, nn.Linear]]
             continue
         if module.in_features % BLOCK == 0 and module.out_features % BLOCK == 0:
             yield name, module
+
+
+def _is_whole_mlp(module: nn.Module) -> bool:
+    """Whether it is a gated MLP of which all three products are in 8 bits."""
+    layers = [getattr(module, name, None) for name in LAYERS]
+    ready = all(isinstance(layer, EightBitLinear) and layer.bias is None for layer in layers)
+    return ready and is_gated_mlp(module)
 
 
 def _product(recipe: Recipe, emulate: bool) -> Product:

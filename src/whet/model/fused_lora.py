@@ -6,38 +6,31 @@ adapters off are what they were, and wherever the fused way does not apply their
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whet.model.frozen_weight import computes_in
+from whet.model.derived import become
+from whet.model.gated import LAYERS, is_gated_mlp
 from whet.model.lora_linear import lora_linear
 from whet.model.lora_mlp import lora_mlp
 from whet.model.lora_products import adapted, mixed_type
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_LOUD = 1000
-"""So many times as large, inputs reach limits that some MLPs set to gate and up."""
 
 
 def fuse_lora_(model: nn.Module) -> int:
-    """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many.
-
-    `model` may be a part of one: a layer whose weights are there while the others' are not.
-    """
-    mlps = [module for module in model.modules() if _is_gated_mlp(module)]
+    """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many."""
+    mlps = [module for module in model.modules() if _is_adapted_mlp(module)]
     attentions = [module for module in model.modules() if _shares_input(module)]
     outer: Any = next((module for module in model.modules() if hasattr(module, "get_output_embeddings")), None)
     head = outer and outer.get_output_embeddings()  # which the loss asks for its weights, and does not call
     layers = [module for module in model.modules() if _is_adapted_linear(module) and module is not head]
     for layer in layers:  # those inside of others too, for when something calls them by themselves
-        _become(layer, _FusedLinear)
+        become(layer, _FusedLinear)
     for modules, fused in ((mlps, _FusedMLP), (attentions, _FusedAttention)):
         for module in modules:
-            _become(module, fused)
+            become(module, fused)
     inside = {module.get_submodule(name) for module in attentions for name in _QKV}
     inside.update(layer for mlp in mlps for layer in mlp.children())
     return len(mlps) + len(attentions) + sum(layer not in inside for layer in layers)
@@ -100,17 +93,6 @@ class _FusedAttention(nn.Module):
         return result
 
 
-def _become(module: Any, fused: Any) -> None:
-    own: Any = type(module)
-    module.__class__ = _derived(own, fused)
-
-
-@functools.cache
-def _derived(own: Any, fused: Any) -> Any:
-    """One class for all layers of a kind: the compiler compiles for a class, not for a layer."""
-    return type(own.__name__, (fused, own), {"__module__": own.__module__})
-
-
 def _is_adapted_linear(module: nn.Module) -> bool:
     from peft.tuners.lora.layer import LoraLayer
 
@@ -127,31 +109,8 @@ def _shares_input(module: nn.Module) -> bool:
     return None not in found and len(kinds) == 1
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
-    """Whether its forward is down(silu(gate(x)) · up(x)), by what it computes, not by what it is called."""
-    names = {name for name, _ in module.named_children()}
-    if names != {"gate_proj", "up_proj", "down_proj", "act_fn"} or isinstance(module, _FusedMLP):
+def _is_adapted_mlp(module: nn.Module) -> bool:
+    layers = [getattr(module, name, None) for name in LAYERS]
+    if isinstance(module, _FusedMLP) or any(layer is None or adapted(layer) is None for layer in layers):
         return False
-    layers: list[Any] = [module.gate_proj, module.up_proj, module.down_proj]
-    return all(adapted(layer) is not None for layer in layers) and _computes_swiglu(module)
-
-
-def _computes_swiglu(module: Any) -> bool:
-    base = module.gate_proj.base_layer
-    device, width = base.weight.device, base.in_features
-    grid = torch.linspace(-6, 6, 97, device=device)
-    if not torch.allclose(module.act_fn(grid), F.silu(grid), rtol=1e-5, atol=1e-6):
-        return False
-    x = torch.sin(torch.arange(3 * width, device=device)).to(computes_in(base)).view(1, 3, width)  # nothing is drawn
-    was_training = module.training
-    with torch.no_grad(), torch.random.fork_rng([device] if x.is_cuda else []):
-        try:  # in training, so that a dropout shows, and loud, so that a limit does
-            return all(_is_swiglu_for(module.train(), x * volume) for volume in (1, _LOUD))
-        finally:
-            module.train(was_training)
-
-
-def _is_swiglu_for(module: Any, x: Tensor) -> bool:
-    found = module(x)
-    own = module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
-    return found.shape == own.shape and bool((found - own).norm() <= 1e-2 * own.norm())
+    return is_gated_mlp(module)

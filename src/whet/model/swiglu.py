@@ -35,8 +35,7 @@ class Backward(Protocol):
 
 def swiglu(middle: Middle) -> Tensor:
     """h [T, F], in the type that came in, computed in at least fp32."""
-    gate, up = _gate_up(middle)
-    return F.silu(gate, inplace=True).mul_(up).to(middle.gate0.dtype)
+    return gated(*_gate_up(middle)).to(middle.gate0.dtype)
 
 
 def swiglu_backward(d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,6 +44,20 @@ def swiglu_backward(d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
     gate, up = _gate_up(middle)
     exact = gate.dtype
     d_h = torch.addmm(d_h0.to(exact), d_thin.to(exact), a_down.to(exact))
+    d_gate, d_up, h = gated_backward(d_h, gate, up)
+    return d_gate.to(dtype), d_up.to(dtype), h.to(dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, in the type that came in, computed in at least fp32."""
+    exact = torch.promote_types(gate.dtype, torch.float32)
+    return F.silu(gate.to(exact)).mul_(up).to(gate.dtype)
+
+
+def gated_backward(d_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of silu(gate) · up to d gate, d up, and silu(gate) · up."""
+    dtype, exact = gate.dtype, torch.promote_types(gate.dtype, torch.float32)
+    d_h, gate, up = d_h.to(exact), gate.to(exact), up.to(exact)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = d_h * up * (sigmoid + silu * (1 - sigmoid))

@@ -7,7 +7,6 @@ divided by the count of the whole step already.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -115,16 +114,6 @@ def sums_now(model: nn.Module, now: bool) -> None:
     """Whether the next backward pass sums gradients over the processes: the last one of a step does."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
-
-
-def one_by_one(root: LossModel) -> Iterator[nn.Module]:
-    """The layers of a divided model, each with its weights whole while it is looked at. All processes look together,
-    after a first forward pass."""
-    for layer in decoder_layers(root.language_model):
-        assert isinstance(layer, FSDPModule)
-        layer.unshard()
-        yield layer
-        layer.reshard()
 
 
 def give_back(model: nn.Module) -> None:

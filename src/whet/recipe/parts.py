@@ -33,7 +33,7 @@ from whet.model.quantize import quantize_
 from whet.model.shapes import is_random
 from whet.parallel.mesh import Mesh
 from whet.parallel.narrow import narrow
-from whet.parallel.shard import give_back, one_by_one, shard_
+from whet.parallel.shard import give_back, shard_
 from whet.parallel.tensor import try_out
 
 _LENGTHS = 4
@@ -143,8 +143,7 @@ def make_divided_root(
         try_out(root)
     root.within(functools.partial(attend, config, root.language_model, arithmetic, device, typical))
     if _fuses(config, arithmetic, device):
-        for layer in one_by_one(root):  # what can be fused is found by computing with it
-            fuse_lora_(layer)
+        fuse_lora_(root)
     prove(config, root, arithmetic, device, tokens, longest)
     give_back(root)
     return root
@@ -163,9 +162,9 @@ def prove(
             attention.leave(root.language_model)
             root.alone = True
             probe_alone(root, tokens, longest)
+        if arithmetic.name in _EIGHT_BITS:
+            to_fp8_(root.language_model, _EIGHT_BITS[arithmetic.name])
         narrow(root)
-    if arithmetic.name in _EIGHT_BITS:
-        to_fp8_(root.language_model, _EIGHT_BITS[arithmetic.name])
 
 
 def _best_precision(device: torch.device) -> str:

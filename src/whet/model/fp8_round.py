@@ -1,0 +1,97 @@
+"""Rounding to 8 bits, also into the order in memory that the products of a backward pass take.
+
+Products in 8 bits want their second matrix column by column, so what was rounded for the forward pass has to be rounded
+again, turned. A compiler that writes a turned matrix writes single bytes far apart; the kernels turn it in tiles.
+
+Shape letters: T tokens, I features.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+_LEAST = 1e-12
+"""A matrix of zeros is divided by this."""
+
+
+def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """What makes the largest number of a tensor the largest that `dtype` has."""
+    return scale_for(tensor.abs().max(), dtype)
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for a tensor whose largest number, without its sign, is known.
+
+    In fp64, because a compiled quotient of fp32 numbers may be rounded otherwise than one that is not compiled.
+    """
+    return (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_LEAST)).to(torch.float32)
+
+
+def rounded(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """To 8 bits. Nothing has to be clamped: by the scale, no number is larger than those that round to the largest."""
+    return (tensor.to(torch.float32) * scale).to(dtype)
+
+
+@torch.library.custom_op(
+    "whet::rounded_turned", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> Tensor"
+)
+def rounded_turned(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, I] → [I, T] in 8 bits."""
+    kernels = kernels_for(matrix)
+    if kernels is None:
+        return rounded(matrix, scale, dtype).t().contiguous()
+    turned = _turned_like(matrix, dtype)
+    kernels.round_turned(matrix.contiguous(), scale, turned)
+    return turned
+
+
+@rounded_turned.register_fake
+def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _turned_like(matrix, dtype)
+
+
+@torch.library.custom_op(
+    "whet::rounded_both", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)"
+)
+def rounded_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[T, I] → [T, I] and [I, T] in 8 bits."""
+    kernels = kernels_for(matrix)
+    if kernels is None:
+        small = rounded(matrix, scale, dtype).contiguous()
+        return small, small.t().contiguous()
+    straight, turned = _like(matrix, dtype), _turned_like(matrix, dtype)
+    kernels.round_turned(matrix.contiguous(), scale, turned, straight)
+    return straight, turned
+
+
+@rounded_both.register_fake
+def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _like(matrix, dtype), _turned_like(matrix, dtype)
+
+
+def kernels_for(tensor: Tensor) -> Any:
+    """The module of kernels, where they can be used; None elsewhere."""
+    return _kernels() if tensor.is_cuda else None
+
+
+@functools.cache
+def _kernels() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from whet.model import fp8_kernels
+
+    return fp8_kernels
+
+
+def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+
+
+def _turned_like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(matrix.shape[1], matrix.shape[0], dtype=dtype, device=matrix.device)
