@@ -243,8 +243,8 @@ def test_gradients_are_near_and_evaluation_is_not_touched(
 
 
 def test_compiled_products_with_one_input_round_it_once(make_model: Make) -> None:
-    """q, k and v share their input, so do gate and up: 4 inputs and 7 weights are rounded in the forward pass, and turned
-    once for the backward pass; there 7 gradients are looked through, and nothing else is for a second time."""
+    """q, k and v share their input, so do gate and up: 4 inputs and 7 weights are rounded for the forward pass, and
+    turned once for the backward pass; there 7 gradients are looked through, and nothing else is a second time."""
     rounded: dict[str, int] = {}
     looked: dict[str, int] = {}
     called: dict[str, Counter[str]] = {}

@@ -75,6 +75,18 @@ def test_the_middle_is_what_16_bits_give_rounded_again(device: str, shape: Any) 
         assert differs < 0.005  # where fp64 lies between two numbers of 16 bits, and then of 8
 
 
+def test_the_operators_keep_torchs_rules() -> None:
+    """What they tell the compiler of shapes and strides is true, nothing is changed or shared behind its back."""
+    gate, up, d_h = (drawn(16, 32, seed=seed) for seed in range(3))
+    scale = torch.ones(())
+    torch.library.opcheck(rounded_turned, (gate, scale, FORWARD))
+    torch.library.opcheck(rounded_both, (gate.t(), scale, BACKWARD))
+    torch.library.opcheck(gated_largest, (gate, up))
+    torch.library.opcheck(gated_rounded, (gate, up, scale))
+    torch.library.opcheck(gated_backward_largest, (d_h, gate, up))
+    torch.library.opcheck(gated_backward_rounded, (d_h, gate, up, scale, scale, scale))
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(device: str, broken: float) -> None:
     gate, up = (drawn(16, 32, seed=seed).to(device) for seed in range(2))

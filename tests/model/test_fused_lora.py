@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from whet.model import fused_lora, lora_linear, lora_mlp
 from whet.model.config import AdapterConfig
 from whet.model.flops import work_of
-from whet.model.fused_lora import fuse_lora_
+from whet.model.fused_lora import fuse_lora_, spare_memory_
 from whet.model.head import head_of
 from whet.model.lora import add_adapter, language_model, merge
 from whet.model.lora_products import adapted
@@ -310,9 +310,9 @@ def test_the_operators_keep_torchs_rules(make_model: Make, shape: tuple[int, ...
     frozen = (gate.frozen, up.frozen, down.frozen)
     torch.library.opcheck(lora_mlp._inward, into)
     torch.library.opcheck(lora_mlp._outward, (*kept, down.frozen, down.bias, adapters, 0.5))
-    for needs_x in (True, False):
+    for at_a_time, needs_x in ((4096, True), (2, True), (4096, False)):
         torch.library.opcheck(
-            lora_mlp._backward, (torch.ones_like(x), x.detach(), *kept, *frozen, adapters, scales, needs_x)
+            lora_mlp._backward, (torch.ones_like(x), x.detach(), *kept, *frozen, adapters, scales, at_a_time, needs_x)
         )
     for layers in ([q, k, v], [gate]):
         frozen, biases = (
@@ -354,3 +354,20 @@ def test_an_adapted_head_stays_what_the_loss_knows(make_model: Make) -> None:
     before = head_of(language_model(model)).weight
     fuse_lora_(model)
     assert torch.equal(head_of(language_model(model)).weight, before)
+
+
+def test_sparing_memory_changes_nothing_else(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_mlp, "_AT_A_TIME_SPARING", 3)  # parts of 3, 3 and 1 tokens
+    found = []
+    for sparing in (False, True):
+        model = with_adapters(make_model("Llama"))
+        assert fuse_lora_(model)
+        if sparing:
+            spare_memory_(model)
+        mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
+        x = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        mlp(x).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in mlp.parameters() if parameter.requires_grad)])
+    assert len(found[0]) == 7
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -36,6 +36,13 @@ def fuse_lora_(model: nn.Module) -> int:
     return len(mlps) + len(attentions) + sum(layer not in inside for layer in layers)
 
 
+def spare_memory_(model: nn.Module) -> None:
+    """Have fused MLPs use less memory in the backward pass, for models of which little is kept for it."""
+    for module in model.modules():
+        if isinstance(module, _FusedMLP):
+            module.sparing = True
+
+
 class _FusedLinear(nn.Module):
     ready: tuple[Tensor, Tensor] | None = None
     """An input, and the output for it that was made together with others'. Taken once."""
@@ -56,6 +63,8 @@ class _FusedMLP(nn.Module):
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
+    sparing = False
+    """Of memory, where little else is kept."""
 
     def forward(self, x: Tensor) -> Any:
         mixed = mixed_type(x)
@@ -63,7 +72,7 @@ class _FusedMLP(nn.Module):
         gate, up, down = adapted(self.gate_proj, dtype), adapted(self.up_proj, dtype), adapted(self.down_proj, dtype)
         if gate is None or up is None or down is None:
             return super().forward(x)
-        return lora_mlp(x.to(mixed) if mixed else x, gate, up, down)
+        return lora_mlp(x.to(mixed) if mixed else x, gate, up, down, self.sparing)
 
 
 class _FusedAttention(nn.Module):

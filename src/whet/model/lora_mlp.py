@@ -20,18 +20,19 @@ from torch import Tensor
 
 from whet.model import swiglu as by_torch
 from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, add_precise_, rows, scaled
+from whet.model.lora_products import Adapted, PreciseSum, narrowed, rows
 from whet.model.swiglu import Backward, Middle
 
-_AT_A_TIME = 4096
-"""Tokens of the backward pass: what is as wide as the middle exists for so many of them at once."""
+_AT_A_TIME, _AT_A_TIME_SPARING = 16384, 4096
+"""Tokens of the backward pass: what is as wide as the middle, three matrices, exists for so many of them at once."""
 
 
-def lora_mlp(x: Tensor, gate: Adapted, up: Adapted, down: Adapted) -> Tensor:
-    """The MLP's output for x [..., E], which is in the type to compute in."""
+def lora_mlp(x: Tensor, gate: Adapted, up: Adapted, down: Adapted, sparing: bool = False) -> Tensor:
+    """The MLP's output for x [..., E], which is in the type to compute in; `sparing` of memory, a little slower."""
     layers = (gate, up, down)
     result: Tensor = _LoraMLP.apply(
-        x, [len(layer.frozen) for layer in layers], [layer.scale for layer in layers], gate.bias, up.bias, down.bias,
+        x, _AT_A_TIME_SPARING if sparing else _AT_A_TIME, [len(layer.frozen) for layer in layers],
+        [layer.scale for layer in layers], gate.bias, up.bias, down.bias,
         *(part for layer in layers for part in (layer.a, layer.b)),
         *(part for layer in layers for part in layer.frozen),
     )  # fmt: skip
@@ -44,14 +45,14 @@ class _LoraMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes: list[int], scales: list[float], gate_bias: Tensor | None, up_bias: Tensor | None,
-        down_bias: Tensor | None, *tensors: Tensor,
+        ctx: Any, x: Tensor, at_a_time: int, sizes: list[int], scales: list[float], gate_bias: Tensor | None,
+        up_bias: Tensor | None, down_bias: Tensor | None, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
         adapters, (gate, up, down) = tensors[:6], _split(tensors[6:], sizes)
         gate0, up0, thin = _inward(x, gate, up, gate_bias, up_bias, adapters[:4], scales[:2])
         y: Tensor = _outward(gate0, up0, thin, down, down_bias, adapters, scales[2])
         ctx.save_for_backward(x, gate0, up0, thin, *tensors)
-        ctx.sizes, ctx.scales = sizes, scales
+        ctx.at_a_time, ctx.sizes, ctx.scales = at_a_time, sizes, scales
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -59,8 +60,8 @@ class _LoraMLP(torch.autograd.Function):
         x, gate0, up0, thin, *tensors = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[0]
         frozen = _split(tensors[6:], ctx.sizes)
-        d_x, *found = _backward(grads[0], x, gate0, up0, thin, *frozen, tensors[:6], ctx.scales, needs_x)
-        return d_x if needs_x else None, *[None] * 5, *found, *[None] * sum(ctx.sizes)
+        d_x, *found = _backward(grads[0], x, gate0, up0, thin, *frozen, tensors[:6], ctx.scales, ctx.at_a_time, needs_x)
+        return d_x if needs_x else None, *[None] * 6, *found, *[None] * sum(ctx.sizes)
 
 
 def _split(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
@@ -83,7 +84,8 @@ def _inward(
         x_te = rows(x)
         gate0 = _product(x_te, gate, adapters[0:2], gate_bias)
         up0 = _product(x_te, up, adapters[2:4], up_bias)
-        return gate0, up0, x_te @ scaled(adapters[::2], scales, x.dtype).T
+        (a_both,) = narrowed([list(zip(adapters[::2], scales, strict=True))], x.dtype)
+        return gate0, up0, x_te @ a_both.T
 
 
 @_inward.register_fake
@@ -109,12 +111,15 @@ def _outward(
     adapters: Sequence[Tensor], scale: float,
 ) -> Tensor:  # fmt: skip
     """y [T, E]"""
-    dtype, a_down, b_down = gate0.dtype, adapters[4], adapters[5]
+    dtype, (_, b_gate, _, b_up, a_down, b_down) = gate0.dtype, adapters
     with torch.autocast(gate0.device.type, enabled=False):
-        h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, adapters[1].to(dtype), adapters[3].to(dtype)))
-        thin_down, b_here = h_tf @ scaled([a_down], [scale], dtype).T, b_down.to(dtype).T
-        y_te = thin_down @ b_here if down_bias is None else torch.addmm(down_bias.to(dtype), thin_down, b_here)
-        return y_te.addmm_(h_tf, matrix_from(down, len(b_down), a_down.shape[1], dtype).T)
+        matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
+        stacks = [[(b_gate, 1.0)], [(b_up, 1.0)], [(a_down, scale)], [(b_down, 1.0)]]
+        b_gate, b_up, a_down, b_down = narrowed(stacks, dtype)
+        h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, b_gate, b_up))
+        thin_down = h_tf @ a_down.T
+        y_te = thin_down @ b_down.T if down_bias is None else torch.addmm(down_bias.to(dtype), thin_down, b_down.T)
+        return y_te.addmm_(h_tf, matrix.T)
 
 
 @_outward.register_fake
@@ -129,55 +134,56 @@ def _(
     "whet::lora_mlp_backward",
     mutates_args=(),
     schema="(Tensor d_y, Tensor x, Tensor gate0, Tensor up0, Tensor thin, Tensor[] gate, Tensor[] up, Tensor[] down, "
-    "Tensor[] adapters, float[] scales, bool needs_x) -> Tensor[]",
+    "Tensor[] adapters, float[] scales, int at_a_time, bool needs_x) -> Tensor[]",
 )
 def _backward(
     d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-    adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
+    adapters: Sequence[Tensor], scales: Sequence[float], at_a_time: int, needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x (empty if it needs none) and of the adapters."""
     dtype, (a_gate, b_gate, a_up, b_up, a_down, b_down) = x.dtype, adapters
     with torch.autocast(x.device.type, enabled=False):
-        a_both = scaled([a_gate, a_up], scales[:2], dtype)
-        a_down_scaled = scaled([a_down], scales[2:], dtype)
+        a_both, a_down_here, *bs = narrowed(
+            [
+                [(a_gate, scales[0]), (a_up, scales[1])], [(a_down, scales[2])],
+                [(b_gate, 1.0)], [(b_up, 1.0)], [(b_down, 1.0)],
+            ],
+            dtype,
+        )  # fmt: skip
         down_matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
         d_x = torch.empty_like(rows(x)) if needs_x else x.new_empty(0)
         if needs_x:
             gate_matrix = matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
             up_matrix = matrix_from(up, len(b_up), a_up.shape[1], dtype)
-        b_gate_here, b_up_here, b_down_here = (b.to(dtype) for b in (b_gate, b_up, b_down))
-        both = a_gate.new_zeros(len(a_gate) + len(a_up), a_gate.shape[1])
-        found = [both, *(torch.zeros_like(part) for part in (b_gate, b_up, a_down, b_down))]
-        for start in range(0, len(gate0), _AT_A_TIME):
-            part = slice(start, start + _AT_A_TIME)
+        d_a_both, d_a_down, d_b_gate, d_b_up, d_b_down = (PreciseSum(adapters[0].dtype) for _ in range(5))
+        for start in range(0, max(1, len(gate0)), at_a_time):
+            part = slice(start, start + at_a_time)
             x_te, d_te = rows(x)[part], rows(d_y)[part]
-            middle = _middle(gate0[part], up0[part], thin[part], b_gate_here, b_up_here)
-            d_thin_down = d_te @ b_down_here
-            d_gate, d_up, h_tf = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_scaled, middle)
-            add_precise_(found[4], d_te.T, h_tf @ a_down_scaled.T)
-            add_precise_(found[3], d_thin_down.T, h_tf)
+            middle = _middle(gate0[part], up0[part], thin[part], bs[0], bs[1])
+            d_thin_down = d_te @ bs[2]
+            d_gate, d_up, h_tf = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_here, middle)
+            d_b_down.add(d_te.T, h_tf @ a_down_here.T)
+            d_a_down.add(d_thin_down.T, h_tf)
             del h_tf
-            add_precise_(found[1], d_gate.T, middle.thin_gate)
-            add_precise_(found[2], d_up.T, middle.thin_up)
+            d_b_gate.add(d_gate.T, middle.thin_gate)
+            d_b_up.add(d_up.T, middle.thin_up)
             d_thin = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
-            add_precise_(found[0], d_thin.T, x_te)
+            d_a_both.add(d_thin.T, x_te)
             if needs_x:
                 torch.mm(d_thin, a_both, out=d_x[part])
                 d_x[part].addmm_(d_gate, gate_matrix).addmm_(d_up, up_matrix)
-        d_both, d_b_gate, d_b_up, d_a_down, d_b_down = found
-        d_a_gate, d_a_up = d_both.split([len(a_gate), len(a_up)])
-        return [
-            d_x.view(x.shape) if needs_x else d_x,
-            d_a_gate * scales[0], d_b_gate, d_a_up * scales[1], d_b_up, d_a_down * scales[2], d_b_down,
-        ]  # fmt: skip
+        d_as = torch._foreach_mul([*d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.total], scales)
+        d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
+        found = [part for pair in zip(d_as, d_bs, strict=True) for part in pair]
+        return [d_x.view(x.shape) if needs_x else d_x, *found]
 
 
 @_backward.register_fake
 def _(
     d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-    adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
+    adapters: Sequence[Tensor], scales: Sequence[float], at_a_time: int, needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
 

@@ -53,13 +53,21 @@ def mixed_type(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def scaled(matrices: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """scale · A of each, one above the other, rounded once."""
-    sizes = [len(a) for a in matrices]
-    whole = matrices[0].new_empty(sum(sizes), matrices[0].shape[1], dtype=dtype)
-    for part, a, scale in zip(whole.split(sizes), matrices, scales, strict=True):
-        torch.mul(a, scale, out=part)
-    return whole
+def narrowed(stacks: Sequence[Sequence[tuple[Tensor, float]]], dtype: torch.dtype) -> list[Tensor]:
+    """Matrices times their factors in `dtype`, rounded once, those of a stack one above the other. The device is asked
+    for all of them at once: they are small, and asking takes longer than what is asked for."""
+    wholes = [
+        stack[0][0].new_empty(sum(len(matrix) for matrix, _ in stack), stack[0][0].shape[1], dtype=dtype)
+        for stack in stacks
+    ]
+    parts = [
+        part
+        for whole, stack in zip(wholes, stacks, strict=True)
+        for part in whole.split([len(matrix) for matrix, _ in stack])
+    ]
+    matrices, factors = zip(*(pair for stack in stacks for pair in stack), strict=True)
+    torch._foreach_copy_(parts, torch._foreach_mul(matrices, factors))
+    return wholes
 
 
 def rows(x: Tensor) -> Tensor:
@@ -77,11 +85,25 @@ def precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left.to(exact) @ right.to(exact)).to(dtype)
 
 
-def add_precise_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without rounding what is added first."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda and torch.version.hip is None and total.dtype == torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += precise(left, right, total.dtype)
+class PreciseSum:
+    """left @ right of several parts, added up in `dtype` without rounding what is added first."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._total: Tensor | None = None
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        total, dtype = self._total, self._dtype
+        if total is None:
+            self._total = precise(left, right, dtype)
+        elif left.dtype == dtype:
+            total.addmm_(left, right)
+        elif left.is_cuda and torch.version.hip is None and dtype == torch.float32:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:
+            total += precise(left, right, dtype)
+
+    @property
+    def total(self) -> Tensor:
+        assert self._total is not None
+        return self._total

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from whet.model.attention import compiles_through
+from whet.model.fused_lora import spare_memory_
 from whet.parallel.compile import choose_kept, compiled
 from whet.parallel.config import ParallelConfig
 from whet.parallel.layers import decoder_layers
@@ -23,6 +24,8 @@ def apply(language_model: nn.Module, config: ParallelConfig, compile: bool, back
     by_compiler = full and compile and compiles_through(language_model) and not draws(language_model)
     if compile:
         choose_kept(full=by_compiler)
+    if full or offload:
+        spare_memory_(language_model)
     for layer in decoder_layers(language_model):
         forward = layer.forward
         if by_compiler:
