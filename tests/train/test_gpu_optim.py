@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from whet.train.codes import decode, encode
 from whet.train.config import OptimizerConfig
-from whet.train.optim import make_optimizer
+from whet.train.optim import early_move, make_optimizer, take_step
 from whet.train.rounding import Chance, round_at_random
 
 pytestmark = pytest.mark.gpu
@@ -24,10 +25,14 @@ def network(dtype: torch.dtype, device: str) -> nn.Sequential:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    set_gradients(model, number)
+    optimizer.step()
+
+
+def set_gradients(model: nn.Module, number: int) -> None:
     draw = torch.Generator().manual_seed(number)
     for weight in model.parameters():
         weight.grad = torch.randn(weight.shape, generator=draw).to(weight)
-    optimizer.step()
 
 
 @pytest.fixture
@@ -73,6 +78,56 @@ def test_a_repetition_is_exact(name: Any) -> None:
         ends.append([weight.detach().clone() for weight in model.parameters()])
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
+
+
+EARLY = [(name, dtype) for name in ("adamw", "adamw16bit") for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), EARLY, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3], ids=["whole", "clipped"])
+def test_a_step_that_the_device_decides_on_is_the_same(
+    name: Any, dtype: torch.dtype, factor: float, no_waiting: None
+) -> None:
+    ends = []
+    for early in (False, True):
+        model = network(dtype, "cuda")
+        optimizer = make_optimizer(model, OptimizerConfig(name=name, lr=1e-2), 0)
+        for number in range(4):
+            set_gradients(model, number)
+            if not early:
+                if number != 2:
+                    take_step(optimizer, factor)
+                continue
+            numbers = torch.tensor([math.nan if number == 2 else factor, number != 2], dtype=torch.float64).cuda()
+            move = early_move(optimizer)
+            assert move is not None
+            torch.cuda.set_sync_debug_mode("error")
+            move(numbers[0], numbers[1])
+            torch.cuda.set_sync_debug_mode("default")
+            if number == 2:
+                move.take_back()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        ends.append([value.detach().cpu() for value in (*model.parameters(), *states)])
+    assert len(ends[0]) == 16
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon"])
+def test_who_needs_the_host_is_not_asked_early(name: Any) -> None:
+    assert early_move(make_optimizer(network(torch.bfloat16, "cuda"), OptimizerConfig(name=name), 0)) is None
+    assert early_move(make_optimizer(network(torch.float32, "cpu"), OptimizerConfig(), 0)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_squares_of_many_tensors(dtype: torch.dtype) -> None:
+    from whet.train.fused_squares import sum_squares
+
+    tensors = [torch.randn(size, device="cuda").to(dtype) for size in (1, 16384, 16385, 3_000_000, 0, 77)]
+    wanted = sum(tensor.double().square().sum() for tensor in tensors)
+    torch.testing.assert_close(sum_squares(tensors), wanted, rtol=1e-6, atol=0)
+    tensors[3][2_999_999] = float("nan")
+    assert sum_squares(tensors).isnan()
 
 
 def test_muon_is_torchs_muon() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from layouts import OPTIMIZER, TINY, Layout, make_store, plan_of, run_steps, take
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import ALONE, OPTIMIZER, TINY, Layout, make_store, plan_of, run_steps, take
 from torch import nn
 
 from whet.data.loader import Loader
@@ -18,9 +21,10 @@ from whet.model.config import AdapterConfig
 from whet.model.load import load_model
 from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
+from whet.model.precision import HonestDouble
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer
-from whet.train.step import Timed
+from whet.train.step import StepResult, Timed, _decide, find_gradients
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,44 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(store: Store) -> Non
     assert not result.finite
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+NUMBERS = st.floats(0, 1e12) | st.sampled_from([math.nan, math.inf, 0.0])
+
+
+@given(NUMBERS, NUMBERS, st.integers(1, 10**7), st.sampled_from([1.0, 2.0**16]), st.floats(1e-6, 1e6), NUMBERS)
+def test_the_device_decides_as_the_host_does(
+    loss: float, squares: float, supervised: int, loss_scale: float, clip_norm: float, limit: float
+) -> None:
+    """The guard's own judgement of the same numbers, and the same factor: torch's square roots on CPUs are not exact."""
+    limit = math.inf if math.isnan(limit) else limit
+    sums = torch.tensor([loss, 0, 0, squares, 0], dtype=torch.float64)
+    factor, fine = (float(each) for each in _decide(sums, supervised, loss_scale, clip_norm, limit))
+    norm = math.sqrt(squares) / loss_scale
+    result = StepResult(loss / supervised, 0.0, norm, min(1.0, clip_norm / (norm + 1e-6)) / loss_scale, False, 0.0)
+    assert (fine == 1) == (result.finite and result.loss <= limit)
+    assert fine in (0, 1)
+    if fine:
+        assert factor == pytest.approx(result.factor, rel=1e-15)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_move_is_asked_for_before_the_result_is_known(store: Store, broken: bool) -> None:
+    model = load_model(TINY, torch.float64)
+    attention.install(model, "sdpa")
+    if broken:
+        model.model.norm.weight.data.fill_(math.nan)
+    asked: list[tuple[float, float]] = []
+    result = find_gradients(
+        LossModel(model), Loader(store, plan_of(store, "none"), 1, 0, 1), 0, arithmetic=HonestDouble(), ranks=ALONE,
+        seed=0, clip_norm=0.1, loss_scale=1.0, stop=False,
+        move=lambda factor, fine: asked.append((float(factor), float(fine))),
+    )  # fmt: skip
+    assert len(asked) == 1
+    assert asked[0][1] == (0 if broken else 1)
+    if not broken:
+        assert asked[0][0] == pytest.approx(result.factor, rel=1e-15)
+        assert result.factor < 1
 
 
 def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, narrowed, precise, rows
+from whet.model.lora_products import Adapted, add_product_, narrowed, precise, rows
 
 
 def lora_linear(x: Tensor, *layers: Adapted) -> list[Tensor]:
@@ -48,7 +48,7 @@ def _forward(
         for number, (b, part) in enumerate(zip(bs, _split(thin, adapters), strict=True)):
             y_to = torch.addmm(biases[number].to(x.dtype), part, b.T) if biases else part @ b.T
             matrix = _matrix(number, frozen, adapters, x.dtype)
-            outputs.append(y_to.addmm_(x_te, matrix.T).view(*x.shape[:-1], len(b)))
+            outputs.append(add_product_(y_to, x_te, matrix.T).view(*x.shape[:-1], len(b)))
             del matrix  # of a 4-bit layer: or the next would be made beside it
         return [*outputs, thin]
 
@@ -84,7 +84,7 @@ def _backward(
             d_x = d_thin @ a_all
             for number, d_y in enumerate(outer):
                 matrix = _matrix(number, frozen, adapters, x.dtype)
-                d_x.addmm_(d_y, matrix)
+                add_product_(d_x, d_y, matrix)
                 del matrix
             d_x = d_x.view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]

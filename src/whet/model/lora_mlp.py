@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whet.model import swiglu as by_torch
 from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, PreciseSum, narrowed, rows
+from whet.model.lora_products import Adapted, PreciseSum, add_product_, narrowed, product, rows
 from whet.model.swiglu import Backward, Middle
 
 _AT_A_TIME, _AT_A_TIME_SPARING = 16384, 4096
@@ -119,7 +119,7 @@ def _outward(
         h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, b_gate, b_up))
         thin_down = h_tf @ a_down.T
         y_te = thin_down @ b_down.T if down_bias is None else torch.addmm(down_bias.to(dtype), thin_down, b_down.T)
-        return y_te.addmm_(h_tf, matrix.T)
+        return add_product_(y_te, h_tf, matrix.T)
 
 
 @_outward.register_fake
@@ -162,7 +162,7 @@ def _backward(
             x_te, d_te = rows(x)[part], rows(d_y)[part]
             middle = _middle(gate0[part], up0[part], thin[part], bs[0], bs[1])
             d_thin_down = d_te @ bs[2]
-            d_gate, d_up, h_tf = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_here, middle)
+            d_gate, d_up, h_tf = _swiglu(x)[1](product(d_te, down_matrix), d_thin_down, a_down_here, middle)
             d_b_down.add(d_te.T, h_tf @ a_down_here.T)
             d_a_down.add(d_thin_down.T, h_tf)
             del h_tf
@@ -172,7 +172,7 @@ def _backward(
             d_a_both.add(d_thin.T, x_te)
             if needs_x:
                 torch.mm(d_thin, a_both, out=d_x[part])
-                d_x[part].addmm_(d_gate, gate_matrix).addmm_(d_up, up_matrix)
+                add_product_(add_product_(d_x[part], d_gate, gate_matrix), d_up, up_matrix)
         d_as = torch._foreach_mul([*d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.total], scales)
         d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
         found = [part for pair in zip(d_as, d_bs, strict=True) for part in pair]
@@ -192,7 +192,7 @@ def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bia
     """x·Wᵀ + bias; W is as high and wide as the adapter says."""
     a, b = adapter
     matrix = matrix_from(frozen, len(b), a.shape[1], x.dtype)
-    return x @ matrix.T if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T)
+    return product(x, matrix.T, None if bias is None else bias.to(x.dtype))
 
 
 def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, b_gate: Tensor, b_up: Tensor) -> Middle:

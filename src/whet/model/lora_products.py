@@ -5,13 +5,22 @@ Shape letters: T tokens, E width of the input, R rank. An adapter adds scale · 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from whet.model.frozen_weight import computes_in, has_known_weight, parts_of
+
+Job = tuple[Tensor, float, Tensor]
+"""A matrix, what it is multiplied by, and where to."""
+_ALIGNED = 64
+"""Matrices begin at multiples of so many numbers, as products like them to."""
+_PIECE, _LARGE = 4096, 2**24
+"""Tokens that are multiplied with a matrix of so many numbers at a time."""
 
 
 class Adapted(NamedTuple):
@@ -54,20 +63,37 @@ def mixed_type(x: Tensor) -> torch.dtype | None:
 
 
 def narrowed(stacks: Sequence[Sequence[tuple[Tensor, float]]], dtype: torch.dtype) -> list[Tensor]:
-    """Matrices times their factors in `dtype`, rounded once, those of a stack one above the other. The device is asked
-    for all of them at once: they are small, and asking takes longer than what is asked for."""
-    wholes = [
-        stack[0][0].new_empty(sum(len(matrix) for matrix, _ in stack), stack[0][0].shape[1], dtype=dtype)
-        for stack in stacks
-    ]
-    parts = [
-        part
-        for whole, stack in zip(wholes, stacks, strict=True)
-        for part in whole.split([len(matrix) for matrix, _ in stack])
-    ]
-    matrices, factors = zip(*(pair for stack in stacks for pair in stack), strict=True)
-    torch._foreach_copy_(parts, torch._foreach_mul(matrices, factors))
+    """Matrices times their factors in `dtype`, rounded once, those of a stack one above the other."""
+    sizes = [sum(matrix.numel() for matrix, _ in stack) for stack in stacks]
+    room = stacks[0][0][0].new_empty(sum(size + -size % _ALIGNED for size in sizes), dtype=dtype)
+    wholes, jobs, start = [], [], 0
+    for stack, size in zip(stacks, sizes, strict=True):
+        whole = room[start : start + size].view(-1, stack[0][0].shape[1])
+        parts = whole.split([len(matrix) for matrix, _ in stack])
+        jobs += [(matrix, factor, part) for (matrix, factor), part in zip(stack, parts, strict=True)]
+        wholes.append(whole)
+        start += size + -size % _ALIGNED
+    _narrow(room)(jobs)
     return wholes
+
+
+def _narrow(room: Tensor) -> Callable[[Sequence[Job]], None]:
+    """The kernel writes 16-bit numbers on CUDA; all else is torch's."""
+    return (_fused() if room.is_cuda and room.dtype.itemsize == 2 else None) or _narrow_one_by_one
+
+
+def _narrow_one_by_one(jobs: Sequence[Job]) -> None:
+    for matrix, factor, target in jobs:
+        torch.mul(matrix, factor, out=target)
+
+
+@functools.cache
+def _fused() -> Callable[[Sequence[Job]], None] | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from whet.model.fused_narrow import narrow
+
+    return narrow
 
 
 def rows(x: Tensor) -> Tensor:
@@ -83,6 +109,29 @@ def precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     exact = torch.promote_types(dtype, torch.float32)
     return (left.to(exact) @ right.to(exact)).to(dtype)
+
+
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, E] · matrix [E, O] + bias, by pieces of tokens where both are large: what fits into the cache of a GPU is
+    not read again and again, which saves power, and power is what limits large products."""
+    y = x.new_empty(len(x), matrix.shape[1])
+    for part, of_x in zip(y.split(_piece(x, matrix)), x.split(_piece(x, matrix)), strict=True):
+        if bias is None:
+            torch.mm(of_x, matrix, out=part)
+        else:
+            torch.addmm(bias, of_x, matrix, out=part)
+    return y
+
+
+def add_product_(y: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """y += x · matrix, likewise."""
+    for part, of_x in zip(y.split(_piece(x, matrix)), x.split(_piece(x, matrix)), strict=True):
+        part.addmm_(of_x, matrix)
+    return y
+
+
+def _piece(x: Tensor, matrix: Tensor) -> int:
+    return _PIECE if matrix.numel() >= _LARGE else max(1, len(x))
 
 
 class PreciseSum:

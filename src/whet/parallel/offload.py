@@ -108,6 +108,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, piece: int = _PIECE) ->
             torch.cuda.synchronize()  # whoever reads the state now finds it whole
 
     optimizer.step = step  # type: ignore[method-assign, assignment]
+    optimizer.steps_in_pieces = True  # type: ignore[attr-defined]
 
 
 def send_away(state: dict[str, Any]) -> dict[str, Any]:

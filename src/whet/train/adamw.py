@@ -32,6 +32,8 @@ class AdamW(torch.optim.Optimizer):
         self._chance = Chance(seed)
         self.factor = 1.0
         """What gradients are multiplied by in the next step: it saves going through all of them to clip."""
+        self._decision: Tensor | None = None
+        """On the device, while it decides: the factor, and whether there is a step at all."""
         self._keeps: dict[Tensor, Keep] = {}
         self._numbers: dict[Tensor, int] = {}  # counted once: an offloaded optimizer steps through parts of its groups
         for group in self.param_groups:
@@ -52,6 +54,31 @@ class AdamW(torch.optim.Optimizer):
                 step = int(self.state[weight]["step"])
                 self._move(group, weight, weight.grad, step)
 
+    def step_if(self, factor: Tensor, fine: Tensor) -> None:
+        """A step with `factor` if `fine` is not 0, two numbers on the device. It counts even so: see `count_back`."""
+        self._decision = torch.stack([factor, fine]).float()
+        try:
+            self.step()
+        finally:
+            self._decision = None
+
+    def count_back(self) -> None:
+        """The last step was none."""
+        for weight, state in self.state.items():
+            if weight.grad is not None:
+                state["step"] -= 1
+
+    def can_decide_on_device(self) -> bool:
+        """Whether every weight that has a gradient would be moved by the one kernel."""
+        return type(self) is AdamW and all(
+            self._is_fused(weight) for group in self.param_groups for weight in group["params"]
+        )
+
+    def _is_fused(self, weight: Tensor) -> bool:
+        here = local(weight)
+        fits = here.is_cuda and here.is_contiguous() and arithmetic_of(weight) == torch.float32
+        return fits and not isinstance(self._keeps[weight], In8Bits) and _fused() is not None
+
     def _generator(self, weight: Tensor, step: int) -> torch.Generator:
         """Of the random numbers that round this weight in this step; parts of a divided one have their own."""
         return self._chance.of(step, self._numbers[weight], weight.device, part_of(weight))
@@ -69,11 +96,11 @@ class AdamW(torch.optim.Optimizer):
         rate = group["lr"] / (1 - beta1**step)
         root = (1 - beta2**step) ** 0.5
         decayed = 1 - group["lr"] * group["weight_decay"]
-        fused = _fused() if weight.is_cuda and arithmetic == torch.float32 and not isinstance(keep, In8Bits) else None
-        if fused is not None and weight.is_contiguous() and gradient.is_contiguous():
-            motion = fused.Motion(self.factor, beta1, beta2, group["eps"], rate, root, decayed)
+        if self._is_fused(whole):
+            motion = _fused().Motion(self.factor, beta1, beta2, group["eps"], rate, root, decayed)
             seed = self._chance.seed(step, self._numbers[whole], part_of(whole))
-            fused.move(weight, gradient, state["exp_avg"], state["exp_avg_sq"], motion, seed)
+            means = state["exp_avg"], state["exp_avg_sq"]
+            _fused().move(weight, gradient.contiguous(), *means, motion, seed, self._decision)
             return
         chance = self._generator(whole, step)
         for rows in parts(weight):

@@ -52,12 +52,15 @@ def _rounded(x, noise):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["seed", "other_seed"])  # they are other ones each time
 def _move(  # type: ignore[no-untyped-def]
-    weight_at, gradient_at, mean_at, square_at, count, seed, other_seed,
+    weight_at, gradient_at, mean_at, square_at, decision_at, count, seed, other_seed,
     factor, beta1, rest1, beta2, rest2, eps, rate, root, keep,
-    rounds_weight: tl.constexpr, rounds_states: tl.constexpr, block: tl.constexpr,
+    rounds_weight: tl.constexpr, rounds_states: tl.constexpr, decides: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * block
     at = first + tl.arange(0, block)
+    if decides:
+        factor = tl.load(decision_at)
+        count = tl.where(tl.load(decision_at + 1) != 0, count, 0)  # nothing is read then, and nothing written
     known = at < count
     weight = tl.load(weight_at + at, mask=known).to(tl.float32)
     slope = tl.load(gradient_at + at, mask=known).to(tl.float32) * factor
@@ -82,15 +85,21 @@ def _move(  # type: ignore[no-untyped-def]
         tl.store(weight_at + at, weight.to(weight_at.dtype.element_ty), mask=known)
 
 
-def move(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, motion: Motion, seed: int) -> None:
+def move(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, motion: Motion, seed: int,
+    decision: Tensor | None = None,
+) -> None:  # fmt: skip
     """One step, in place; what is kept in bf16 is rounded at random, as `seed` (64 bits) and the place say.
 
-    All four are contiguous and of the same size; states are both in fp32 or both in bf16.
+    All four are contiguous and of the same size; states are both in fp32 or both in bf16. `decision`, two numbers in
+    fp32: the factor, instead of the motion's, and 0 if there is to be no step.
     """
     _move[(triton.cdiv(weight.numel(), _BLOCK),)](
-        weight, gradient, mean, square, weight.numel(), seed & _WORD, (seed >> 32) & _WORD,
+        weight, gradient, mean, square, weight if decision is None else decision, weight.numel(),
+        seed & _WORD, (seed >> 32) & _WORD,
         motion.factor, motion.beta1, 1 - motion.beta1, motion.beta2, 1 - motion.beta2, motion.eps, motion.rate,
         motion.root, motion.keep,
-        rounds_weight=weight.dtype == torch.bfloat16, rounds_states=mean.dtype == torch.bfloat16, block=_BLOCK,
+        rounds_weight=weight.dtype == torch.bfloat16, rounds_states=mean.dtype == torch.bfloat16,
+        decides=decision is not None, block=_BLOCK,
         num_warps=8,
     )  # fmt: skip

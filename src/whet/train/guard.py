@@ -98,6 +98,10 @@ class Guard:
         """What is done about a fault of this kind."""
         return self.on_spike if kind == "spike" else self.on_nonfinite
 
+    def limit(self) -> float:
+        """The loss above which the next step is not taken."""
+        return math.inf if self.on_spike == "warn" else spike_limit(self._losses)
+
     def judge(self, result: StepResult, supervised: int, overflow_is_normal: bool) -> Verdict:
         """`overflow_is_normal`: fp16's loss scale can still shrink, so a gradient that is not finite is its fault."""
         if not supervised:

@@ -42,15 +42,57 @@ def take_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
     optimizer.step()
 
 
+class EarlyMove:
+    """A step that the device is asked for before anyone knows whether it is to be taken, which it decides itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.was_asked = False
+
+    def __call__(self, factor: Tensor, fine: Tensor) -> None:
+        """Move the weights by their gradients times `factor` if `fine` is not 0; both are on the device."""
+        optimizer: Any = self._optimizer
+        self.was_asked = True
+        if isinstance(optimizer, AdamW):
+            optimizer.step_if(factor, fine)
+            return
+        optimizer.grad_scale, optimizer.found_inf = factor.reciprocal().float(), (fine == 0).float()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.grad_scale = optimizer.found_inf = None
+
+    def take_back(self) -> None:
+        """The device took no step, so it does not count. torch's optimizers count on the device, and know."""
+        if isinstance(self._optimizer, AdamW):
+            self._optimizer.count_back()
+
+
+def early_move(optimizer: torch.optim.Optimizer) -> EarlyMove | None:
+    """None where the step takes decisions of the host: elsewhere than on CUDA, for Muon, for states in 8 bits or in the
+    host's memory."""
+    if getattr(optimizer, "steps_in_pieces", False):
+        return None
+    if isinstance(optimizer, AdamW):
+        return EarlyMove(optimizer) if optimizer.can_decide_on_device() else None
+    return EarlyMove(optimizer) if _is_plain_on_cuda(optimizer) else None
+
+
 def _scale(optimizer: torch.optim.Optimizer, factor: float) -> Tensor | None:
     """What torch's AdamW divides gradients by in its one kernel, in fp32. Elsewhere they are multiplied here."""
     if factor == 1:
         return None
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if all(weight.is_cuda and weight.dtype == torch.float32 and local(weight) is weight for weight in weights):
+    if _is_plain_on_cuda(optimizer):
         return torch.full((), 1 / factor, device=weights[0].device)
     torch._foreach_mul_([local(weight.grad) for weight in weights if weight.grad is not None], factor)
     return None
+
+
+def _is_plain_on_cuda(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all of its weights are fp32 and whole on CUDA: torch's kernel scales gradients for those."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return all(weight.is_cuda and weight.dtype == torch.float32 and local(weight) is weight for weight in weights)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,6 +27,10 @@ from whet.parallel.shard import copies, give_back, local, sums_now
 T = TypeVar("T")
 
 _TOGETHER = 2**27  # gradients, in numbers, that are put together on a GPU to find their norm
+
+
+Move = Callable[[torch.Tensor, torch.Tensor], None]
+"""Moves the weights by their gradients times the first number if the second is not 0; both are on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,13 @@ class StepResult:
 def find_gradients(
     model: LossModel, loader: Loader | SavedStep, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
     arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool, save: bool = False,
+    move: Move | None = None, limit: float = math.inf,
 ) -> StepResult:  # fmt: skip
-    """Forward and backward over this rank's micro-batches, and one reduction. The weights are left alone; the device is
-    waited for once, at the end."""
+    """Forward and backward over this rank's micro-batches, and one reduction. The device is waited for at the end only.
+
+    The weights are left alone, but for `move`: it is called before the waiting, so that the device can go on, and moves
+    nothing if loss or norm are not finite or the loss is above `limit`. Without supervised tokens it is not called.
+    """
     supervised = loader.totals(step).supervised
     weight = loss_scale / supervised if supervised else math.nan
     give_back(model)  # what a forward pass without a backward pass has gathered would keep the gradients to itself
@@ -87,12 +95,42 @@ def find_gradients(
         sums[:2].zero_()
     sums[3] = _squares(parameters, ranks)
     ranks.sum_(sums)
-    loss, hits, stops, squares, saves = sums.tolist()
+    reading = Reading(sums)
+    if move is not None and supervised:
+        move(*_decide(sums, supervised, loss_scale, clip_norm, limit))
+    loss, hits, stops, squares, saves = reading.numbers()
     if not supervised:
         return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, batches.seconds, saves > 0)
     norm = math.sqrt(squares) / loss_scale
     factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
     return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, batches.seconds, saves > 0)
+
+
+class Reading:
+    """Numbers on their way from the device. Whoever waits for them does not wait for what was asked for after them."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._host = numbers.to("cpu", non_blocking=True)
+        self._came = None
+        if numbers.is_cuda:
+            self._came = torch.cuda.Event()
+            self._came.record()
+
+    def numbers(self) -> list[float]:
+        if self._came is not None:
+            self._came.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+def _decide(
+    sums: torch.Tensor, supervised: int, loss_scale: float, clip_norm: float, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor of the gradients, and 1 if a step with this loss and norm is to be taken, found by the device: in fp64
+    and in the order in which the host computes them, so that both find the same."""
+    loss, norm = sums[0] / supervised, sums[3].sqrt() / loss_scale
+    factor = (torch.full_like(norm, clip_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    return factor, (loss.isfinite() & norm.isfinite() & (loss <= limit)).double()
 
 
 def _squares(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:

@@ -25,7 +25,7 @@ from whet.train.faults import Examiner, Findings
 from whet.train.guard import Guard, Verdict
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Pace, Seen, note_of, passed_over_line, step_line
-from whet.train.optim import set_rates, take_step
+from whet.train.optim import early_move, set_rates, take_step
 from whet.train.profiler import Profiler
 from whet.train.schedule import Position, rate_factor
 from whet.train.step import StepResult, find_gradients
@@ -205,11 +205,15 @@ class Trainer:
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
         rates = self._rates(step, seen, after)
+        early = early_move(self.optimizer)
         result = find_gradients(
             self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
             arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop, save=self.hooks.save_requested(),
+            move=early, limit=self.guard.limit(),
         )  # fmt: skip
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
+        if early is not None and early.was_asked and verdict.action != "take":
+            early.take_back()
         if verdict.kind not in ("fine", "overflow"):
             decided = time.perf_counter()
             verdict = self._fault(step, seen, result, verdict)
@@ -217,7 +221,7 @@ class Trainer:
         if verdict.action == "rollback":
             return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
         HERE.at("changing weights")
-        if verdict.action == "take":
+        if verdict.action == "take" and not (early is not None and early.was_asked):
             take_step(self.optimizer, result.factor)
         self.loss_scale.settle(verdict.kind == "overflow")
         warm = compile_count() == compiled
