@@ -1,4 +1,5 @@
-"""How long the middle of a gated MLP takes by shape of tile, beside what reading and writing alone would take.
+"""How long the middle of a gated MLP takes with its thin products, by how it is divided among programs, beside
+what reading and writing alone would take, and a thin product by itself.
 
 python bench/swiglu.py [tokens] [width] [rank]     (needs a GPU)
 """
@@ -13,8 +14,9 @@ from triton.testing import do_bench
 from whet.model import fused_swiglu
 from whet.model.swiglu import Middle
 
-TILES = ((64, 64, 4), (64, 128, 8), (64, 128, 4), (64, 256, 8), (128, 64, 4), (128, 64, 8), (32, 64, 4), (32, 128, 4))
-"""Rows, columns, warps."""
+TILES = [
+    fused_swiglu._Tiles(64, 64, segments, stages) for segments in (7, 14, 28) for stages in (1, 2, 3)
+]  # fmt: skip
 
 
 def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
@@ -32,18 +34,17 @@ def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
     )
     d_h, d_thin, a_down = drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
     copying = do_bench(lambda: d_h.copy_(middle.gate0)) / 2  # one wide matrix, read or written
+    sys.stdout.write(f"a thin product: {do_bench(lambda: d_h @ a_down.T):.3f} ms; one forward, three backward\n")
     sys.stdout.write(f"reading and writing alone: {3 * copying:.3f} ms forward, {6 * copying:.3f} ms backward\n")
-    for rows, columns, warps in TILES:
-        fused_swiglu._ROWS, fused_swiglu._COLUMNS, fused_swiglu._WARPS = rows, columns, warps
+    for tiles in TILES:
+        fused_swiglu._SUMMING = tiles
         try:
-            forward = do_bench(lambda: fused_swiglu.swiglu_triton(middle))
+            forward = do_bench(lambda: fused_swiglu.swiglu_triton(middle, a_down))
             backward = do_bench(lambda: fused_swiglu.swiglu_triton_backward(d_h, d_thin, a_down, middle))
-        except Exception as error:  # a tile that does not fit
-            sys.stdout.write(f"{rows:4} × {columns:<4} {warps} warps: {type(error).__name__}\n")
+        except Exception as error:  # a division that does not fit
+            sys.stdout.write(f"{tiles}: {type(error).__name__}\n")
             continue
-        sys.stdout.write(
-            f"{rows:4} × {columns:<4} {warps} warps: {forward:.3f} ms forward, {backward:.3f} ms backward\n"
-        )
+        sys.stdout.write(f"{tiles}: {forward:.3f} ms forward, {backward:.3f} ms backward\n")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ NUMBERS = st.floats(0, 1e12) | st.sampled_from([math.nan, math.inf, 0.0])
 def test_the_device_decides_as_the_host_does(
     loss: float, squares: float, supervised: int, loss_scale: float, clip_norm: float, limit: float
 ) -> None:
-    """The guard's own judgement of the same numbers, and the same factor: torch's square roots on CPUs are not exact."""
+    """The guard's judgement of the same numbers, and the same factor: torch's square roots on CPUs are not exact."""
     limit = math.inf if math.isnan(limit) else limit
     sums = torch.tensor([loss, 0, 0, squares, 0], dtype=torch.float64)
     factor, fine = (float(each) for each in _decide(sums, supervised, loss_scale, clip_norm, limit))

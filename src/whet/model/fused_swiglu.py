@@ -1,9 +1,12 @@
 """The same as `swiglu` in a Triton kernel each way: every wide matrix is read once and written once.
 
-What adapters add is made tile by tile from thin matrices, so it is never written.
+What adapters add is made tile by tile from thin matrices, so it is never written; and while a tile is there, it is
+multiplied with the thin matrices that wait for it, so it is not read again for that.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,8 +15,27 @@ from torch import Tensor
 
 from whet.model.swiglu import Middle
 
-_ROWS, _COLUMNS, _WARPS = 32, 64, 4
 _MOST_RANK = 64  # of a thin product at a time; the least that tensor cores take is 16
+
+
+class _Tiles(NamedTuple):
+    """How the middle is divided among programs."""
+
+    rows: int
+    columns: int
+    segments: int
+    """Programs that share a row of tiles; 0: each has one tile."""
+    stages: int
+
+    def width(self, columns: int) -> int:
+        """Columns of one program."""
+        whole = triton.cdiv(columns, self.segments) if self.segments else self.columns
+        return triton.cdiv(whole, self.columns) * self.columns
+
+
+_SUMMING, _PLAIN = _Tiles(64, 64, 14, 2), _Tiles(32, 64, 0, 1)
+"""With products of each tile, and without: of ranks so high that their sums would not fit."""
+_WARPS = 4
 
 
 @triton.jit
@@ -48,103 +70,170 @@ def _add_rest(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _keep(at, lane_first, ranks, row, rows, rank: tl.constexpr, block: tl.constexpr, total):  # type: ignore[no-untyped-def]
+    """This program's part of a product, into its columns of [programs of a row, rows, ranks]"""
+    lane = tl.arange(0, block)
+    known = (row < rows)[:, None] & (lane < rank)[None, :]
+    place = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * ranks + lane_first + lane[None, :]
+    tl.store(at + place, total, mask=known)
+
+
+@triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    gate_at, up_at, thin_gate_at, thin_up_at, b_gate_at, b_up_at, h_at,
+    gate_at, up_at, thin_gate_at, thin_up_at, b_gate_at, b_up_at, a_down_at, h_at, sums_at,
     thin_gate_row, thin_up_row, rows, columns,
-    rank_gate: tl.constexpr, rank_up: tl.constexpr, block_gate: tl.constexpr, block_up: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr,
+    rank_gate: tl.constexpr, rank_up: tl.constexpr, rank_down: tl.constexpr,
+    block_gate: tl.constexpr, block_up: tl.constexpr, block_down: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, width: tl.constexpr, stages: tl.constexpr,
+    sums: tl.constexpr,
 ):  # fmt: skip
-    """One program, one tile of h. All that is read is asked for at first, so that memory is waited for once."""
-    across = tl.cdiv(columns, block_columns)
-    row = (tl.program_id(0) // across).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = (tl.program_id(0) % across) * block_columns + tl.arange(0, block_columns)
-    here = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    gate = tl.load(gate_at + here, mask=inside, other=0.0)
-    up = tl.load(up_at + here, mask=inside, other=0.0)
+    """One program, some tiles of a row. All that a tile needs is asked for at first, so that memory is waited for
+    once."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     thin_gate = _left(thin_gate_at, thin_gate_row, row, rows, 0, rank_gate, block_gate)
-    b_gate = _right(b_gate_at, rank_gate, 1, column, columns, 0, rank_gate, block_gate)
     thin_up = _left(thin_up_at, thin_up_row, row, rows, 0, rank_up, block_up)
-    b_up = _right(b_up_at, rank_up, 1, column, columns, 0, rank_up, block_up)
-    gate = tl.dot(thin_gate, b_gate, gate.to(tl.float32))
-    up = tl.dot(thin_up, b_up, up.to(tl.float32))
-    gate = _add_rest(
-        gate, thin_gate_at, thin_gate_row, b_gate_at, rank_gate, 1, row, rows, column, columns, rank_gate, block_gate
-    )
-    up = _add_rest(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
-    tl.store(h_at + here, (gate * tl.sigmoid(gate) * up).to(h_at.dtype.element_ty), mask=inside)
+    if sums:
+        thin_down = tl.zeros((block_rows, block_down), tl.float32)
+    for start in tl.range(0, width, block_columns, num_stages=stages):
+        column = tl.program_id(1) * width + start + tl.arange(0, block_columns)
+        here = row[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        gate = tl.load(gate_at + here, mask=inside, other=0.0)
+        up = tl.load(up_at + here, mask=inside, other=0.0)
+        b_gate = _right(b_gate_at, rank_gate, 1, column, columns, 0, rank_gate, block_gate)
+        b_up = _right(b_up_at, rank_up, 1, column, columns, 0, rank_up, block_up)
+        if sums:
+            a_down = _right(a_down_at, 1, columns, column, columns, 0, rank_down, block_down)
+        gate = tl.dot(thin_gate, b_gate, gate.to(tl.float32))
+        up = tl.dot(thin_up, b_up, up.to(tl.float32))
+        gate = _add_rest(
+            gate, thin_gate_at, thin_gate_row, b_gate_at, rank_gate, 1, row, rows, column, columns, rank_gate,
+            block_gate,
+        )  # fmt: skip
+        up = _add_rest(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
+        h = (gate * tl.sigmoid(gate) * up).to(h_at.dtype.element_ty)
+        tl.store(h_at + here, h, mask=inside)
+        if sums:
+            thin_down = tl.dot(h, tl.trans(a_down), thin_down)
+    if sums:
+        _keep(sums_at, 0, rank_down, row, rows, rank_down, block_down, thin_down)
 
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     d_h_at, gate_at, up_at, thin_gate_at, thin_up_at, b_gate_at, b_up_at, d_thin_at, a_down_at,
-    d_gate_at, d_up_at, h_at, thin_gate_row, thin_up_row, rows, columns,
+    d_gate_at, d_up_at, h_at, sums_at, thin_gate_row, thin_up_row, rows, columns,
     rank_gate: tl.constexpr, rank_up: tl.constexpr, rank_down: tl.constexpr,
     block_gate: tl.constexpr, block_up: tl.constexpr, block_down: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, width: tl.constexpr, stages: tl.constexpr,
+    sums: tl.constexpr,
 ):  # fmt: skip
-    """One program, one tile. d_up may be written where d_h stands: a program reads its tile before."""
-    across = tl.cdiv(columns, block_columns)
-    row = (tl.program_id(0) // across).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = (tl.program_id(0) % across) * block_columns + tl.arange(0, block_columns)
-    here = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    gate = tl.load(gate_at + here, mask=inside, other=0.0)
-    up = tl.load(up_at + here, mask=inside, other=0.0)
-    d_h = tl.load(d_h_at + here, mask=inside, other=0.0)
+    """One program, some tiles of a row. d_up may be written where d_h stands: a program reads its tile before."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     thin_gate = _left(thin_gate_at, thin_gate_row, row, rows, 0, rank_gate, block_gate)
-    b_gate = _right(b_gate_at, rank_gate, 1, column, columns, 0, rank_gate, block_gate)
     thin_up = _left(thin_up_at, thin_up_row, row, rows, 0, rank_up, block_up)
-    b_up = _right(b_up_at, rank_up, 1, column, columns, 0, rank_up, block_up)
     d_thin = _left(d_thin_at, rank_down, row, rows, 0, rank_down, block_down)
-    a_down = _right(a_down_at, 1, columns, column, columns, 0, rank_down, block_down)
-    gate = tl.dot(thin_gate, b_gate, gate.to(tl.float32))
-    up = tl.dot(thin_up, b_up, up.to(tl.float32))
-    d_h = tl.dot(d_thin, a_down, d_h.to(tl.float32))
-    gate = _add_rest(
-        gate, thin_gate_at, thin_gate_row, b_gate_at, rank_gate, 1, row, rows, column, columns, rank_gate, block_gate
-    )
-    up = _add_rest(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
-    d_h = _add_rest(d_h, d_thin_at, rank_down, a_down_at, 1, columns, row, rows, column, columns, rank_down, block_down)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
     kind = d_gate_at.dtype.element_ty
-    tl.store(d_gate_at + here, (d_h * up * (sigmoid + silu * (1 - sigmoid))).to(kind), mask=inside)
-    tl.store(h_at + here, (silu * up).to(kind), mask=inside)
-    tl.store(d_up_at + here, (d_h * silu).to(kind), mask=inside)
-
-
-def swiglu_triton(middle: Middle) -> Tensor:
-    """See `swiglu`; for 16-bit numbers, computed in fp32."""
-    h = torch.empty_like(middle.gate0)
-    if h.numel():
-        _forward[_grid(h)](
-            *middle, h, middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape,
-            rank_gate=middle.b_gate.shape[1], rank_up=middle.b_up.shape[1],
-            block_gate=_block(middle.b_gate.shape[1]), block_up=_block(middle.b_up.shape[1]),
-            block_rows=_ROWS, block_columns=_COLUMNS, num_warps=_WARPS,
+    if sums:
+        d_thin_gate = tl.zeros((block_rows, block_gate), tl.float32)
+        d_thin_up = tl.zeros((block_rows, block_up), tl.float32)
+        thin_down = tl.zeros((block_rows, block_down), tl.float32)
+    for start in tl.range(0, width, block_columns, num_stages=stages):
+        column = tl.program_id(1) * width + start + tl.arange(0, block_columns)
+        here = row[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        gate = tl.load(gate_at + here, mask=inside, other=0.0)
+        up = tl.load(up_at + here, mask=inside, other=0.0)
+        d_h = tl.load(d_h_at + here, mask=inside, other=0.0)
+        b_gate = _right(b_gate_at, rank_gate, 1, column, columns, 0, rank_gate, block_gate)
+        b_up = _right(b_up_at, rank_up, 1, column, columns, 0, rank_up, block_up)
+        a_down = _right(a_down_at, 1, columns, column, columns, 0, rank_down, block_down)
+        gate = tl.dot(thin_gate, b_gate, gate.to(tl.float32))
+        up = tl.dot(thin_up, b_up, up.to(tl.float32))
+        d_h = tl.dot(d_thin, a_down, d_h.to(tl.float32))
+        gate = _add_rest(
+            gate, thin_gate_at, thin_gate_row, b_gate_at, rank_gate, 1, row, rows, column, columns, rank_gate,
+            block_gate,
         )  # fmt: skip
-    return h
+        up = _add_rest(up, thin_up_at, thin_up_row, b_up_at, rank_up, 1, row, rows, column, columns, rank_up, block_up)
+        d_h = _add_rest(
+            d_h, d_thin_at, rank_down, a_down_at, 1, columns, row, rows, column, columns, rank_down, block_down
+        )
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        d_gate = (d_h * up * (sigmoid + silu * (1 - sigmoid))).to(kind)
+        d_up = (d_h * silu).to(kind)
+        h = (silu * up).to(kind)
+        tl.store(d_gate_at + here, d_gate, mask=inside)
+        tl.store(h_at + here, h, mask=inside)
+        tl.store(d_up_at + here, d_up, mask=inside)
+        if sums:
+            d_thin_gate = tl.dot(d_gate, tl.trans(b_gate), d_thin_gate)
+            d_thin_up = tl.dot(d_up, tl.trans(b_up), d_thin_up)
+            thin_down = tl.dot(h, tl.trans(a_down), thin_down)
+    if sums:
+        ranks: tl.constexpr = rank_gate + rank_up + rank_down
+        _keep(sums_at, 0, ranks, row, rows, rank_gate, block_gate, d_thin_gate)
+        _keep(sums_at, rank_gate, ranks, row, rows, rank_up, block_up, d_thin_up)
+        _keep(sums_at, rank_gate + rank_up, ranks, row, rows, rank_down, block_down, thin_down)
+
+
+def swiglu_triton(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
+    """See `swiglu`; for 16-bit numbers, computed in fp32."""
+    h, rank = torch.empty_like(middle.gate0), len(a_down)
+    tiles, sums = _divided(middle, a_down, rank)
+    if h.numel():
+        _forward[_grid(h, tiles)](
+            *middle, a_down, h, h if sums is None else sums, middle.thin_gate.stride(0), middle.thin_up.stride(0),
+            *h.shape, **_sizes(middle, a_down, tiles, sums),
+        )  # fmt: skip
+    return h, (h @ a_down.T if sums is None else sums.sum(0).to(h.dtype))
 
 
 def swiglu_triton_backward(
     d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `Backward`; d up stands where d_h0 stood."""
     d_gate, h = torch.empty_like(middle.gate0), torch.empty_like(middle.gate0)
+    inner = middle.b_gate.shape[1] + middle.b_up.shape[1]
+    tiles, sums = _divided(middle, a_down, inner + len(a_down))
     if h.numel():
-        _backward[_grid(h)](
-            d_h0, *middle, d_thin, a_down, d_gate, d_h0, h,
-            middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape,
-            rank_gate=middle.b_gate.shape[1], rank_up=middle.b_up.shape[1], rank_down=len(a_down),
-            block_gate=_block(middle.b_gate.shape[1]), block_up=_block(middle.b_up.shape[1]),
-            block_down=_block(len(a_down)), block_rows=_ROWS, block_columns=_COLUMNS, num_warps=_WARPS,
+        _backward[_grid(h, tiles)](
+            d_h0, *middle, d_thin, a_down, d_gate, d_h0, h, h if sums is None else sums,
+            middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape, **_sizes(middle, a_down, tiles, sums),
         )  # fmt: skip
-    return d_gate, d_h0, h
+    if sums is None:
+        thin = torch.cat([d_gate @ middle.b_gate, d_h0 @ middle.b_up, h @ a_down.T], dim=1)
+    else:
+        thin = sums.sum(0).to(h.dtype)
+    return d_gate, d_h0, h, thin[:, :inner], thin[:, inner:]
 
 
-def _grid(h: Tensor) -> tuple[int]:
-    return (triton.cdiv(h.shape[0], _ROWS) * triton.cdiv(h.shape[1], _COLUMNS),)
+def _divided(middle: Middle, a_down: Tensor, ranks: int) -> tuple[_Tiles, Tensor | None]:
+    """How the middle is divided, and room for the programs' parts of thin products, `ranks` wide altogether."""
+    if max(middle.b_gate.shape[1], middle.b_up.shape[1], len(a_down)) > _MOST_RANK:
+        return _PLAIN, None
+    rows, columns = middle.gate0.shape
+    programs = triton.cdiv(columns, _SUMMING.width(columns))
+    return _SUMMING, middle.gate0.new_empty(programs, rows, ranks, dtype=torch.float32)
+
+
+def _grid(h: Tensor, tiles: _Tiles) -> tuple[int, int]:
+    return triton.cdiv(h.shape[0], tiles.rows), triton.cdiv(h.shape[1], tiles.width(h.shape[1]))
+
+
+def _sizes(middle: Middle, a_down: Tensor, tiles: _Tiles, sums: Tensor | None) -> dict[str, int | bool]:
+    ranks = {"gate": middle.b_gate.shape[1], "up": middle.b_up.shape[1], "down": len(a_down)}
+    return {
+        **{f"rank_{name}": rank for name, rank in ranks.items()},
+        **{f"block_{name}": _block(rank) for name, rank in ranks.items()},
+        "block_rows": tiles.rows,
+        "block_columns": tiles.columns,
+        "width": tiles.width(middle.gate0.shape[1]),
+        "stages": tiles.stages,
+        "sums": sums is not None,
+        "num_warps": _WARPS,
+    }
 
 
 def _block(rank: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, add_product_, narrowed, precise, rows
+from whet.model.lora_products import Adapted, narrowed, precise, rows
 
 
 def lora_linear(x: Tensor, *layers: Adapted) -> list[Tensor]:
@@ -42,13 +42,14 @@ def _forward(
     """The outputs, and x·[scaled A of each]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = rows(x)
-        a_all, *bs = _narrowed(adapters, scales, x.dtype)
+        scaled = list(zip(adapters[::2], scales, strict=True))
+        a_all, *bs = narrowed([scaled, *([(b, 1.0)] for b in adapters[1::2])], x.dtype)
         thin = x_te @ a_all.T
         outputs = []
         for number, (b, part) in enumerate(zip(bs, _split(thin, adapters), strict=True)):
             y_to = torch.addmm(biases[number].to(x.dtype), part, b.T) if biases else part @ b.T
             matrix = _matrix(number, frozen, adapters, x.dtype)
-            outputs.append(add_product_(y_to, x_te, matrix.T).view(*x.shape[:-1], len(b)))
+            outputs.append(y_to.addmm_(x_te, matrix.T).view(*x.shape[:-1], len(b)))
             del matrix  # of a 4-bit layer: or the next would be made beside it
         return [*outputs, thin]
 
@@ -74,17 +75,19 @@ def _backward(
     """Gradients of x (empty if it needs none) and of the adapters."""
     with torch.autocast(x.device.type, enabled=False):
         outer, dtype = [rows(d_y) for d_y in d_outputs], adapters[0].dtype
-        a_all, *bs = _narrowed(adapters, scales, x.dtype)
+        # the scale is B's here: then what flows back into A need not be scaled
+        scaled = [[pair] for pair in zip(adapters[1::2], scales, strict=True)]
+        a_all, *bs = narrowed([[(a, 1.0) for a in adapters[::2]], *scaled], x.dtype)
         d_thin = torch.cat([d_y @ b for d_y, b in zip(outer, bs, strict=True)], dim=1)
         d_bs = [precise(d_y.T, part, dtype) for d_y, part in zip(outer, _split(thin, adapters), strict=True)]
         sums = precise(d_thin.T, rows(x), dtype).split([len(a) for a in adapters[::2]])
-        d_as = torch._foreach_mul(sums, scales)
+        d_as = [part.clone() for part in sums]  # an operator's results have no memory in common
         d_x = x.new_empty(0)
         if needs_x:
             d_x = d_thin @ a_all
             for number, d_y in enumerate(outer):
                 matrix = _matrix(number, frozen, adapters, x.dtype)
-                add_product_(d_x, d_y, matrix)
+                d_x.addmm_(d_y, matrix)
                 del matrix
             d_x = d_x.view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
@@ -126,11 +129,6 @@ def _matrix(number: int, frozen: Sequence[Tensor], adapters: Sequence[Tensor], d
     size = 2 * len(frozen) // len(adapters)
     a, b = adapters[2 * number : 2 * number + 2]
     return matrix_from(frozen[number * size : (number + 1) * size], len(b), a.shape[1], dtype)
-
-
-def _narrowed(adapters: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
-    """The scaled A of all layers, one above the other, and the B of each."""
-    return narrowed([list(zip(adapters[::2], scales, strict=True)), *([(b, 1.0)] for b in adapters[1::2])], dtype)
 
 
 def _split(thin: Tensor, adapters: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from whet.model import swiglu as by_torch
 from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, PreciseSum, add_product_, narrowed, product, rows
-from whet.model.swiglu import Backward, Middle
+from whet.model.lora_products import Adapted, PreciseSum, add_by_pieces_, narrowed, rows
+from whet.model.swiglu import Backward, Forward, Middle
 
 _AT_A_TIME, _AT_A_TIME_SPARING = 16384, 4096
 """Tokens of the backward pass: what is as wide as the middle, three matrices, exists for so many of them at once."""
@@ -116,10 +116,9 @@ def _outward(
         matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
         stacks = [[(b_gate, 1.0)], [(b_up, 1.0)], [(a_down, scale)], [(b_down, 1.0)]]
         b_gate, b_up, a_down, b_down = narrowed(stacks, dtype)
-        h_tf = _swiglu(gate0)[0](_middle(gate0, up0, thin, b_gate, b_up))
-        thin_down = h_tf @ a_down.T
+        h_tf, thin_down = _swiglu(gate0)[0](_middle(gate0, up0, thin, b_gate, b_up), a_down)
         y_te = thin_down @ b_down.T if down_bias is None else torch.addmm(down_bias.to(dtype), thin_down, b_down.T)
-        return add_product_(y_te, h_tf, matrix.T)
+        return add_by_pieces_(y_te, h_tf, matrix.T)
 
 
 @_outward.register_fake
@@ -162,18 +161,18 @@ def _backward(
             x_te, d_te = rows(x)[part], rows(d_y)[part]
             middle = _middle(gate0[part], up0[part], thin[part], bs[0], bs[1])
             d_thin_down = d_te @ bs[2]
-            d_gate, d_up, h_tf = _swiglu(x)[1](product(d_te, down_matrix), d_thin_down, a_down_here, middle)
-            d_b_down.add(d_te.T, h_tf @ a_down_here.T)
+            d_gate, d_up, h_tf, d_thin, thin_down = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_here, middle)
+            d_b_down.add(d_te.T, thin_down)
             d_a_down.add(d_thin_down.T, h_tf)
             del h_tf
             d_b_gate.add(d_gate.T, middle.thin_gate)
             d_b_up.add(d_up.T, middle.thin_up)
-            d_thin = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
             d_a_both.add(d_thin.T, x_te)
             if needs_x:
                 torch.mm(d_thin, a_both, out=d_x[part])
-                add_product_(add_product_(d_x[part], d_gate, gate_matrix), d_up, up_matrix)
-        d_as = torch._foreach_mul([*d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.total], scales)
+                add_by_pieces_(add_by_pieces_(d_x[part], d_gate, gate_matrix), d_up, up_matrix)
+        totals = *d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.total
+        d_as = [total * scale for total, scale in zip(totals, scales, strict=True)]
         d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
         found = [part for pair in zip(d_as, d_bs, strict=True) for part in pair]
         return [d_x.view(x.shape) if needs_x else d_x, *found]
@@ -192,7 +191,7 @@ def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bia
     """x·Wᵀ + bias; W is as high and wide as the adapter says."""
     a, b = adapter
     matrix = matrix_from(frozen, len(b), a.shape[1], x.dtype)
-    return product(x, matrix.T, None if bias is None else bias.to(x.dtype))
+    return x @ matrix.T if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T)
 
 
 def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, b_gate: Tensor, b_up: Tensor) -> Middle:
@@ -200,14 +199,14 @@ def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, b_gate: Tensor, b_up: Tens
     return Middle(gate0, up0, thin_gate, thin_up, b_gate, b_up)
 
 
-def _swiglu(x: Tensor) -> tuple[Callable[[Middle], Tensor], Backward]:
+def _swiglu(x: Tensor) -> tuple[Forward, Backward]:
     """The kernel takes 16-bit numbers on CUDA; all else is torch's."""
     fused = _fused() if x.is_cuda and x.dtype.itemsize == 2 else None
     return fused or (by_torch.swiglu, by_torch.swiglu_backward)
 
 
 @functools.cache
-def _fused() -> tuple[Callable[[Middle], Tensor], Backward] | None:
+def _fused() -> tuple[Forward, Backward] | None:
     if importlib.util.find_spec("triton") is None:
         return None
     from whet.model.fused_swiglu import swiglu_triton, swiglu_triton_backward

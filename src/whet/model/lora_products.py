@@ -19,8 +19,8 @@ Job = tuple[Tensor, float, Tensor]
 """A matrix, what it is multiplied by, and where to."""
 _ALIGNED = 64
 """Matrices begin at multiples of so many numbers, as products like them to."""
-_PIECE, _LARGE = 4096, 2**24
-"""Tokens that are multiplied with a matrix of so many numbers at a time."""
+_PIECE = 4096
+"""Tokens that are multiplied with a large matrix at a time."""
 
 
 class Adapted(NamedTuple):
@@ -111,27 +111,12 @@ def precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left.to(exact) @ right.to(exact)).to(dtype)
 
 
-def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, E] · matrix [E, O] + bias, by pieces of tokens where both are large: what fits into the cache of a GPU is
-    not read again and again, which saves power, and power is what limits large products."""
-    y = x.new_empty(len(x), matrix.shape[1])
-    for part, of_x in zip(y.split(_piece(x, matrix)), x.split(_piece(x, matrix)), strict=True):
-        if bias is None:
-            torch.mm(of_x, matrix, out=part)
-        else:
-            torch.addmm(bias, of_x, matrix, out=part)
-    return y
-
-
-def add_product_(y: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-    """y += x · matrix, likewise."""
-    for part, of_x in zip(y.split(_piece(x, matrix)), x.split(_piece(x, matrix)), strict=True):
+def add_by_pieces_(y: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """y += x · matrix, some tokens at a time: with 16 384 tokens and a matrix as large as those of an MLP it is a few
+    hundredths faster so, because more of what is read stays in the cache."""
+    for part, of_x in zip(y.split(_PIECE), x.split(_PIECE), strict=True):
         part.addmm_(of_x, matrix)
     return y
-
-
-def _piece(x: Tensor, matrix: Tensor) -> int:
-    return _PIECE if matrix.numel() >= _LARGE else max(1, len(x))
 
 
 class PreciseSum:

@@ -28,24 +28,35 @@ class Middle(NamedTuple):
     b_up: Tensor
 
 
+class Forward(Protocol):
+    def __call__(self, middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
+        """h [T, F] in the type that came in, computed in at least fp32, and h · a_downᵀ [T, R]."""
+
+
 class Backward(Protocol):
-    def __call__(self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> tuple[Tensor, Tensor, Tensor]:
-        """From d h = d_h0 [T, F] + d_thin [T, R] · a_down [R, F] to d gate, d up, and h. May overwrite d_h0."""
+    def __call__(
+        self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """From d h = d_h0 [T, F] + d_thin [T, R] · a_down [R, F] to d gate, d up, h, d gate · b_gate beside
+        d up · b_up, and h · a_downᵀ. May overwrite d_h0."""
 
 
-def swiglu(middle: Middle) -> Tensor:
-    """h [T, F], in the type that came in, computed in at least fp32."""
-    return gated(*_gate_up(middle)).to(middle.gate0.dtype)
+def swiglu(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Forward`."""
+    h = gated(*_gate_up(middle)).to(middle.gate0.dtype)
+    return h, h @ a_down.T
 
 
-def swiglu_backward(d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward(
+    d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `Backward`."""
     dtype = middle.gate0.dtype
     gate, up = _gate_up(middle)
     exact = gate.dtype
     d_h = torch.addmm(d_h0.to(exact), d_thin.to(exact), a_down.to(exact))
-    d_gate, d_up, h = gated_backward(d_h, gate, up)
-    return d_gate.to(dtype), d_up.to(dtype), h.to(dtype)
+    d_gate, d_up, h = (each.to(dtype) for each in gated_backward(d_h, gate, up))
+    return d_gate, d_up, h, torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1), h @ a_down.T
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
