@@ -33,7 +33,7 @@ class _Tiles(NamedTuple):
         return triton.cdiv(whole, self.columns) * self.columns
 
 
-_SUMMING, _PLAIN = _Tiles(64, 64, 14, 2), _Tiles(32, 64, 0, 1)
+_SUMMING, _PLAIN = _Tiles(64, 64, 7, 2), _Tiles(32, 64, 0, 1)
 """With products of each tile, and without: of ranks so high that their sums would not fit."""
 _WARPS = 4
 

@@ -25,7 +25,7 @@ from whet.train.faults import Examiner, Findings
 from whet.train.guard import Guard, Verdict
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Pace, Seen, note_of, passed_over_line, step_line
-from whet.train.optim import early_move, set_rates, take_step
+from whet.train.optim import EarlyMove, early_move, set_rates, take_step
 from whet.train.profiler import Profiler
 from whet.train.schedule import Position, rate_factor
 from whet.train.step import StepResult, find_gradients
@@ -163,14 +163,14 @@ class Trainer:
             HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed = Ema()
+        smoothed, early = Ema(), early_move(self.optimizer)
         with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
                         result = self._pass_over(step, seen)
                     else:
-                        result = self._one(step, seen, bool(signals) or self.hooks.stop_requested())
+                        result = self._one(step, seen, bool(signals) or self.hooks.stop_requested(), early)
                 if result.back is not None:
                     if result.stop:
                         raise StoppedError(
@@ -199,13 +199,14 @@ class Trainer:
     def _epochs(self, seen: Seen) -> float:
         return seen.conversations / self.per_epoch
 
-    def _one(self, step: int, seen: Seen, stop: bool) -> _Done:
+    def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None) -> _Done:
         began, compiled = time.perf_counter(), compile_count()
         HERE.at("computing gradients", step + 1)
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
         rates = self._rates(step, seen, after)
-        early = early_move(self.optimizer)
+        if early is not None:
+            early.was_asked = False
         result = find_gradients(
             self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
             arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop, save=self.hooks.save_requested(),
