@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
         def step(model: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
             at_step(number)
             did.append(("rate", made.optimizer.param_groups[0]["lr"]))
+            if rest["move"] is not None:
+                rest["move"](torch.ones(()), torch.ones(()))
             return StepResult((losses or {}).get(number, 1.0), 0.5, norm, 1.0, stop, 0.0)
 
         def go_back(step: int) -> Place:
@@ -188,6 +191,44 @@ def test_a_skipped_step_leaves_weights_and_optimizer_and_counts_all_the_same(mak
     assert [line.get("skipped") for line in lines] == [None, None, "nonfinite", None, None]
     assert [line["loss"] for line in lines] == [1.0, 1.0, None, 1.0, 1.0]
     assert [line["conversations"] for line in lines] == [2, 4, 6, 8, 10]
+
+
+class Asked:
+    """A device that is asked early, and takes what it is told to."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self.did: list[str] = []
+
+    def __call__(self, factor: torch.Tensor, fine: torch.Tensor) -> None:
+        self.was_asked = True
+        self.did.append("asked")
+
+    def take_back(self) -> None:
+        self.did.append("taken back")
+
+
+def test_a_device_that_was_asked_early_is_not_asked_again(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = Asked()
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
+    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: early.did.append("asked late"))
+    made, _ = make_trainer(Cadence(3, 3, None, False, 100), losses={1: math.nan}, guard=Guard(on_nonfinite="skip"))
+    made.run(0, Seen())
+    assert early.did == ["asked", "asked", "taken back", "asked"]
+
+
+def test_the_steps_of_a_fault_are_taken_back_before_anything_is_saved(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = Asked()
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
+    made, _ = make_trainer(Cadence(3, 3, None, False, 100), losses={1: math.nan})
+    made.hooks.fault = lambda fault: early.did.append("saved") or "faulty"
+    with pytest.raises(RunFailedError):
+        made.run(0, Seen())
+    assert early.did == ["asked", "asked", "taken back", "saved"]
 
 
 def test_skipping_ends_after_ten_in_a_row(make_trainer: Callable[..., Any]) -> None:
