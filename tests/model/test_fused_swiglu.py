@@ -18,7 +18,8 @@ from whet.model.swiglu import Middle, swiglu, swiglu_backward
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # tokens, width, ranks of gate, up and down: tiles that are full and not, ranks below 16 and above a block
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(64, 128, 16, 16, 16), (70, 130, 1, 3, 8), (3, 200, 64, 16, 20), (65, 64, 80, 100, 130), (0, 64, 4, 4, 4)]
+SHAPES = [(64, 128, 16, 16, 16), (70, 130, 1, 3, 8), (3, 200, 64, 16, 20), (65, 64, 80, 100, 130), (0, 64, 4, 4, 4),
+          (5, 900, 8, 64, 3), (3, 700, 65, 8, 8)]  # fmt: skip
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

@@ -219,6 +219,19 @@ def test_a_device_that_was_asked_early_is_not_asked_again(
     assert early.did == ["asked", "asked", "taken back", "asked"]
 
 
+def test_a_spike_is_looked_into_before_it_is_taken(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is to blame is found on the weights that the step had."""
+    early = Asked()
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
+    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: early.did.append("asked late"))
+    made, _ = make_trainer(Cadence(22, 22, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike="warn"))
+    made.hooks.fault = lambda fault: early.did.append("looked into") or "faulty"
+    made.run(0, Seen())
+    assert early.did == ["asked"] * 21 + ["taken back", "looked into", "asked late", "asked"]
+
+
 def test_the_steps_of_a_fault_are_taken_back_before_anything_is_saved(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

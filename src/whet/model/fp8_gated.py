@@ -7,10 +7,13 @@ Shape letters: T tokens, F width of the middle. All that comes in is [T, F], con
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from whet.model.fp8_round import BACKWARD, FORWARD, kernels_for, rounded
+from whet.model import fp8_round
+from whet.model.fp8_round import BACKWARD, FORWARD, rounded
 from whet.model.swiglu import gated, gated_backward
 
 Rounded = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -19,7 +22,7 @@ Rounded = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 @torch.library.custom_op("whet::gated_largest", mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor")
 def gated_largest(gate: Tensor, up: Tensor) -> Tensor:
     """The largest number of h without its sign, in fp32."""
-    kernels = kernels_for(gate)
+    kernels = _kernels_for(gate)
     return kernels.gated_largest(gate, up).amax() if kernels else gated(gate, up).abs().amax().float()
 
 
@@ -33,7 +36,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 )
 def gated_rounded(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     """h [T, F] in 8 bits."""
-    kernels = kernels_for(gate)
+    kernels = _kernels_for(gate)
     if kernels is None:
         return rounded(gated(gate, up), scale, FORWARD)
     h_tf = torch.empty(gate.shape, dtype=FORWARD, device=gate.device)
@@ -51,7 +54,7 @@ def _(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
 )
 def gated_backward_largest(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """[2]: the largest number of d gate and that of d up, without signs, in fp32."""
-    kernels = kernels_for(gate)
+    kernels = _kernels_for(gate)
     if kernels is not None:
         return kernels.gated_backward_largest(d_h, gate, up).amax(1)
     return torch.stack([each.abs().amax() for each in gated_backward(d_h, gate, up)[:2]]).float()
@@ -72,7 +75,7 @@ def gated_backward_rounded(
     d_h: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, gate_scale: Tensor, up_scale: Tensor
 ) -> Rounded:
     """In 8 bits: d gate [T, F] and [F, T], d up likewise, and h [F, T]."""
-    kernels = kernels_for(gate)
+    kernels = _kernels_for(gate)
     if kernels is not None:
         found = _empty(gate)
         kernels.gated_backward_round(d_h, gate, up, h_scale, gate_scale, up_scale, *found)
@@ -87,6 +90,11 @@ def gated_backward_rounded(
 @gated_backward_rounded.register_fake
 def _(d_h: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, gate_scale: Tensor, up_scale: Tensor) -> Rounded:
     return _empty(gate)
+
+
+def _kernels_for(gate: Tensor) -> Any:
+    """Of 16-bit numbers only: from fp32, triton 3.6 writes what is both straight and turned wrong."""
+    return fp8_round.kernels_for(gate) if gate.dtype.itemsize == 2 else None
 
 
 def _empty(gate: Tensor) -> Rounded:

@@ -27,9 +27,9 @@ class EightBitMLP(nn.Module):
     down_proj: EightBitLinear
     emulate: bool
 
-    def forward(self, x: Tensor) -> Any:
-        if not self.training:
-            return super().forward(x)
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or args or kwargs:
+            return super().forward(x, *args, **kwargs)
         gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         return in_blocks(lambda rows: _MLP.apply(rows, gate, up, down, self.emulate), x)
 

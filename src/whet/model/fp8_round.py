@@ -75,8 +75,8 @@ def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def kernels_for(tensor: Tensor) -> Any:
-    """The module of kernels, where they can be used; None elsewhere."""
-    return _kernels() if tensor.is_cuda else None
+    """The module of kernels, where they can be used; None elsewhere, as for cards without 8-bit numbers."""
+    return _kernels() if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9) else None
 
 
 @functools.cache

@@ -66,12 +66,12 @@ class _FusedMLP(nn.Module):
     sparing = False
     """Of memory, where little else is kept."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         mixed = mixed_type(x)
         dtype = None if mixed else x.dtype
         gate, up, down = adapted(self.gate_proj, dtype), adapted(self.up_proj, dtype), adapted(self.down_proj, dtype)
-        if gate is None or up is None or down is None:
-            return super().forward(x)
+        if gate is None or up is None or down is None or args or kwargs:
+            return super().forward(x, *args, **kwargs)
         return lora_mlp(x.to(mixed) if mixed else x, gate, up, down, self.sparing)
 
 

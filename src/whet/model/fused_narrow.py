@@ -45,11 +45,11 @@ def _all(  # type: ignore[no-untyped-def]
 
 
 def narrow(jobs: Sequence[tuple[Tensor, float, Tensor]]) -> None:
-    """Of each: a contiguous matrix, its factor, and where to; targets are contiguous and of the same size."""
+    """Of each: a matrix, its factor, and where to; targets are contiguous and of the same size."""
     for start in range(0, len(jobs), _MOST):
         some = jobs[start : start + _MOST]
-        matrices, factors, targets = zip(*(some[min(number, len(some) - 1)] for number in range(_MOST)), strict=True)
-        counts = [matrix.numel() for matrix in matrices]
+        given, factors, targets = zip(*(some[min(number, len(some) - 1)] for number in range(_MOST)), strict=True)
+        matrices, counts = [matrix.contiguous() for matrix in given], [matrix.numel() for matrix in given]
         _all[(triton.cdiv(max(counts), _BLOCK), len(some))](
             *matrices, *map(float, factors), *targets, *counts, block=_BLOCK, num_warps=4
         )

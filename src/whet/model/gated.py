@@ -13,6 +13,7 @@ LAYERS = ("gate_proj", "up_proj", "down_proj")
 _LOUD = 1000
 """So many times as large, inputs reach limits that some MLPs set to gate and up."""
 _TOKENS, _WIDTH, _MIDDLE = 3, 8, 12
+_INTO, _OUT = (_WIDTH, _MIDDLE), (_MIDDLE, _WIDTH)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -22,16 +23,19 @@ def is_gated_mlp(module: nn.Module) -> bool:
     """
     if {name for name, _ in module.named_children()} != {*LAYERS, "act_fn"}:
         return False
-    grid = torch.linspace(-6, 6, 97)
+    grid, draw = torch.linspace(-6, 6, 97), torch.Generator().manual_seed(0)  # and nobody else's random numbers
     small: Any = copy.copy(module)
     small.__dict__["_modules"] = {"act_fn": module.act_fn}
     small.__dict__.pop("forward", None)  # what others have wrapped around it
+    small.training = True
+    for name, (inside, outside) in zip(LAYERS, (_INTO, _INTO, _OUT), strict=True):
+        layer = nn.Linear(inside, outside, device="meta").to_empty(device="cpu")
+        for weight in layer.parameters():
+            nn.init.normal_(weight, std=inside**-0.5, generator=draw)
+        setattr(small, name, layer)
+    x = torch.randn(1, _TOKENS, _WIDTH, generator=draw)
+    # a dropout that is not one of layers would draw all the same
     with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(0)
-        small.gate_proj, small.up_proj = nn.Linear(_WIDTH, _MIDDLE), nn.Linear(_WIDTH, _MIDDLE)
-        small.down_proj = nn.Linear(_MIDDLE, _WIDTH)
-        small.training = True
-        x = torch.randn(1, _TOKENS, _WIDTH)
         try:
             if not torch.allclose(small.act_fn(grid), F.silu(grid), rtol=1e-5, atol=1e-6):
                 return False

@@ -69,7 +69,7 @@ class AdamW(torch.optim.Optimizer):
                 state["step"] -= 1
 
     def can_decide_on_device(self) -> bool:
-        """Whether every weight that has a gradient would be moved by the one kernel."""
+        """Whether every weight would be moved by the one kernel."""
         return type(self) is AdamW and all(
             self._is_fused(weight) for group in self.param_groups for weight in group["params"]
         )

@@ -99,8 +99,8 @@ class Guard:
         return self.on_spike if kind == "spike" else self.on_nonfinite
 
     def limit(self) -> float:
-        """The loss above which the next step is not taken."""
-        return math.inf if self.on_spike == "warn" else spike_limit(self._losses)
+        """The loss above which the next step is a spike: even one that is taken all the same is looked into before."""
+        return spike_limit(self._losses)
 
     def judge(self, result: StepResult, supervised: int, overflow_is_normal: bool) -> Verdict:
         """`overflow_is_normal`: fp16's loss scale can still shrink, so a gradient that is not finite is its fault."""
@@ -110,7 +110,7 @@ class Guard:
             if overflow_is_normal and math.isfinite(result.loss):  # the loss is computed before it is scaled
                 return Verdict("overflow", "skip")
             return self._limited(Verdict("nonfinite", self.on_nonfinite, _what_is_wrong(result)))
-        limit = spike_limit(self._losses)
+        limit = self.limit()
         if result.loss <= limit:
             return Verdict("fine", "take")
         reason = (

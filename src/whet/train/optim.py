@@ -70,7 +70,7 @@ class EarlyMove:
 
 def early_move(optimizer: torch.optim.Optimizer) -> EarlyMove | None:
     """None where the step takes decisions of the host: elsewhere than on CUDA, for Muon, for states in 8 bits or in the
-    host's memory."""
+    host's memory, and for divided weights that torch's AdamW moves."""
     if getattr(optimizer, "steps_in_pieces", False):
         return None
     if isinstance(optimizer, AdamW):

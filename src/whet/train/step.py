@@ -110,7 +110,7 @@ class Reading:
     """Numbers on their way from the device. Whoever waits for them does not wait for what was asked for after them."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._host = numbers.to("cpu", non_blocking=True)
+        self._host = numbers.to("cpu", non_blocking=numbers.is_cuda)
         self._came = None
         if numbers.is_cuda:
             self._came = torch.cuda.Event()
@@ -128,8 +128,9 @@ def _decide(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor of the gradients, and 1 if a step with this loss and norm is to be taken, found by the device: in fp64
     and in the order in which the host computes them, so that both find the same."""
-    loss, norm = sums[0] / supervised, sums[3].sqrt() / loss_scale
-    factor = (torch.full_like(norm, clip_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    # by tensors: CUDA multiplies by the inverse of a number instead of dividing by it, which rounds otherwise
+    loss, norm = sums[0] / torch.full_like(sums[0], supervised), sums[3].sqrt() / torch.full_like(sums[3], loss_scale)
+    factor = (torch.full_like(norm, clip_norm) / (norm + 1e-6)).clamp(max=1.0) / torch.full_like(norm, loss_scale)
     return factor, (loss.isfinite() & norm.isfinite() & (loss <= limit)).double()
 
 

@@ -213,7 +213,8 @@ class Trainer:
             move=early, limit=self.guard.limit(),
         )  # fmt: skip
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
-        if early is not None and early.was_asked and verdict.action != "take":
+        moved = early is not None and early.was_asked and verdict.kind == "fine"
+        if early is not None and early.was_asked and not moved:
             early.take_back()
         if verdict.kind not in ("fine", "overflow"):
             decided = time.perf_counter()
@@ -222,7 +223,7 @@ class Trainer:
         if verdict.action == "rollback":
             return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
         HERE.at("changing weights")
-        if verdict.action == "take" and not (early is not None and early.was_asked):
+        if verdict.action == "take" and not moved:
             take_step(self.optimizer, result.factor)
         self.loss_scale.settle(verdict.kind == "overflow")
         warm = compile_count() == compiled
