@@ -27,6 +27,7 @@ from whet.recipe.data import hush_libraries, prepare_data
 from whet.recipe.parts import build_model, choose_arithmetic, make_loader, make_root
 from whet.recipe.plan import make_plan
 from whet.train.optim import make_optimizer, take_step
+from whet.train.passes import Passes
 from whet.train.step import find_gradients
 
 RECIPE = """
@@ -53,9 +54,8 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     context = arithmetic.context(ranks.device)
 
     def ours(step: int) -> None:
-        result = find_gradients(
-            root, loader, step, ranks=ranks, seed=1, clip_norm=1.0, arithmetic=context, loss_scale=1.0, stop=False
-        )
+        passes = Passes(root, loader, step, device=ranks.device, seed=1, arithmetic=context, loss_scale=1.0)
+        result = find_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
         take_step(optimizer, result.factor)
 
     def plain(step: int) -> None:

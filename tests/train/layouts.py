@@ -46,6 +46,7 @@ from whet.parallel.shard import local, part_of, shard_
 from whet.parallel.ulysses import work_together
 from whet.train.config import OptimizerConfig
 from whet.train.optim import make_optimizer, take_step
+from whet.train.passes import Passes
 from whet.train.step import StepResult, find_gradients
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -159,10 +160,11 @@ def plan_of(store: Store, packing: str, steps: int = STEPS) -> Plan:
 
 def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step: int, **changed: Any) -> StepResult:
     """One step as training takes it."""
-    options: dict[str, Any] = {
-        "ranks": ALONE, "seed": 0, "clip_norm": CLIP, "arithmetic": HonestDouble(), "loss_scale": 1.0, "stop": False,
-    } | changed  # fmt: skip
-    result = find_gradients(root, loader, step, **options)
+    ranks = changed.pop("ranks", ALONE)
+    given: dict[str, Any] = {"seed": 0, "arithmetic": HonestDouble(), "loss_scale": 1.0}
+    how = {name: changed.pop(name, usual) for name, usual in given.items()}
+    passes = Passes(root, loader, step, device=ranks.device, **how)
+    result = find_gradients(passes, ranks=ranks, **{"clip_norm": CLIP, "stop": False} | changed)
     if result.finite:
         take_step(optimizer, result.factor)
     return result

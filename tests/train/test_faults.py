@@ -16,7 +16,7 @@ from whet.data.batch import Shape
 from whet.data.saved_step import SavedDocument, SavedStep
 from whet.model.loss import LossSum
 from whet.train.faults import Examiner
-from whet.train.step import seed_of
+from whet.train.passes import seed_of
 from whet.train.watching import broken_gradients, broken_weights, watching
 
 BAD = 7

@@ -26,6 +26,7 @@ from whet.parallel.narrow import narrow
 from whet.parallel.replicate import sum_gradients
 from whet.train.config import OptimizerConfig
 from whet.train.optim import early_move, make_optimizer
+from whet.train.passes import Passes
 from whet.train.step import _squares, find_gradients
 
 NOWHERE = torch.device("meta")
@@ -103,6 +104,7 @@ def test_a_step_on_the_device_waits_for_its_loss_and_norm_alone(adapter: bool) -
     apply(root.language_model, ParallelConfig(), True)
     optimizer = make_optimizer(root, OptimizerConfig(), 0)
     loader: Any = OneStep()
+    autocast = torch.autocast("cuda", torch.bfloat16)
     for _ in range(3):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -110,10 +112,11 @@ def test_a_step_on_the_device_waits_for_its_loss_and_norm_alone(adapter: bool) -
             early = early_move(optimizer)
             assert early is not None
             try:
+                given = {"device": device, "seed": 0, "arithmetic": autocast, "loss_scale": 1.0}
+                passes, following = Passes(root, loader, 0, **given), Passes(root, loader, 0, **given)
                 result = find_gradients(
-                    root, loader, 0, ranks=Ranks(0, 1, device), seed=0, clip_norm=1.0,
-                    arithmetic=torch.autocast("cuda", torch.bfloat16), loss_scale=1.0, stop=False, move=early,
-                )  # fmt: skip
+                    passes, ranks=Ranks(0, 1, device), clip_norm=1.0, stop=False, move=early, meanwhile=following.begin
+                )
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     assert early.was_asked

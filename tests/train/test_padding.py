@@ -22,6 +22,7 @@ from whet.model.load import load_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.model.tokenizer import load_tokenizer
+from whet.train.passes import Passes
 from whet.train.step import find_gradients
 
 TINY = ModelConfig(path="builtin:tiny")
@@ -40,10 +41,9 @@ def gradients(store: Store, packing: str, padded_to: int | None, lengths: int) -
     root = LossModel(model)
     plan = plan_whole(store.lengths, np.arange(len(store)), 600, packing, 4)
     with contextlib.closing(Loader(store, plan, 2, 0, 1, padded_to, lengths)) as loader:
-        result = find_gradients(
-            root, loader, 0, ranks=Ranks(0, 1, torch.device("cpu")), seed=0, clip_norm=1.0, arithmetic=HonestDouble(),
-            loss_scale=1.0, stop=False,
-        )  # fmt: skip
+        ranks = Ranks(0, 1, torch.device("cpu"))
+        passes = Passes(root, loader, 0, device=ranks.device, seed=0, arithmetic=HonestDouble(), loss_scale=1.0)
+        result = find_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
         sizes = {len(batch.tokens) for _, batch in loader.micro_batches(0)}
     found = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
     return [torch.tensor([result.loss, result.grad_norm], dtype=torch.float64), *found], sizes

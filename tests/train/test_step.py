@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +26,12 @@ from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.train.config import OptimizerConfig
-from whet.train.optim import make_optimizer
-from whet.train.step import StepResult, Timed, _decide, find_gradients
+from whet.train.optim import make_optimizer, take_step
+from whet.train.passes import Ahead, Passes, Timed
+from whet.train.step import StepResult, _decide, find_gradients
+
+
+USUAL: dict[str, Any] = {"device": ALONE.device, "seed": 0, "arithmetic": HonestDouble(), "loss_scale": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +79,9 @@ def test_a_move_is_asked_for_before_the_result_is_known(store: Store, broken: bo
     if broken:
         model.model.norm.weight.data.fill_(math.nan)
     asked: list[tuple[float, float]] = []
+    passes = Passes(LossModel(model), Loader(store, plan_of(store, "none"), 1, 0, 1), 0, **USUAL)
     result = find_gradients(
-        LossModel(model), Loader(store, plan_of(store, "none"), 1, 0, 1), 0, arithmetic=HonestDouble(), ranks=ALONE,
-        seed=0, clip_norm=0.1, loss_scale=1.0, stop=False,
+        passes, ranks=ALONE, clip_norm=0.1, stop=False,
         move=lambda factor, fine: asked.append((float(factor), float(fine))),
     )  # fmt: skip
     assert len(asked) == 1
@@ -82,6 +89,45 @@ def test_a_move_is_asked_for_before_the_result_is_known(store: Store, broken: bo
     if not broken:
         assert asked[0][0] == pytest.approx(result.factor, rel=1e-15)
         assert result.factor < 1
+
+
+def test_a_step_that_began_early_is_the_same_step(store: Store) -> None:
+    """Two micro-batches a step, with dropout: the first is computed before the host has looked at the step before."""
+
+    def losses(begins: bool) -> list[float]:
+        model = load_model(TINY, torch.float64)
+        attention.install(model, "sdpa")
+        root = LossModel(language_model(add_adapter(model, AdapterConfig(dropout=0.5), seed=0))).train()
+        optimizer = make_optimizer(root, OPTIMIZER, 0)
+        with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
+            ahead, found = Ahead(lambda step: Passes(root, loader, step, **USUAL)), []
+            for step in range(4):
+                result = find_gradients(
+                    ahead.take(step), ranks=ALONE, clip_norm=0.1, stop=False,
+                    move=lambda factor, fine: take_step(optimizer, float(factor)),
+                    meanwhile=functools.partial(ahead.begin, step + 1) if begins else None,
+                )  # fmt: skip
+                found += [result.loss, result.accuracy, result.grad_norm]
+        return found
+
+    assert losses(begins=True) == losses(begins=False)
+
+
+def test_without_memory_for_it_a_step_begins_in_its_turn(store: Store) -> None:
+    tried: list[int] = []
+
+    class Hungry(Passes):
+        def begin(self) -> None:
+            tried.append(self.step)
+            raise torch.OutOfMemoryError("no")
+
+    root: Any = nn.Linear(1, 1)
+    with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
+        ahead = Ahead(lambda step: Hungry(root, loader, step, **USUAL))
+        for step in range(3):
+            assert ahead.take(step).step == step
+            ahead.begin(step + 1)
+    assert tried == [1]  # it is not tried again
 
 
 def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:

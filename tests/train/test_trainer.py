@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,16 @@ from whet.train.step import StepResult
 from whet.train.trainer import Cadence, Place, Trainer
 
 
+class NoPasses:
+    """Of a step, which may have begun."""
+
+    def __init__(self, model: Any, loader: Any, step: int, **rest: Any) -> None:
+        self.step, self.begun = step, False
+
+    def begin(self) -> None:
+        self.begun = True
+
+
 @pytest.fixture
 def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer, list[Any]]]:
     """A trainer whose steps cost nothing, and the list of what it did."""
@@ -41,11 +52,15 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
     ) -> tuple[Trainer, list[Any]]:  # fmt: skip
         did: list[Any] = []
 
-        def step(model: Any, loader: Any, number: int, *, stop: bool, **rest: Any) -> StepResult:
+        def step(passes: Any, *, stop: bool, **rest: Any) -> StepResult:
+            number = passes.step
             at_step(number)
+            did.append(("step", number, passes.begun))
             did.append(("rate", made.optimizer.param_groups[0]["lr"]))
             if rest["move"] is not None:
                 rest["move"](torch.ones(()), torch.ones(()))
+                if rest["meanwhile"] is not None:
+                    rest["meanwhile"]()
             return StepResult((losses or {}).get(number, 1.0), 0.5, norm, 1.0, stop, 0.0)
 
         def go_back(step: int) -> Place:
@@ -54,6 +69,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
             return Place(checkpoint, Seen(2 * checkpoint, 30 * checkpoint, 10 * checkpoint, 915 * checkpoint))
 
         monkeypatch.setattr(trainer, "find_gradients", step)
+        monkeypatch.setattr(trainer, "Passes", NoPasses)
         model: Any = nn.Linear(1, 1)
         hooks: Any = SimpleNamespace(
             log=lambda line: did.append(("log", line)),
@@ -242,6 +258,60 @@ def test_the_steps_of_a_fault_are_taken_back_before_anything_is_saved(
     with pytest.raises(RunFailedError):
         made.run(0, Seen())
     assert early.did == ["asked", "asked", "taken back", "saved"]
+
+
+def begun(did: list[Any]) -> list[int]:
+    """The steps that had begun before they came to their turn."""
+    return [entry[1] for entry in did if entry[0] == "step" and entry[2]]
+
+
+def test_a_step_begins_while_the_one_before_is_looked_at(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
+    made, did = make_trainer(Cadence(9, 9, 4, False, 100))
+    made.run(0, Seen())
+    assert begun(did) == [1, 2, 3, 5, 6, 7]  # after 4 and 8 steps an evaluation needs the memory
+    assert [entry[1] for entry in did if entry[0] == "step"] == list(range(9))
+
+
+@pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
+def test_what_began_on_other_weights_is_dropped(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
+    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: None)
+    made, did = make_trainer(
+        Cadence(24, 24, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike=policy), checkpoint=19
+    )
+    made.run(0, Seen())
+    assert begun(did) == [step for step in range(1, 24) if step != 21]
+
+
+def test_a_step_that_is_passed_over_does_not_begin(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
+    made, did = make_trainer(Cadence(6, 6, None, False, 100), guard=Guard(passed_over=[(3, 4)]))
+    made.run(0, Seen())
+    assert [entry[1] for entry in did if entry[0] == "step"] == [0, 1, 4, 5]
+    assert begun(did) == [1, 5]
+
+
+@pytest.mark.parametrize("why", ["its scale may move", "large gradients", "asked late", "slices", "parts"])
+def test_a_step_begins_in_its_turn_where_it_has_to(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    early = None if why == "asked late" else Asked()
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
+    if why == "large gradients":
+        monkeypatch.setattr(trainer, "_SMALL", 7)  # a weight and a bias
+    made, did = make_trainer(Cadence(5, 5, None, False, 100))
+    if why == "its scale may move":
+        made.loss_scale.moves = True
+    changes = {"slices": {"slices": 2}, "parts": {"tensor": 2}}.get(why, {})
+    replace(made, ranks=replace(made.ranks, **changes)).run(0, Seen())
+    assert begun(did) == []
 
 
 def test_skipping_ends_after_ten_in_a_row(make_trainer: Callable[..., Any]) -> None:

@@ -29,6 +29,7 @@ from whet.recipe.fault import shortened
 from whet.recipe.parts import Arithmetic, be_deterministic, build_model, choose_arithmetic, make_root
 from whet.train.faults import Examined, Examiner, Findings
 from whet.train.metrics import known
+from whet.train.passes import Passes
 from whet.train.step import StepResult, find_gradients
 
 _BEGINNING = 48
@@ -176,11 +177,11 @@ def _again(
     step = content["step"] - 1
     examiner = Examiner(root, ranks, content["seed"], context, content["loss_scale"], most=None)
     findings = examiner.examine(saved.step, step, "nonfinite")
-    result = find_gradients(
-        root, saved.step, step, ranks=ranks, seed=content["seed"], clip_norm=config.train.clip_norm,
-        arithmetic=context, loss_scale=content["loss_scale"], stop=False,
+    passes = Passes(
+        root, saved.step, step, device=ranks.device, seed=content["seed"], arithmetic=context,
+        loss_scale=content["loss_scale"],
     )  # fmt: skip
-    return findings, result
+    return findings, find_gradients(passes, ranks=ranks, clip_norm=config.train.clip_norm, stop=False)
 
 
 def _came_again(saved: Saved, result: StepResult, exact: bool) -> bool | None:

@@ -19,7 +19,7 @@ from whet.model.loss import LossModel
 from whet.parallel.replicate import trainable
 from whet.parallel.shard import give_back, is_sharded
 from whet.train.guard import Kind
-from whet.train.step import seed_of
+from whet.train.passes import seed_of
 from whet.train.watching import broken_gradients, broken_weights, order_of, watching
 
 _HIGHEST = 5

@@ -113,3 +113,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     if isinstance(optimizer, AdamW):
         return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     return sum(2 * weight.nbytes + 4 for group in optimizer.param_groups for weight in group["params"])
+
+
+def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the gradients of this process take."""
+    return sum(local(weight).nbytes for group in optimizer.param_groups for weight in group["params"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.train.step import seed_of
+from whet.train.passes import seed_of
 
 _LOW_BITS = 0xFFFF
 """What fp32 has and bf16 has not."""

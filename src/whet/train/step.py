@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from whet.core.ranks import Ranks
 from whet.core.whereabouts import HERE
-from whet.data.loader import Loader
-from whet.data.saved_step import SavedStep
-from whet.model.loss import LossModel
 from whet.parallel.agree import agree
 from whet.parallel.replicate import sum_gradients
-from whet.parallel.shard import copies, give_back, local, sums_now
-
-T = TypeVar("T")
+from whet.parallel.shard import copies, give_back, local
+from whet.train.passes import Passes
 
 _TOGETHER = 2**27  # gradients, in numbers, that are put together on a GPU to find their norm
 
@@ -59,17 +51,16 @@ class StepResult:
 
 
 def find_gradients(
-    model: LossModel, loader: Loader | SavedStep, step: int, *, ranks: Ranks, seed: int, clip_norm: float,
-    arithmetic: AbstractContextManager[object], loss_scale: float, stop: bool, save: bool = False,
-    move: Move | None = None, limit: float = math.inf,
+    passes: Passes, *, ranks: Ranks, clip_norm: float, stop: bool, save: bool = False, move: Move | None = None,
+    limit: float = math.inf, meanwhile: Callable[[], None] | None = None,
 ) -> StepResult:  # fmt: skip
-    """Forward and backward over this rank's micro-batches, and one reduction. The device is waited for at the end only.
+    """Backward passes over this rank's forward passes, and one reduction. The device is waited for at the end only.
 
     The weights are left alone, but for `move`: it is called before the waiting, so that the device can go on, and moves
     nothing if loss or norm are not finite or the loss is above `limit`. Without supervised tokens it is not called.
+    After it, and before the waiting too, `meanwhile` is called.
     """
-    supervised = loader.totals(step).supervised
-    weight = loss_scale / supervised if supervised else math.nan
+    model, step, supervised, loss_scale = passes.model, passes.step, passes.supervised, passes.loss_scale
     give_back(model)  # what a forward pass without a backward pass has gathered would keep the gradients to itself
     parameters = model.trained
     for parameter in parameters:
@@ -77,14 +68,7 @@ def find_gradients(
     sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
     sums[2].fill_(stop)  # an assignment would wait for the device
     sums[4].fill_(save)
-    batches = Timed(loader.micro_batches(step))
-    last = loader.count(step) - 1
-    for number, (row, batch) in enumerate(batches):
-        HERE.at(f"micro-batch {number + 1}", step + 1)
-        sums_now(model, number == last)
-        torch.manual_seed(seed_of(seed, step, row))
-        with arithmetic:
-            result = model(batch.to(ranks.device), weight)
+    for result in passes:
         result.objective.backward()
         sums[0] += result.loss
         sums[1] += result.hits.sum()
@@ -98,12 +82,15 @@ def find_gradients(
     reading = Reading(sums)
     if move is not None and supervised:
         move(*_decide(sums, supervised, loss_scale, clip_norm, limit))
+        if meanwhile is not None:
+            meanwhile()
+            HERE.at("waiting for the device", step + 1)
     loss, hits, stops, squares, saves = reading.numbers()
     if not supervised:
-        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, batches.seconds, saves > 0)
+        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, passes.data_s, saves > 0)
     norm = math.sqrt(squares) / loss_scale
     factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
-    return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, batches.seconds, saves > 0)
+    return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, passes.data_s, saves > 0)
 
 
 class Reading:
@@ -159,24 +146,3 @@ def _squared(parts: list[torch.Tensor]) -> torch.Tensor:
 @functools.cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-class Timed(Iterator[T]):
-    """An iterator that knows how long its consumer has waited for it."""
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-        self.seconds = 0.0
-
-    def __next__(self) -> T:
-        began = time.perf_counter()
-        try:
-            return next(self._items)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-
-def seed_of(*parts: int | str) -> int:
-    """Randomness is a function of (seed, step, row): nothing to save, and the same after a restart."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from contextlib import AbstractContextManager
@@ -19,17 +20,20 @@ from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
 from whet.parallel.compile import compile_count
+from whet.parallel.shard import is_sharded
 from whet.train.config import TrainConfig
 from whet.train.ema import Ema
 from whet.train.faults import Examiner, Findings
 from whet.train.guard import Guard, Verdict
 from whet.train.loss_scale import LossScale
 from whet.train.metrics import Pace, Seen, note_of, passed_over_line, step_line
-from whet.train.optim import EarlyMove, early_move, set_rates, take_step
+from whet.train.optim import EarlyMove, early_move, gradient_bytes, set_rates, take_step
+from whet.train.passes import Ahead, Passes
 from whet.train.profiler import Profiler
 from whet.train.schedule import Position, rate_factor
 from whet.train.step import StepResult, find_gradients
 
+_SMALL = 2**30  # bytes
 RETRY = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
 
 
@@ -163,14 +167,14 @@ class Trainer:
             HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed, early = Ema(), early_move(self.optimizer)
+        smoothed, early, ahead = Ema(), early_move(self.optimizer), Ahead(self._passes)
         with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
                         result = self._pass_over(step, seen)
                     else:
-                        result = self._one(step, seen, bool(signals) or self.hooks.stop_requested(), early)
+                        result = self._one(step, seen, bool(signals) or self.hooks.stop_requested(), early, ahead)
                 if result.back is not None:
                     if result.stop:
                         raise StoppedError(
@@ -199,7 +203,27 @@ class Trainer:
     def _epochs(self, seen: Seen) -> float:
         return seen.conversations / self.per_epoch
 
-    def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None) -> _Done:
+    def _passes(self, step: int) -> Passes:
+        return Passes(
+            self.model, self.loader, step, device=self.ranks.device, seed=self.seed, arithmetic=self.arithmetic,
+            loss_scale=self.loss_scale.value,
+        )  # fmt: skip
+
+    def _is_followed(self, step: int) -> bool:
+        """Whether the next step can begin before this one is looked at, if that turns out to be fine: nothing else
+        comes between, it has the same loss scale, the gradients that are kept meanwhile are small, and no process
+        would be left alone in a meeting if another had no memory for it."""
+        return (
+            step + 1 < self.cadence.last
+            and not self.cadence.evaluates_after(step + 1)
+            and not self.guard.passes_over(step + 2)
+            and not self.loss_scale.moves
+            and gradient_bytes(self.optimizer) <= _SMALL
+            and self.ranks.slices == self.ranks.tensor == 1
+            and not is_sharded(self.model)
+        )
+
+    def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None, ahead: Ahead) -> _Done:
         began, compiled = time.perf_counter(), compile_count()
         HERE.at("computing gradients", step + 1)
         totals = self.loader.totals(step)
@@ -208,14 +232,16 @@ class Trainer:
         if early is not None:
             early.was_asked = False
         result = find_gradients(
-            self.model, self.loader, step, ranks=self.ranks, seed=self.seed, clip_norm=self.config.clip_norm,
-            arithmetic=self.arithmetic, loss_scale=self.loss_scale.value, stop=stop, save=self.hooks.save_requested(),
-            move=early, limit=self.guard.limit(),
+            ahead.take(step), ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop,
+            save=self.hooks.save_requested(), move=early, limit=self.guard.limit(),
+            meanwhile=functools.partial(ahead.begin, step + 1) if self._is_followed(step) else None,
         )  # fmt: skip
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
-        if early is not None and early.was_asked and not moved:
-            early.take_back()
+        if not moved:
+            ahead.drop()
+            if early is not None and early.was_asked:
+                early.take_back()
         if verdict.kind not in ("fine", "overflow"):
             decided = time.perf_counter()
             verdict = self._fault(step, seen, result, verdict)

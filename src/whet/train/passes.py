@@ -1,0 +1,114 @@
+"""A step's forward passes, and when the first of them is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+
+from whet.core.whereabouts import HERE
+from whet.data.loader import Loader
+from whet.data.saved_step import SavedStep
+from whet.model.cross_entropy import LossSum
+from whet.model.loss import LossModel
+from whet.parallel.shard import sums_now
+
+T = TypeVar("T")
+
+
+class Passes(Iterator[LossSum]):
+    """This rank's forward passes of one step, each made when it is asked for; the first can be made in advance."""
+
+    def __init__(
+        self, model: LossModel, loader: Loader | SavedStep, step: int, *, device: torch.device, seed: int,
+        arithmetic: AbstractContextManager[object], loss_scale: float,
+    ) -> None:  # fmt: skip
+        self.model, self.step, self.loss_scale = model, step, loss_scale
+        self.supervised = loader.totals(step).supervised
+        self._device, self._seed, self._arithmetic = device, seed, arithmetic
+        self._weight = loss_scale / self.supervised if self.supervised else math.nan
+        self._batches, self._count = Timed(loader.micro_batches(step)), loader.count(step)
+        self._made = 0
+        self._first: LossSum | None = None
+
+    @property
+    def data_s(self) -> float:
+        """Seconds this rank waited for its batches."""
+        return self._batches.seconds
+
+    def begin(self) -> None:
+        """Make the first one."""
+        self._first = next(self)
+
+    def __next__(self) -> LossSum:
+        first, self._first = self._first, None
+        return first or self._make()
+
+    def _make(self) -> LossSum:
+        row, batch = next(self._batches)
+        self._made += 1
+        HERE.at(f"micro-batch {self._made}", self.step + 1)
+        sums_now(self.model, self._made == self._count)
+        torch.manual_seed(seed_of(self._seed, self.step, row))
+        with self._arithmetic:
+            result: LossSum = self.model(batch.to(self._device), self._weight)
+        return result
+
+
+class Ahead:
+    """The passes of a step that follows at once, the first of them asked for while the device is still busy with the
+    step before: the host then looks at that one's numbers, and makes a line of them, while the device goes on.
+
+    What was asked for too early, because the weights are not moved as they were to be, is dropped.
+    """
+
+    def __init__(self, make: Callable[[int], Passes]) -> None:
+        self._make = make
+        self._begun: Passes | None = None
+        self._has_room = True
+
+    def begin(self, step: int) -> None:
+        """Where there is no memory for it, the step begins in its turn, and so do those after it."""
+        if not self._has_room:
+            return
+        passes = self._make(step)
+        try:
+            passes.begin()
+        except torch.OutOfMemoryError:
+            self._has_room = False
+        else:
+            self._begun = passes
+
+    def take(self, step: int) -> Passes:
+        """Those of a step, begun or not."""
+        begun, self._begun = self._begun, None
+        return begun if begun is not None and begun.step == step else self._make(step)
+
+    def drop(self) -> None:
+        self._begun = None
+
+
+class Timed(Iterator[T]):
+    """An iterator that knows how long its consumer has waited for it."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self.seconds = 0.0
+
+    def __next__(self) -> T:
+        began = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def seed_of(*parts: int | str) -> int:
+    """Randomness is a function of (seed, step, row): nothing to save, and the same after a restart."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
