@@ -10,6 +10,8 @@ import pytest
 from whet.config import read_config
 from whet.recipe.hooks import RunHooks
 from whet.recipe.train import train
+from whet.train import trainer
+from whet.train.passes import Passes
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +46,21 @@ def test_fp64_is_the_same_packed_or_not(tmp_path):
     packed = _run(tmp_path / "packed", "train.precision=fp64")
     alone = _run(tmp_path / "alone", "train.precision=fp64", "data.packing=none", "train.micro_rows=3")
     assert packed == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [(), ("adapter.rank=8", "adapter.dropout=0.1"), ("parallel.recompute=full",)])
+def test_steps_that_begin_early_are_the_same_steps(tmp_path, options, monkeypatch):
+    """Micro-batches of one row, an evaluation after ten steps and a checkpoint after five."""
+    began = []
+    begin = Passes.begin
+    monkeypatch.setattr(Passes, "begin", lambda self: began.append(self.step) or begin(self))
+    options = ("train.deterministic=true", "train.micro_rows=1", "eval.every=10", "checkpoint.every=5", *options)
+    early = _run(tmp_path / "early", *options)
+    assert began == [step for step in range(1, 30) if step not in (10, 20)]
+    monkeypatch.setattr(trainer, "_SMALL", 0)
+    in_turn = _run(tmp_path / "in turn", *options)
+    assert len(began) == 27
+    assert early == in_turn
 
 
 @pytest.mark.parametrize("adapter", [(), ("adapter.rank=8", "adapter.dropout=0.1")])

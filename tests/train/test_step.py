@@ -30,7 +30,6 @@ from whet.train.optim import make_optimizer, take_step
 from whet.train.passes import Ahead, Passes, Timed
 from whet.train.step import StepResult, _decide, find_gradients
 
-
 USUAL: dict[str, Any] = {"device": ALONE.device, "seed": 0, "arithmetic": HonestDouble(), "loss_scale": 1.0}
 
 

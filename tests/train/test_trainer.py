@@ -36,10 +36,10 @@ class NoPasses:
     """Of a step, which may have begun."""
 
     def __init__(self, model: Any, loader: Any, step: int, **rest: Any) -> None:
-        self.step, self.begun = step, False
+        self.step, self.has_begun = step, False
 
     def begin(self) -> None:
-        self.begun = True
+        self.has_begun = True
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
         def step(passes: Any, *, stop: bool, **rest: Any) -> StepResult:
             number = passes.step
             at_step(number)
-            did.append(("step", number, passes.begun))
+            did.append(("step", number, passes.has_begun))
             did.append(("rate", made.optimizer.param_groups[0]["lr"]))
             if rest["move"] is not None:
                 rest["move"](torch.ones(()), torch.ones(()))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whet.model.rows import Rows, Terms
 
-_BLOCK = 4096
+_BLOCK = 2048  # 8 numbers a thread: with more, too few programs run at once to keep the memory busy
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _rows(  # type: ignore[no-untyped-def]
     highest = tl.full((block,), -1e38, tl.float32)  # finite, so that a lane without a token adds 0 and not NaN
     total = tl.zeros((block,), tl.float32)
     everything = tl.zeros((block,), tl.float32)
-    beaten = tl.zeros((block,), tl.int32)
+    equal_before = tl.zeros((block,), tl.int32)
     for start in range(0, vocabulary, block):
         token = start + lanes
         known = token < vocabulary
@@ -43,10 +43,11 @@ def _rows(  # type: ignore[no-untyped-def]
         if has_cap:
             y = cap * _tanh(y / cap)
         y = tl.where(known, y, float("-inf"))
-        higher = tl.maximum(highest, y)
-        total = total * tl.exp(highest - higher) + tl.exp(y - higher)
-        highest = higher
-        beaten += (((token < target) & (y >= own)) | ((token > target) & (y > own))).to(tl.int32)
+        above = y - highest
+        part = tl.exp(-tl.abs(above))  # of the lower one, by the higher one
+        total = tl.where(above > 0, total * part + 1, total + part)
+        highest = tl.maximum(highest, y)
+        equal_before += ((token < target) & (y == own)).to(tl.int32)
         if has_smoothing:
             everything += tl.where(known, y, 0.0)
     top = tl.max(highest, axis=0)
@@ -59,14 +60,17 @@ def _rows(  # type: ignore[no-untyped-def]
         cost += smoothing * (log_total + (top - tl.sum(everything, axis=0) / vocabulary))
     tl.store(nll_at + row, nll)
     tl.store(cost_at + row, cost)
-    tl.store(hits_at + row, ((tl.sum(beaten, axis=0) == 0) & (nll == nll)).to(tl.uint8))
+    hit = (own == top) & (tl.sum(equal_before, axis=0) == 0) & (nll == nll)
+    tl.store(hits_at + row, hit.to(tl.uint8))
     if has_gradient:
         d_logits_at += row * d_row_size
         factor = (1 + 2 * z_loss * log_sum) / denominator
+        following = tl.load(logits_at + lanes, mask=lanes < vocabulary, other=0.0)
         for start in range(0, vocabulary, block):
             token = start + lanes
-            known = token < vocabulary
-            y = tl.load(logits_at + token, mask=known, other=0.0).to(tl.float32) * scale
+            y = following.to(tl.float32) * scale
+            # on its way while this block is computed
+            following = tl.load(logits_at + token + block, mask=token + block < vocabulary, other=0.0)
             slope = tl.full((block,), 1.0, tl.float32)
             if has_cap:
                 tanh = _tanh(y / cap)
@@ -74,7 +78,8 @@ def _rows(  # type: ignore[no-untyped-def]
                 slope = 1 - tanh * tanh
             tl.debug_barrier()  # the gradient may be written over logits: all lanes have read theirs
             d_y = tl.exp(y - top) * factor - smoothing / vocabulary - tl.where(token == target, 1 - smoothing, 0.0)
-            tl.store(d_logits_at + token, (d_y * slope * scale * boost).to(d_logits_at.dtype.element_ty), mask=known)
+            d_logit = (d_y * slope * scale * boost).to(d_logits_at.dtype.element_ty)
+            tl.store(d_logits_at + token, d_logit, mask=token < vocabulary)
 
 
 def rows_triton(logits: Tensor, targets: Tensor, terms: Terms, gradient: torch.dtype | None) -> Rows:

@@ -41,6 +41,11 @@ class Passes(Iterator[LossSum]):
         """Seconds this rank waited for its batches."""
         return self._batches.seconds
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first one was made in advance."""
+        return self._first is not None
+
     def begin(self) -> None:
         """Make the first one."""
         self._first = next(self)

@@ -44,6 +44,8 @@ class StepResult:
     """Seconds this rank waited for its batches."""
     save: bool = False
     """Some rank wants a checkpoint after this step."""
+    came: torch.cuda.Event | None = None
+    """When the numbers were there, on CUDA."""
 
     @property
     def finite(self) -> bool:
@@ -87,10 +89,12 @@ def find_gradients(
             HERE.at("waiting for the device", step + 1)
     loss, hits, stops, squares, saves = reading.numbers()
     if not supervised:
-        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, passes.data_s, saves > 0)
+        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, passes.data_s, saves > 0, reading.came)
     norm = math.sqrt(squares) / loss_scale
     factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
-    return StepResult(loss / supervised, hits / supervised, norm, factor, stops > 0, passes.data_s, saves > 0)
+    return StepResult(
+        loss / supervised, hits / supervised, norm, factor, stops > 0, passes.data_s, saves > 0, reading.came
+    )
 
 
 class Reading:
@@ -98,14 +102,14 @@ class Reading:
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._host = numbers.to("cpu", non_blocking=numbers.is_cuda)
-        self._came = None
+        self.came: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            self._came = torch.cuda.Event()
-            self._came.record()
+            self.came = torch.cuda.Event(enable_timing=True)
+            self.came.record()
 
     def numbers(self) -> list[float]:
-        if self._came is not None:
-            self._came.synchronize()
+        if self.came is not None:
+            self.came.synchronize()
         found: list[float] = self._host.tolist()
         return found
 

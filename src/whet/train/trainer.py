@@ -21,6 +21,7 @@ from whet.model.flops import Work
 from whet.model.loss import LossModel
 from whet.parallel.compile import compile_count
 from whet.parallel.shard import is_sharded
+from whet.train.clock import Clock
 from whet.train.config import TrainConfig
 from whet.train.ema import Ema
 from whet.train.faults import Examiner, Findings
@@ -167,14 +168,16 @@ class Trainer:
             HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed, early, ahead = Ema(), early_move(self.optimizer), Ahead(self._passes)
+        smoothed, early, ahead, clock = Ema(), early_move(self.optimizer), Ahead(self._passes), Clock()
         with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
                         result = self._pass_over(step, seen)
                     else:
-                        result = self._one(step, seen, bool(signals) or self.hooks.stop_requested(), early, ahead)
+                        result = self._one(
+                            step, seen, bool(signals) or self.hooks.stop_requested(), early, ahead, clock
+                        )
                 if result.back is not None:
                     if result.stop:
                         raise StoppedError(
@@ -223,8 +226,9 @@ class Trainer:
             and not is_sharded(self.model)
         )
 
-    def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None, ahead: Ahead) -> _Done:
-        began, compiled = time.perf_counter(), compile_count()
+    def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None, ahead: Ahead, clock: Clock) -> _Done:
+        passes, compiled, is_followed = ahead.take(step), compile_count(), self._is_followed(step)
+        began = None if passes.has_begun else time.perf_counter()
         HERE.at("computing gradients", step + 1)
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
@@ -232,10 +236,11 @@ class Trainer:
         if early is not None:
             early.was_asked = False
         result = find_gradients(
-            ahead.take(step), ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop,
-            save=self.hooks.save_requested(), move=early, limit=self.guard.limit(),
-            meanwhile=functools.partial(ahead.begin, step + 1) if self._is_followed(step) else None,
+            passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=self.hooks.save_requested(),
+            move=early, limit=self.guard.limit(),
+            meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
         )  # fmt: skip
+        seconds = clock.seconds(began, result.came, busy=is_followed)
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
         if not moved:
@@ -243,17 +248,17 @@ class Trainer:
             if early is not None and early.was_asked:
                 early.take_back()
         if verdict.kind not in ("fine", "overflow"):
-            decided = time.perf_counter()
             verdict = self._fault(step, seen, result, verdict)
-            began += time.perf_counter() - decided  # looking for who is to blame is not training
         if verdict.action == "rollback":
             return _Done(seen, {}, result.stop, self.hooks.roll_back(step + 1))
         HERE.at("changing weights")
         if verdict.action == "take" and not moved:
+            found = time.perf_counter()
             take_step(self.optimizer, result.factor)
+            seconds += time.perf_counter() - found
         self.loss_scale.settle(verdict.kind == "overflow")
         warm = compile_count() == compiled
-        pace = Pace(time.perf_counter() - began, after.flops - seen.flops, self.peak, warm)
+        pace = Pace(seconds, after.flops - seen.flops, self.peak, warm)
         line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         if verdict.action == "skip":
             line["skipped"] = verdict.kind
