@@ -78,10 +78,12 @@ def _backward(
         # the scale is B's here: then what flows back into A need not be scaled
         scaled = [[pair] for pair in zip(adapters[1::2], scales, strict=True)]
         a_all, *bs = narrowed([[(a, 1.0) for a in adapters[::2]], *scaled], x.dtype)
-        d_thin = torch.cat([d_y @ b for d_y, b in zip(outer, bs, strict=True)], dim=1)
+        d_thins = [d_y @ b for d_y, b in zip(outer, bs, strict=True)]
+        d_thin = d_thins[0] if len(outer) == 1 else torch.cat(d_thins, dim=1)
         d_bs = [precise(d_y.T, part, dtype) for d_y, part in zip(outer, _split(thin, adapters), strict=True)]
         sums = precise(d_thin.T, rows(x), dtype).split([len(a) for a in adapters[::2]])
-        d_as = [part.clone() for part in sums]  # an operator's results have no memory in common
+        # an operator's results have no memory in common
+        d_as = list(sums) if len(outer) == 1 else [part.clone() for part in sums]
         d_x = x.new_empty(0)
         if needs_x:
             d_x = d_thin @ a_all
