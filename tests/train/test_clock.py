@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from whet.train import clock
-from whet.train.clock import Clock
+from whet.train.clock import Clock, reached_now
 
 
 class Event:
@@ -24,12 +25,16 @@ class Event:
 def seconds(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Asks a clock at a time of the host: (now, began, when the numbers came or None, busy). The device's clock began
     at another time."""
-    made = Clock()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: 9.0)
+    reached: Any = Event(9.0 - 500)
+    made = Clock(reached)
 
     def ask(now: float, began: float | None, came: float | None, busy: bool) -> float:
         monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
         event: Any = None if came is None else Event(came - 500)
-        return made.seconds(began, event, busy)
+        lap = made.lap(began, event, busy)
+        assert lap.ago == pytest.approx(now - came if busy and came is not None else 0.0)
+        return lap.seconds
 
     return ask
 
@@ -63,9 +68,15 @@ def test_a_step_that_began_in_vain_is_not_counted_twice(seconds: Any) -> None:
     assert seconds(19.0, 16.0, 18.5, busy=True) == pytest.approx(2.5)
 
 
-def test_the_first_step_is_seen_by_the_host_alone(seconds: Any) -> None:
-    assert seconds(14.0, 10.0, 13.0, busy=True) == 4.0
+def test_the_first_step_too(seconds: Any) -> None:
+    assert seconds(14.0, 10.0, 13.0, busy=True) == pytest.approx(3.0)
     assert seconds(16.0, None, 15.0, busy=True) == pytest.approx(2.0)
+
+
+def test_without_a_device_there_is_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Clock(reached_now(torch.device("cpu")))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: 7.0)
+    assert made.lap(5.0, None, busy=False) == (2.0, 0.0)
 
 
 def test_clocks_that_drift_apart_do_not_matter(seconds: Any) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from whet.data.loader import StepTotals
 from whet.model.flops import Span, Work
+from whet.train import metrics
+from whet.train.clock import Lap
 from whet.train.ema import Ema
 from whet.train.metrics import Pace, Seen, note_of, step_line
 from whet.train.step import StepResult
@@ -46,21 +48,26 @@ def line(pace: Pace, loss: float = 2.0) -> dict[str, Any]:
 
 
 def test_rates_are_of_this_step_and_null_while_compiling() -> None:
-    found = line(Pace(2.0, 400, 1000.0))
+    found = line(Pace(Lap(2.0, 0.0), 400, 1000.0))
     assert (found["tokens_per_s"], found["supervised_per_s"], found["conversations_per_s"]) == (15, 5, 1)
     assert found["mfu"] == 0.2
     assert found["flops"] == 3 * 30 + 5 * 10 + 3 * (36 + 12 * 8 + 36 + 2 * 8)
-    assert line(Pace(2.0, 400, None))["mfu"] is None
-    cold = line(Pace(2.0, 400, 1000.0, warm=False))
+    assert line(Pace(Lap(2.0, 0.0), 400, None))["mfu"] is None
+    cold = line(Pace(Lap(2.0, 0.0), 400, 1000.0, warm=False))
     assert {cold[key] for key in ("tokens_per_s", "supervised_per_s", "conversations_per_s", "mfu")} == {None}
     assert cold["step_s"] == 2.0
 
 
+def test_a_line_says_when_its_step_ended_not_when_it_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.time, "time", lambda: 1000.0)
+    assert line(Pace(Lap(2.0, 0.25), 400, None))["time"] == 999.75
+
+
 def test_what_is_not_finite_is_nothing() -> None:
-    assert line(Pace(1.0, 1, None), loss=math.nan)["loss"] is None
+    assert line(Pace(Lap(1.0, 0.0), 1, None), loss=math.nan)["loss"] is None
 
 
 def test_the_note_says_what_is_known() -> None:
-    assert note_of(line(Pace(2.0, 400, 1000.0)), 2.5) == "loss 2.5000 · 15 tokens/s · mfu 20.0%"
-    assert note_of(line(Pace(2.0, 400, None)), 2.5) == "loss 2.5000 · 15 tokens/s"
-    assert note_of(line(Pace(2.0, 400, 1000.0, warm=False)), 2.5) == "loss 2.5000"
+    assert note_of(line(Pace(Lap(2.0, 0.0), 400, 1000.0)), 2.5) == "loss 2.5000 · 15 tokens/s · mfu 20.0%"
+    assert note_of(line(Pace(Lap(2.0, 0.0), 400, None)), 2.5) == "loss 2.5000 · 15 tokens/s"
+    assert note_of(line(Pace(Lap(2.0, 0.0), 400, 1000.0, warm=False)), 2.5) == "loss 2.5000"

@@ -12,6 +12,7 @@ import torch
 
 from whet.data.loader import StepTotals
 from whet.model.flops import Work
+from whet.train.clock import Lap
 from whet.train.step import StepResult
 
 
@@ -37,7 +38,7 @@ class Seen:
 class Pace:
     """How long a step took, and on what."""
 
-    seconds: float
+    lap: Lap
     flops: int
     """Of this step, over all ranks."""
     peak: float | None
@@ -47,12 +48,12 @@ class Pace:
 
     def rate(self, count: float) -> float | None:
         """So many a second."""
-        return count / self.seconds if self.warm else None
+        return count / self.lap.seconds if self.warm else None
 
     @property
     def mfu(self) -> float | None:
         """The model's own arithmetic as a part of what the devices could do; what is recomputed does not count."""
-        return self.flops / (self.seconds * self.peak) if self.warm and self.peak else None
+        return self.flops / (self.lap.seconds * self.peak) if self.warm and self.peak else None
 
 
 def step_line(
@@ -61,7 +62,7 @@ def step_line(
 ) -> dict[str, Any]:  # fmt: skip
     """`step` counts finished steps from 1; counts are cumulative, rates are of this step."""
     return {
-        "time": time.time(),
+        "time": time.time() - pace.lap.ago,
         "step": step,
         "epoch": seen.conversations / per_epoch,
         "loss": known(result.loss),
@@ -74,7 +75,7 @@ def step_line(
         "conversations_per_s": pace.rate(totals.conversations),
         "mfu": pace.mfu,
         "peak_gib": peak_gib(device),
-        "step_s": pace.seconds,
+        "step_s": pace.lap.seconds,
         "data_s": result.data_s,
     }
 

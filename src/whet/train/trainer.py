@@ -21,7 +21,7 @@ from whet.model.flops import Work
 from whet.model.loss import LossModel
 from whet.parallel.compile import compile_count
 from whet.parallel.shard import is_sharded
-from whet.train.clock import Clock
+from whet.train.clock import Clock, Lap, reached_now
 from whet.train.config import TrainConfig
 from whet.train.ema import Ema
 from whet.train.faults import Examiner, Findings
@@ -168,7 +168,12 @@ class Trainer:
             HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed, early, ahead, clock = Ema(), early_move(self.optimizer), Ahead(self._passes), Clock()
+        smoothed, early, ahead, clock = (
+            Ema(),
+            early_move(self.optimizer),
+            Ahead(self._passes),
+            Clock(reached_now(self.ranks.device)),
+        )
         with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
@@ -240,7 +245,7 @@ class Trainer:
             move=early, limit=self.guard.limit(),
             meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
         )  # fmt: skip
-        seconds = clock.seconds(began, result.came, busy=is_followed)
+        lap = clock.lap(began, result.came, busy=is_followed)
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
         if not moved:
@@ -255,10 +260,10 @@ class Trainer:
         if verdict.action == "take" and not moved:
             found = time.perf_counter()
             take_step(self.optimizer, result.factor)
-            seconds += time.perf_counter() - found
+            lap = Lap(lap.seconds + time.perf_counter() - found, 0.0)
         self.loss_scale.settle(verdict.kind == "overflow")
         warm = compile_count() == compiled
-        pace = Pace(seconds, after.flops - seen.flops, self.peak, warm)
+        pace = Pace(lap, after.flops - seen.flops, self.peak, warm)
         line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         if verdict.action == "skip":
             line["skipped"] = verdict.kind
