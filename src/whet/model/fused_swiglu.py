@@ -36,6 +36,7 @@ class _Tiles(NamedTuple):
 _SUMMING, _PLAIN = _Tiles(64, 64, 7, 2), _Tiles(32, 64, 0, 1)
 """With products of each tile, and without: of ranks so high that their sums would not fit."""
 _WARPS = 4
+_ADDED = 1024  # numbers of a program that adds up parts
 
 
 @triton.jit
@@ -178,6 +179,17 @@ def _backward(  # type: ignore[no-untyped-def]
         _keep(sums_at, rank_gate + rank_up, ranks, row, rows, rank_down, block_down, thin_down)
 
 
+@triton.jit
+def _add(parts_at, total_at, count, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of [parts, count], rounded once"""
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    known = place < count
+    total = tl.zeros((block,), tl.float32)
+    for part in tl.static_range(parts):
+        total += tl.load(parts_at + part * count + place, mask=known, other=0.0)
+    tl.store(total_at + place, total.to(total_at.dtype.element_ty), mask=known)
+
+
 def swiglu_triton(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
     """See `swiglu`; for 16-bit numbers, computed in fp32."""
     h, rank = torch.empty_like(middle.gate0), len(a_down)
@@ -187,7 +199,7 @@ def swiglu_triton(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
             *middle, a_down, h, h if sums is None else sums, middle.thin_gate.stride(0), middle.thin_up.stride(0),
             *h.shape, **_sizes(middle, a_down, tiles, sums),
         )  # fmt: skip
-    return h, (h @ a_down.T if sums is None else sums.sum(0).to(h.dtype))
+    return h, (h @ a_down.T if sums is None else _added(sums, h.dtype))
 
 
 def swiglu_triton_backward(
@@ -205,7 +217,7 @@ def swiglu_triton_backward(
     if sums is None:
         thin = torch.cat([d_gate @ middle.b_gate, d_h0 @ middle.b_up, h @ a_down.T], dim=1)
     else:
-        thin = sums.sum(0).to(h.dtype)
+        thin = _added(sums, h.dtype)
     return d_gate, d_h0, h, thin[:, :inner], thin[:, inner:]
 
 
@@ -216,6 +228,14 @@ def _divided(middle: Middle, a_down: Tensor, ranks: int) -> tuple[_Tiles, Tensor
     rows, columns = middle.gate0.shape
     programs = triton.cdiv(columns, _SUMMING.width(columns))
     return _SUMMING, middle.gate0.new_empty(programs, rows, ranks, dtype=torch.float32)
+
+
+def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the programs have found, together; torch takes twice as long for it, and rounds in a kernel of its own."""
+    total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    if total.numel():
+        _add[(triton.cdiv(total.numel(), _ADDED),)](parts, total, total.numel(), parts=len(parts), block=_ADDED)
+    return total
 
 
 def _grid(h: Tensor, tiles: _Tiles) -> tuple[int, int]:
