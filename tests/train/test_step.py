@@ -99,7 +99,7 @@ def test_a_step_that_began_early_is_the_same_step(store: Store) -> None:
         root = LossModel(language_model(add_adapter(model, AdapterConfig(dropout=0.5), seed=0))).train()
         optimizer = make_optimizer(root, OPTIMIZER, 0)
         with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
-            ahead, found = Ahead(lambda step: Passes(root, loader, step, **USUAL)), []
+            ahead, found = Ahead(lambda step: Passes(root, loader, step, **USUAL), possible=True), []
             for step in range(4):
                 result = find_gradients(
                     ahead.take(step), ranks=ALONE, clip_norm=0.1, stop=False,
@@ -122,10 +122,11 @@ def test_without_memory_for_it_a_step_begins_in_its_turn(store: Store) -> None:
 
     root: Any = nn.Linear(1, 1)
     with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
-        ahead = Ahead(lambda step: Hungry(root, loader, step, **USUAL))
+        ahead = Ahead(lambda step: Hungry(root, loader, step, **USUAL), possible=True)
         for step in range(3):
             assert ahead.take(step).step == step
             ahead.begin(step + 1)
+            assert not ahead.has_begun
     assert tried == [1]  # it is not tried again
 
 

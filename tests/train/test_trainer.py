@@ -36,7 +36,7 @@ class NoPasses:
     """Of a step, which may have begun."""
 
     def __init__(self, model: Any, loader: Any, step: int, **rest: Any) -> None:
-        self.step, self.has_begun = step, False
+        self.step, self.has_begun, self.compiled = step, False, trainer.compile_count()
 
     def begin(self) -> None:
         self.has_begun = True

@@ -16,6 +16,7 @@ from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.cross_entropy import LossSum
 from whet.model.loss import LossModel
+from whet.parallel.compile import compile_count
 from whet.parallel.shard import sums_now
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ class Passes(Iterator[LossSum]):
         self._device, self._seed, self._arithmetic = device, seed, arithmetic
         self._weight = loss_scale / self.supervised if self.supervised else math.nan
         self._batches, self._count = Timed(loader.micro_batches(step)), loader.count(step)
+        self.compiled = compile_count()
+        """How much was, before them."""
         self._made = 0
         self._first: LossSum | None = None
 
@@ -72,20 +75,26 @@ class Ahead:
     What was asked for too early, because the weights are not moved as they were to be, is dropped.
     """
 
-    def __init__(self, make: Callable[[int], Passes]) -> None:
+    def __init__(self, make: Callable[[int], Passes], possible: bool) -> None:
+        """`possible`: that a step begins early at all."""
         self._make = make
         self._begun: Passes | None = None
-        self._has_room = True
+        self._possible = possible
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has, that was not taken yet."""
+        return self._begun is not None
 
     def begin(self, step: int) -> None:
         """Where there is no memory for it, the step begins in its turn, and so do those after it."""
-        if not self._has_room:
+        if not self._possible:
             return
         passes = self._make(step)
         try:
             passes.begin()
         except torch.OutOfMemoryError:
-            self._has_room = False
+            self._possible = False
         else:
             self._begun = passes
 

@@ -168,12 +168,9 @@ class Trainer:
             HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed, early, ahead, clock = (
-            Ema(),
-            early_move(self.optimizer),
-            Ahead(self._passes),
-            Clock(reached_now(self.ranks.device)),
-        )
+        smoothed, early = Ema(), early_move(self.optimizer)
+        ahead = Ahead(self._passes, early is not None and self._can_begin_early())
+        clock = Clock(reached_now(self.ranks.device))
         with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
@@ -217,22 +214,26 @@ class Trainer:
             loss_scale=self.loss_scale.value,
         )  # fmt: skip
 
-    def _is_followed(self, step: int) -> bool:
-        """Whether the next step can begin before this one is looked at, if that turns out to be fine: nothing else
-        comes between, it has the same loss scale, the gradients that are kept meanwhile are small, and no process
-        would be left alone in a meeting if another had no memory for it."""
+    def _can_begin_early(self) -> bool:
+        """Whether a step can begin before the one before is looked at: it has the same loss scale, the gradients that
+        are kept meanwhile are small, and no process is left alone in a meeting if another has no memory for it."""
         return (
-            step + 1 < self.cadence.last
-            and not self.cadence.evaluates_after(step + 1)
-            and not self.guard.passes_over(step + 2)
-            and not self.loss_scale.moves
+            not self.loss_scale.moves
             and gradient_bytes(self.optimizer) <= _SMALL
             and self.ranks.slices == self.ranks.tensor == 1
             and not is_sharded(self.model)
         )
 
+    def _is_followed(self, step: int) -> bool:
+        """Whether the next step comes right after this one, if this is fine."""
+        return (
+            step + 1 < self.cadence.last
+            and not self.cadence.evaluates_after(step + 1)
+            and not self.guard.passes_over(step + 2)
+        )
+
     def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None, ahead: Ahead, clock: Clock) -> _Done:
-        passes, compiled, is_followed = ahead.take(step), compile_count(), self._is_followed(step)
+        passes = ahead.take(step)
         began = None if passes.has_begun else time.perf_counter()
         HERE.at("computing gradients", step + 1)
         totals = self.loader.totals(step)
@@ -243,9 +244,9 @@ class Trainer:
         result = find_gradients(
             passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=self.hooks.save_requested(),
             move=early, limit=self.guard.limit(),
-            meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
+            meanwhile=functools.partial(ahead.begin, step + 1) if self._is_followed(step) else None,
         )  # fmt: skip
-        lap = clock.lap(began, result.came, busy=is_followed)
+        lap = clock.lap(began, result.came, busy=ahead.has_begun)
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
         if not moved:
@@ -262,7 +263,7 @@ class Trainer:
             take_step(self.optimizer, result.factor)
             lap = Lap(lap.seconds + time.perf_counter() - found, 0.0)
         self.loss_scale.settle(verdict.kind == "overflow")
-        warm = compile_count() == compiled
+        warm = compile_count() == passes.compiled
         pace = Pace(lap, after.flops - seen.flops, self.peak, warm)
         line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         if verdict.action == "skip":
