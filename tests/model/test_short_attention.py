@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -22,6 +23,8 @@ from whet.model import attention
 from whet.model.attention import Ask, Asked, Documents, eager, per_document_sdpa, short
 from whet.model.attention.ask import spans_of
 from whet.model.loss import LossModel
+
+CHOOSING = importlib.import_module("whet.model.attention.choose")  # the package gives its function that name
 
 
 def documents_of(edges: tuple[int, ...]) -> Documents:
@@ -180,13 +183,13 @@ CUDA = torch.device("cuda")
 def test_what_it_cannot_serve_is_refused(
     device: torch.device, dtype: torch.dtype, seen: list[Asked], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(CHOOSING, "has_triton", lambda: True)
     with pytest.raises(WhetError, match=rf"model\.attention: short .*{reason}"):
         attention.choose("short", device, dtype, seen)
 
 
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(CHOOSING, "has_triton", lambda: False)
     with pytest.raises(WhetError, match=r"model\.attention: short needs Triton, which is not installed"):
         attention.choose("short", CUDA, torch.bfloat16)
 

@@ -1,9 +1,11 @@
-"""Importing large libraries a little faster."""
+"""Importing large libraries a little faster, and whether one is there."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib.util
 from collections.abc import Iterator
 
 
@@ -19,3 +21,9 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether whet's own kernels can be compiled. CUDA's torch brings Triton along, others do not."""
+    return importlib.util.find_spec("triton") is not None

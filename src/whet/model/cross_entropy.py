@@ -6,7 +6,6 @@ Shape letters: S supervised positions, E width of a hidden state, V vocabulary.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.core.imports import has_triton
 from whet.model.head import Head
 from whet.model.rows import Rows, RowsFunction, Terms, rows_torch
 
@@ -158,7 +158,7 @@ def _rows_of(
 
 @functools.cache
 def _fused() -> RowsFunction | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from whet.model.fused_loss import rows_triton
 

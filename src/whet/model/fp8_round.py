@@ -9,11 +9,12 @@ Shape letters: T tokens, I features.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from whet.core.imports import has_triton
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _LEAST = 1e-12
@@ -81,7 +82,7 @@ def kernels_for(tensor: Tensor) -> Any:
 
 @functools.cache
 def _kernels() -> Any:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from whet.model import fp8_kernels
 

@@ -10,7 +10,6 @@ Shape letters: T tokens, E width, F width of the middle, R rank.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.core.imports import has_triton
 from whet.model import swiglu as by_torch
 from whet.model.frozen_weight import matrix_from
 from whet.model.lora_products import Adapted, PreciseSum, add_by_pieces_, narrowed, rows
@@ -207,7 +207,7 @@ def _swiglu(x: Tensor) -> tuple[Forward, Backward]:
 
 @functools.cache
 def _fused() -> tuple[Forward, Backward] | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from whet.model.fused_swiglu import swiglu_triton, swiglu_triton_backward
 

@@ -6,13 +6,13 @@ Shape letters: T tokens, E width of the input, R rank. An adapter adds scale · 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from whet.core.imports import has_triton
 from whet.model.frozen_weight import computes_in, has_known_weight, parts_of
 
 Job = tuple[Tensor, float, Tensor]
@@ -89,7 +89,7 @@ def _narrow_one_by_one(jobs: Sequence[Job]) -> None:
 
 @functools.cache
 def _fused() -> Callable[[Sequence[Job]], None] | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from whet.model.fused_narrow import narrow
 

@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from whet.core.console import warn
 from whet.core.files import cache_dir
+from whet.core.imports import has_triton
 
 Forward = Callable[..., Any]
 
@@ -34,7 +34,7 @@ _VARIANTS = 32
 def compiles(wanted: Literal["auto"] | bool, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether layers are compiled. `auto`: on CUDA where triton is there, and not in fp64, which is for proofs."""
     if wanted == "auto":
-        return device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
+        return device.type == "cuda" and dtype != torch.float64 and has_triton()
     return wanted
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from whet.core.imports import has_triton
 from whet.parallel.offload import send_away
 from whet.parallel.shard import local, part_of
 from whet.train.rounding import Chance, put
@@ -122,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
 
 @functools.cache
 def _fused() -> Any:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from whet.train import fused_adamw
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from whet.core.imports import has_triton
 from whet.core.ranks import Ranks
 from whet.core.whereabouts import HERE
 from whet.parallel.agree import agree
@@ -138,15 +137,10 @@ def _squared(parts: list[torch.Tensor]) -> torch.Tensor:
     exact = torch.promote_types(parts[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
     if parts[0].is_cuda and sum(map(torch.numel, parts)) <= _TOGETHER:  # of hundreds of adapters: asked at once
         norm = torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]), dtype=exact)
-    elif parts[0].is_cuda and _has_triton() and exact == torch.float32 and all(part.is_contiguous() for part in parts):
+    elif parts[0].is_cuda and has_triton() and exact == torch.float32 and all(part.is_contiguous() for part in parts):
         from whet.train.fused_squares import sum_squares
 
         return sum_squares(parts)
     else:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=exact)))
     return norm.double().square()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 
 from whet.core.errors import WhetError
+from whet.core.imports import has_triton
 from whet.model.attention import long_documents
 from whet.model.attention.look import Asked
 from whet.model.attention.variable_length import WIDEST
@@ -63,7 +63,7 @@ def _against_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[Ask
 
 
 def _against_short(device: torch.device, dtype: torch.dtype, seen: Sequence[Asked]) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "needs Triton, which is not installed"
     return _against_varlen(device, dtype, seen)  # asks for the same, and has tiles for heads as wide
 
