@@ -19,6 +19,7 @@ SCALE = 1024 / 700  # with a loss scale, without which fp16 has no numbers for m
 TERMS = {
     "plain": Terms(),
     "everything": Terms(scale=0.5, cap=8.0, smoothing=0.1, z_loss=1e-2),
+    "no powers of two": Terms(scale=0.3, cap=30.0),
     "boosted": Terms(scale=2.0, smoothing=0.3, boost=1024.0),
 }
 

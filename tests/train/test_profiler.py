@@ -54,6 +54,13 @@ def test_stacks_are_there_on_request(tmp_path: Path, stack: bool) -> None:
     assert any(event.get("cat") == "python_function" for event in events(tmp_path)) == stack
 
 
+def test_it_comes_before_its_first_step_and_after_its_last(tmp_path: Path) -> None:
+    on = make_profiler(ProfileConfig(steps=[3, 5]), tmp_path, ALONE, 9, lambda: "flops")
+    assert [step for step in range(1, 10) if on.comes_after(step)] == [2, 5]
+    off = make_profiler(None, tmp_path, ALONE, 9, lambda: "flops")
+    assert not any(off.comes_after(step) for step in range(1, 10))
+
+
 def test_only_the_named_ranks_are_watched(tmp_path: Path) -> None:
     config = ProfileConfig(steps=(1, 1), ranks=[1])
     for rank in range(2):

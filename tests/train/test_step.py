@@ -26,7 +26,7 @@ from whet.model.lora import add_adapter, language_model
 from whet.model.loss import LossModel
 from whet.model.precision import HonestDouble
 from whet.train.config import OptimizerConfig
-from whet.train.optim import make_optimizer, take_step
+from whet.train.optim import gradient_bytes, make_optimizer, take_step
 from whet.train.passes import Ahead, Passes, Timed
 from whet.train.step import StepResult, _decide, find_gradients
 
@@ -101,8 +101,10 @@ def test_a_step_that_began_early_is_the_same_step(store: Store) -> None:
         with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
             ahead, found = Ahead(lambda step: Passes(root, loader, step, **USUAL), possible=True), []
             for step in range(4):
+                passes = ahead.take(step)
+                assert passes.has_begun is (begins and step > 0)
                 result = find_gradients(
-                    ahead.take(step), ranks=ALONE, clip_norm=0.1, stop=False,
+                    passes, ranks=ALONE, clip_norm=0.1, stop=False,
                     move=lambda factor, fine: take_step(optimizer, float(factor)),
                     meanwhile=functools.partial(ahead.begin, step + 1) if begins else None,
                 )  # fmt: skip
@@ -124,10 +126,18 @@ def test_without_memory_for_it_a_step_begins_in_its_turn(store: Store) -> None:
     with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
         ahead = Ahead(lambda step: Hungry(root, loader, step, **USUAL), possible=True)
         for step in range(3):
-            assert ahead.take(step).step == step
+            passes = ahead.take(step)
+            assert (passes.step, passes.has_begun) == (step, False)
             ahead.begin(step + 1)
-            assert not ahead.has_begun
     assert tried == [1]  # it is not tried again
+
+
+def test_gradients_are_counted_in_the_type_they_are_summed_in() -> None:
+    model = nn.Linear(3, 5).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters())
+    assert gradient_bytes(optimizer) == 2 * 20
+    model.weight.grad_dtype = torch.float32
+    assert gradient_bytes(optimizer) == 4 * 15 + 2 * 5
 
 
 def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:

@@ -20,7 +20,8 @@ from whet.core.errors import RunFailedError, StoppedError
 from whet.core.ranks import Ranks
 from whet.data.loader import StepTotals
 from whet.model.flops import Span, Work
-from whet.train import trainer
+from whet.parallel.compile import compile_count
+from whet.train import passes, trainer
 from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from whet.train.guard import Guard
 from whet.train.loss_scale import LossScale
@@ -36,7 +37,7 @@ class NoPasses:
     """Of a step, which may have begun."""
 
     def __init__(self, model: Any, loader: Any, step: int, **rest: Any) -> None:
-        self.step, self.has_begun, self.compiled = step, False, trainer.compile_count()
+        self.step, self.has_begun, self.compiled = step, False, compile_count()
 
     def begin(self) -> None:
         self.has_begun = True
@@ -265,45 +266,61 @@ def begun(did: list[Any]) -> list[int]:
     return [entry[1] for entry in did if entry[0] == "step" and entry[2]]
 
 
-def test_a_step_begins_while_the_one_before_is_looked_at(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
-    made, did = make_trainer(Cadence(9, 9, 4, False, 100))
-    made.run(0, Seen())
-    assert begun(did) == [1, 2, 3, 5, 6, 7]  # after 4 and 8 steps an evaluation needs the memory
-    assert [entry[1] for entry in did if entry[0] == "step"] == list(range(9))
-
-
-@pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
-def test_what_began_on_other_weights_is_dropped(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, policy: Any
-) -> None:
+@pytest.fixture
+def asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
     monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: None)
+
+
+@pytest.mark.usefixtures("asked_early")
+def test_a_step_begins_while_the_one_before_is_looked_at(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(12, 12, 4, False, 6))
+    made.run(0, Seen())
+    assert [entry[1] for entry in did if entry[0] == "step"] == list(range(12))
+    # after the first step whet gets ready to save, after 4 and 8 it evaluates, after 6 it saves
+    assert begun(did) == [2, 3, 5, 7, 9, 10, 11]
+
+
+@pytest.mark.usefixtures("asked_early")
+def test_nothing_begins_that_will_be_stopped_or_saved_before(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(9, 9, None, False, 100))
+    made.hooks.save_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 3
+    made.hooks.stop_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 6
+    tried: list[int] = []
+    made.profiler.comes_after = lambda done: tried.append(done) or done == 2
+    with pytest.raises(StoppedError):
+        made.run(0, Seen())
+    assert begun(did) == [3, 5, 6]
+    assert tried == [2, 3, 5, 6]  # not after the first, nor where it is to save or stop
+
+
+@pytest.mark.usefixtures("asked_early")
+@pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
+def test_what_began_on_other_weights_is_dropped(make_trainer: Callable[..., Any], policy: Any) -> None:
     made, did = make_trainer(
         Cadence(24, 24, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike=policy), checkpoint=19
     )
     made.run(0, Seen())
-    assert begun(did) == [step for step in range(1, 24) if step != 21]
+    assert begun(did) == [step for step in range(2, 24) if step != 21]
 
 
-def test_a_step_that_is_passed_over_does_not_begin(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
-    made, did = make_trainer(Cadence(6, 6, None, False, 100), guard=Guard(passed_over=[(3, 4)]))
+@pytest.mark.usefixtures("asked_early")
+def test_a_step_that_is_passed_over_does_not_begin(make_trainer: Callable[..., Any]) -> None:
+    made, did = make_trainer(Cadence(7, 7, None, False, 100), guard=Guard(passed_over=[(4, 5)]))
     made.run(0, Seen())
-    assert [entry[1] for entry in did if entry[0] == "step"] == [0, 1, 4, 5]
-    assert begun(did) == [1, 5]
+    assert [entry[1] for entry in did if entry[0] == "step"] == [0, 1, 2, 5, 6]
+    assert begun(did) == [2, 6]
 
 
-@pytest.mark.parametrize("why", ["its scale may move", "large gradients", "asked late", "slices", "parts"])
+@pytest.mark.parametrize(
+    "why", ["its scale may move", "large gradients", "asked late", "slices", "parts", "divided weights"]
+)
 def test_a_step_begins_in_its_turn_where_it_has_to(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     early = None if why == "asked late" else Asked()
     monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
+    monkeypatch.setattr(trainer, "is_sharded", lambda model: why == "divided weights")
     if why == "large gradients":
         monkeypatch.setattr(trainer, "_SMALL", 7)  # a weight and a bias
     made, did = make_trainer(Cadence(5, 5, None, False, 100))
@@ -312,6 +329,30 @@ def test_a_step_begins_in_its_turn_where_it_has_to(
     changes = {"slices": {"slices": 2}, "parts": {"tensor": 2}}.get(why, {})
     replace(made, ranks=replace(made.ranks, **changes)).run(0, Seen())
     assert begun(did) == []
+
+
+@pytest.mark.usefixtures("asked_early")
+def test_what_is_compiled_for_the_next_step_does_not_make_this_one_cold(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = [0]
+    monkeypatch.setattr(passes, "compile_count", lambda: compiled[0])
+
+    class Compiling(NoPasses):
+        def __init__(self, *given: Any, **rest: Any) -> None:
+            super().__init__(*given, **rest)
+            self.compiled = compiled[0]
+
+        def begin(self) -> None:
+            super().begin()
+            compiled[0] += self.step == 3
+
+    made, did = make_trainer(Cadence(6, 6, None, False, 100))
+    monkeypatch.setattr(trainer, "Passes", Compiling)
+    made.run(0, Seen())
+    assert begun(did) == [2, 3, 4, 5]
+    lines = [entry[1] for entry in did if entry[0] == "log"]
+    assert [line["step"] for line in lines if line["tokens_per_s"] is None] == [4]
 
 
 def test_skipping_ends_after_ten_in_a_row(make_trainer: Callable[..., Any]) -> None:

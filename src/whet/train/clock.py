@@ -21,28 +21,25 @@ class Clock:
     sees them too late, by as much as that took: what it sees would make steps before a pause too short and those after
     it too long. The device knows the time between two steps' ends."""
 
-    def __init__(self, reached: torch.cuda.Event | None) -> None:
-        """`reached`: what the device has reached just now; None: there is no device but the host."""
-        self._event, self._ended = reached, time.perf_counter()
+    def __init__(self, overlaps_on: torch.device | None) -> None:
+        """`overlaps_on`: the device on which steps may overlap; None: they do not, and the host knows all."""
+        self._device = overlaps_on
+        self._event: torch.cuda.Event | None = None
+        self._since = 0.0
 
-    def lap(self, began: float | None, came: torch.cuda.Event | None, busy: bool) -> Lap:
-        """A step that began at this time of the host, or, if None, with the end of the step before.
+    def start(self) -> None:
+        """A step begins that has not begun before; the device has nothing else to do."""
+        if self._device is not None:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+            self._event.synchronize()
+        self._since = time.perf_counter()
 
-        `came`: when the device had its numbers; None: it is the host itself. `busy`: the host was, until now.
-        """
-        now = ended = time.perf_counter()
-        if came is not None and self._event is not None and (busy or began is None):
-            ended = self._ended + self._event.elapsed_time(came) / 1000
-        seconds = ended - (self._ended if began is None else began)
-        self._event, self._ended = came, ended if busy else now
-        return Lap(seconds, max(0.0, now - ended) if busy else 0.0)
-
-
-def reached_now(device: torch.device) -> torch.cuda.Event | None:
-    """Wait until the device has done what it was asked for, and note that moment."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    event.synchronize()
-    return event
+    def lap(self, came: torch.cuda.Event | None) -> Lap:
+        """The step since the start, or since the last one's end; `came`: when the device had its numbers."""
+        now = time.perf_counter()
+        if self._event is None or came is None:
+            return Lap(now - self._since, 0.0)
+        seconds = self._event.elapsed_time(came) / 1000
+        self._event, self._since = came, min(now, self._since + seconds)  # two clocks may drift apart
+        return Lap(seconds, now - self._since)

@@ -116,5 +116,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the gradients of this process take."""
-    return sum(local(weight).nbytes for group in optimizer.param_groups for weight in group["params"])
+    """What the gradients of weights that are not divided take; those of 16-bit weights may be summed in fp32."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return sum(weight.numel() * (weight.grad_dtype or weight.dtype).itemsize for weight in weights)

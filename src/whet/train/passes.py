@@ -34,8 +34,7 @@ class Passes(Iterator[LossSum]):
         self._device, self._seed, self._arithmetic = device, seed, arithmetic
         self._weight = loss_scale / self.supervised if self.supervised else math.nan
         self._batches, self._count = Timed(loader.micro_batches(step)), loader.count(step)
-        self.compiled = compile_count()
-        """How much was, before them."""
+        self.compiled = compile_count()  # before any of them
         self._made = 0
         self._first: LossSum | None = None
 
@@ -81,11 +80,6 @@ class Ahead:
         self._begun: Passes | None = None
         self._possible = possible
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step has, that was not taken yet."""
-        return self._begun is not None
-
     def begin(self, step: int) -> None:
         """Where there is no memory for it, the step begins in its turn, and so do those after it."""
         if not self._possible:
@@ -105,6 +99,10 @@ class Ahead:
 
     def drop(self) -> None:
         self._begun = None
+
+    def compiled_before(self) -> int:
+        """How much was compiled before what has begun, or until now if nothing has."""
+        return compile_count() if self._begun is None else self._begun.compiled
 
 
 class Timed(Iterator[T]):

@@ -26,6 +26,10 @@ class Profiler:
         """A step, counted from 1."""
         yield
 
+    def comes_after(self, step: int) -> bool:
+        """Whether it begins or ends between this step and the next, which takes time."""
+        return False
+
     def close(self) -> None:
         """Write what was seen, if that has not been done."""
 
@@ -46,6 +50,10 @@ class StepProfiler(Profiler):
         yield
         if step == last:
             self.close()
+
+    def comes_after(self, step: int) -> bool:
+        first, last = self._config.steps
+        return step in (first - 1, last)
 
     def close(self) -> None:
         if self._running is None:

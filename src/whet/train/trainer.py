@@ -19,9 +19,8 @@ from whet.core.whereabouts import HERE
 from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
-from whet.parallel.compile import compile_count
 from whet.parallel.shard import is_sharded
-from whet.train.clock import Clock, Lap, reached_now
+from whet.train.clock import Clock, Lap
 from whet.train.config import TrainConfig
 from whet.train.ema import Ema
 from whet.train.faults import Examiner, Findings
@@ -68,6 +67,15 @@ class _Done:
     stop: bool
     back: Place | None = None
     save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """What the steps of one go have in common."""
+
+    early: EarlyMove | None
+    ahead: Ahead
+    clock: Clock
 
 
 class Hooks(Protocol):
@@ -168,18 +176,15 @@ class Trainer:
             HERE.at("evaluating", start)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed, early = Ema(), early_move(self.optimizer)
-        ahead = Ahead(self._passes, early is not None and self._can_begin_early())
-        clock = Clock(reached_now(self.ranks.device))
+        smoothed, course = Ema(), self._course()
         with noted(signals, _tell), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):
                     if self.guard.passes_over(step + 1):
                         result = self._pass_over(step, seen)
                     else:
-                        result = self._one(
-                            step, seen, bool(signals) or self.hooks.stop_requested(), early, ahead, clock
-                        )
+                        stop = bool(signals) or self.hooks.stop_requested()
+                        result = self._one(step, seen, stop, course, is_first=step == start)
                 if result.back is not None:
                     if result.stop:
                         raise StoppedError(
@@ -208,45 +213,55 @@ class Trainer:
     def _epochs(self, seen: Seen) -> float:
         return seen.conversations / self.per_epoch
 
+    def _course(self) -> _Course:
+        early = early_move(self.optimizer)
+        # one step may begin before the one before is looked at if it has the same loss scale, if the gradients that are
+        # kept meanwhile are small, and if no process is left alone in a meeting when another has no memory for it
+        overlaps = (
+            early is not None
+            and not self.loss_scale.moves
+            and self.ranks.slices == self.ranks.tensor == 1
+            and not is_sharded(self.model)
+            and gradient_bytes(self.optimizer) <= _SMALL
+        )
+        on_cuda = self.ranks.device.type == "cuda"
+        return _Course(early, Ahead(self._passes, overlaps), Clock(self.ranks.device if overlaps and on_cuda else None))
+
     def _passes(self, step: int) -> Passes:
         return Passes(
             self.model, self.loader, step, device=self.ranks.device, seed=self.seed, arithmetic=self.arithmetic,
             loss_scale=self.loss_scale.value,
         )  # fmt: skip
 
-    def _can_begin_early(self) -> bool:
-        """Whether a step can begin before the one before is looked at: it has the same loss scale, the gradients that
-        are kept meanwhile are small, and no process is left alone in a meeting if another has no memory for it."""
+    def _is_followed(self, step: int, before: Seen, after: Seen) -> bool:
+        """Whether nothing is planned to come between this step and the next."""
+        done = step + 1
         return (
-            not self.loss_scale.moves
-            and gradient_bytes(self.optimizer) <= _SMALL
-            and self.ranks.slices == self.ranks.tensor == 1
-            and not is_sharded(self.model)
+            done < self.cadence.last
+            and not self.cadence.evaluates_after(done)
+            and not self.cadence.saves_after(done, self._epochs(before), self._epochs(after))
+            and not self.guard.passes_over(done + 1)
+            and not self.profiler.comes_after(done)
         )
 
-    def _is_followed(self, step: int) -> bool:
-        """Whether the next step comes right after this one, if this is fine."""
-        return (
-            step + 1 < self.cadence.last
-            and not self.cadence.evaluates_after(step + 1)
-            and not self.guard.passes_over(step + 2)
-        )
-
-    def _one(self, step: int, seen: Seen, stop: bool, early: EarlyMove | None, ahead: Ahead, clock: Clock) -> _Done:
-        passes = ahead.take(step)
-        began = None if passes.has_begun else time.perf_counter()
+    def _one(self, step: int, seen: Seen, stop: bool, course: _Course, is_first: bool) -> _Done:
+        early, ahead, clock = course.early, course.ahead, course.clock
+        passes, save = ahead.take(step), self.hooks.save_requested()
+        if not passes.has_begun:
+            clock.start()
         HERE.at("computing gradients", step + 1)
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
         rates = self._rates(step, seen, after)
         if early is not None:
             early.was_asked = False
+        # what follows the first step of a process takes longer: it gets ready to save
+        is_followed = not (stop or save or is_first) and self._is_followed(step, seen, after)
         result = find_gradients(
-            passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=self.hooks.save_requested(),
-            move=early, limit=self.guard.limit(),
-            meanwhile=functools.partial(ahead.begin, step + 1) if self._is_followed(step) else None,
+            passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=save, move=early,
+            limit=self.guard.limit(), meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
         )  # fmt: skip
-        lap = clock.lap(began, result.came, busy=ahead.has_begun)
+        lap, is_warm = clock.lap(result.came), ahead.compiled_before() == passes.compiled
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
         if not moved:
@@ -263,8 +278,7 @@ class Trainer:
             take_step(self.optimizer, result.factor)
             lap = Lap(lap.seconds + time.perf_counter() - found, 0.0)
         self.loss_scale.settle(verdict.kind == "overflow")
-        warm = compile_count() == passes.compiled
-        pace = Pace(lap, after.flops - seen.flops, self.peak, warm)
+        pace = Pace(lap, after.flops - seen.flops, self.peak, is_warm)
         line = step_line(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         if verdict.action == "skip":
             line["skipped"] = verdict.kind
