@@ -231,7 +231,7 @@ def _divided(middle: Middle, a_down: Tensor, ranks: int) -> tuple[_Tiles, Tensor
 
 
 def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the programs have found, together; torch takes twice as long for it, and rounds in a kernel of its own."""
+    """What the programs have found, together, added and rounded by one kernel."""
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
         _add[(triton.cdiv(total.numel(), _ADDED),)](parts, total, total.numel(), parts=len(parts), block=_ADDED)
