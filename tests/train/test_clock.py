@@ -50,7 +50,7 @@ def came(when: float) -> Any:
 
 
 def test_where_steps_do_not_overlap_it_is_the_hosts_time(at: Callable[[float], None]) -> None:
-    made = Clock(None)
+    made = Clock(by_device=False)
     for start, end in ((10.0, 12.5), (13.0, 15.5)):  # with a pause between them
         at(start)
         made.start()
@@ -61,7 +61,7 @@ def test_where_steps_do_not_overlap_it_is_the_hosts_time(at: Callable[[float], N
 
 def test_steps_that_overlap_take_as_long_as_the_device_does(at: Callable[[float], None]) -> None:
     """Steps of 2 s; the host is 0.75 s late, but at the end of each go of three."""
-    made = Clock(torch.device("cuda"))
+    made = Clock(by_device=True)
     for start in (10.0, 19.0):
         at(start)
         made.start()
@@ -72,7 +72,7 @@ def test_steps_that_overlap_take_as_long_as_the_device_does(at: Callable[[float]
 
 
 def test_a_step_that_began_in_vain_is_not_counted(at: Callable[[float], None]) -> None:
-    made = Clock(torch.device("cuda"))
+    made = Clock(by_device=True)
     at(10.0)
     made.start()
     at(13.0)
@@ -89,7 +89,7 @@ def test_clocks_that_drift_apart_do_not_matter(
 ) -> None:
     """After a thousand steps of a second they are a second apart."""
     monkeypatch.setattr(Event, "speed", speed)
-    made = Clock(torch.device("cuda"))
+    made = Clock(by_device=True)
     at(0.0)
     made.start()
     for step in range(1, 1001):

@@ -225,24 +225,22 @@ class Asked:
         self.did.append("taken back")
 
 
-def test_a_device_that_was_asked_early_is_not_asked_again(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    early = Asked()
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
-    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: early.did.append("asked late"))
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    asked = Asked()
+    monkeypatch.setattr(trainer, "early_move", lambda optimizer: asked)
+    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: asked.did.append("asked late"))
+    return asked
+
+
+def test_a_device_that_was_asked_early_is_not_asked_again(make_trainer: Callable[..., Any], early: Asked) -> None:
     made, _ = make_trainer(Cadence(3, 3, None, False, 100), losses={1: math.nan}, guard=Guard(on_nonfinite="skip"))
     made.run(0, Seen())
     assert early.did == ["asked", "asked", "taken back", "asked"]
 
 
-def test_a_spike_is_looked_into_before_it_is_taken(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_is_looked_into_before_it_is_taken(make_trainer: Callable[..., Any], early: Asked) -> None:
     """Who is to blame is found on the weights that the step had."""
-    early = Asked()
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
-    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: early.did.append("asked late"))
     made, _ = make_trainer(Cadence(22, 22, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike="warn"))
     made.hooks.fault = lambda fault: early.did.append("looked into") or "faulty"
     made.run(0, Seen())
@@ -250,10 +248,8 @@ def test_a_spike_is_looked_into_before_it_is_taken(
 
 
 def test_the_steps_of_a_fault_are_taken_back_before_anything_is_saved(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_trainer: Callable[..., Any], early: Asked
 ) -> None:
-    early = Asked()
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
     made, _ = make_trainer(Cadence(3, 3, None, False, 100), losses={1: math.nan})
     made.hooks.fault = lambda fault: early.did.append("saved") or "faulty"
     with pytest.raises(RunFailedError):
@@ -266,13 +262,7 @@ def begun(did: list[Any]) -> list[int]:
     return [entry[1] for entry in did if entry[0] == "step" and entry[2]]
 
 
-@pytest.fixture
-def asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: Asked())
-    monkeypatch.setattr(trainer, "take_step", lambda optimizer, factor: None)
-
-
-@pytest.mark.usefixtures("asked_early")
+@pytest.mark.usefixtures("early")
 def test_a_step_begins_while_the_one_before_is_looked_at(make_trainer: Callable[..., Any]) -> None:
     made, did = make_trainer(Cadence(12, 12, 4, False, 6))
     made.run(0, Seen())
@@ -281,7 +271,7 @@ def test_a_step_begins_while_the_one_before_is_looked_at(make_trainer: Callable[
     assert begun(did) == [2, 3, 5, 7, 9, 10, 11]
 
 
-@pytest.mark.usefixtures("asked_early")
+@pytest.mark.usefixtures("early")
 def test_nothing_begins_that_will_be_stopped_or_saved_before(make_trainer: Callable[..., Any]) -> None:
     made, did = make_trainer(Cadence(9, 9, None, False, 100))
     made.hooks.save_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 3
@@ -294,7 +284,7 @@ def test_nothing_begins_that_will_be_stopped_or_saved_before(make_trainer: Calla
     assert tried == [2, 3, 5, 6]  # not after the first, nor where it is to save or stop
 
 
-@pytest.mark.usefixtures("asked_early")
+@pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
 def test_what_began_on_other_weights_is_dropped(make_trainer: Callable[..., Any], policy: Any) -> None:
     made, did = make_trainer(
@@ -304,7 +294,7 @@ def test_what_began_on_other_weights_is_dropped(make_trainer: Callable[..., Any]
     assert begun(did) == [step for step in range(2, 24) if step != 21]
 
 
-@pytest.mark.usefixtures("asked_early")
+@pytest.mark.usefixtures("early")
 def test_a_step_that_is_passed_over_does_not_begin(make_trainer: Callable[..., Any]) -> None:
     made, did = make_trainer(Cadence(7, 7, None, False, 100), guard=Guard(passed_over=[(4, 5)]))
     made.run(0, Seen())
@@ -312,14 +302,15 @@ def test_a_step_that_is_passed_over_does_not_begin(make_trainer: Callable[..., A
     assert begun(did) == [2, 6]
 
 
+@pytest.mark.usefixtures("early")
 @pytest.mark.parametrize(
     "why", ["its scale may move", "large gradients", "asked late", "slices", "parts", "divided weights"]
 )
 def test_a_step_begins_in_its_turn_where_it_has_to(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    early = None if why == "asked late" else Asked()
-    monkeypatch.setattr(trainer, "early_move", lambda optimizer: early)
+    if why == "asked late":
+        monkeypatch.setattr(trainer, "early_move", lambda optimizer: None)
     monkeypatch.setattr(trainer, "is_sharded", lambda model: why == "divided weights")
     if why == "large gradients":
         monkeypatch.setattr(trainer, "_SMALL", 7)  # a weight and a bias
@@ -331,7 +322,7 @@ def test_a_step_begins_in_its_turn_where_it_has_to(
     assert begun(did) == []
 
 
-@pytest.mark.usefixtures("asked_early")
+@pytest.mark.usefixtures("early")
 def test_what_is_compiled_for_the_next_step_does_not_make_this_one_cold(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

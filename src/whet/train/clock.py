@@ -21,15 +21,15 @@ class Clock:
     sees them too late, by as much as that took: what it sees would make steps before a pause too short and those after
     it too long. The device knows the time between two steps' ends."""
 
-    def __init__(self, overlaps_on: torch.device | None) -> None:
-        """`overlaps_on`: the device on which steps may overlap; None: they do not, and the host knows all."""
-        self._device = overlaps_on
+    def __init__(self, by_device: bool) -> None:
+        """`by_device`: steps may overlap, on CUDA; if not, the host knows all."""
+        self._by_device = by_device
         self._event: torch.cuda.Event | None = None
         self._since = 0.0
 
     def start(self) -> None:
         """A step begins that has not begun before; the device has nothing else to do."""
-        if self._device is not None:
+        if self._by_device:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
             self._event.synchronize()

@@ -224,8 +224,8 @@ class Trainer:
             and not is_sharded(self.model)
             and gradient_bytes(self.optimizer) <= _SMALL
         )
-        on_cuda = self.ranks.device.type == "cuda"
-        return _Course(early, Ahead(self._passes, overlaps), Clock(self.ranks.device if overlaps and on_cuda else None))
+        clock = Clock(by_device=overlaps and self.ranks.device.type == "cuda")
+        return _Course(early, Ahead(self._passes, overlaps), clock)
 
     def _passes(self, step: int) -> Passes:
         return Passes(
