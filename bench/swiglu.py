@@ -14,9 +14,7 @@ from triton.testing import do_bench
 from whet.model import fused_swiglu
 from whet.model.swiglu import Middle
 
-TILES = [
-    fused_swiglu._Tiles(64, 64, segments, stages) for segments in (7, 14, 28) for stages in (1, 2, 3)
-]  # fmt: skip
+TILES = [fused_swiglu._Tiles(64, 64, segments, stages) for segments in (4, 7, 14) for stages in (2, 3, 4)]
 
 
 def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
@@ -37,7 +35,7 @@ def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
     sys.stdout.write(f"a thin product: {do_bench(lambda: d_h @ a_down.T):.3f} ms; one forward, three backward\n")
     sys.stdout.write(f"reading and writing alone: {3 * copying:.3f} ms forward, {6 * copying:.3f} ms backward\n")
     for tiles in TILES:
-        fused_swiglu._SUMMING = tiles
+        fused_swiglu._SUMMING = {rank: tiles}
         try:
             forward = do_bench(lambda: fused_swiglu.swiglu_triton(middle, a_down))
             backward = do_bench(lambda: fused_swiglu.swiglu_triton_backward(d_h, d_thin, a_down, middle))

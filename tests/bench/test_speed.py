@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from whet.bench.speed import Load, Steps, attention_cost, speed, spread
+from whet.bench.speed import Evenness, Load, Steps, attention_cost, evenness, speed, warnings
 
 STEPS = Steps(ended=[110.0, 114.0, 115.0, 117.0], tokens=[1, 100, 200, 400], supervised=[1, 10, 20, 40])
 
@@ -28,8 +28,24 @@ def test_attention_costs_what_the_published_formula_says() -> None:
     assert attention_cost(layers=2, heads=4, head_width=8, lengths=[1, 3]) == 6 * 2 * 4 * 8 * 2.5
 
 
-def test_the_spread_is_of_time_for_a_token_and_not_for_a_step() -> None:
-    even = Steps(ended=[0.0, 1.0, 3.0], tokens=[5, 100, 200], supervised=[1, 1, 1])
-    assert spread(even, warm=1) == 1.0
-    assert spread(STEPS, warm=1) == pytest.approx((4 / 100) / (1 / 200))
-    assert spread(STEPS, warm=2) == 1.0
+def test_steps_are_alike_by_tokens_a_second_and_not_by_time() -> None:
+    alike = Steps(ended=[0.0, 1.0, 3.0], tokens=[5, 100, 200], supervised=[1, 1, 1])
+    assert evenness(alike, warm=1) == Evenness(spread=1.0, median=100.0, first_half=100.0, second_half=100.0)
+    assert warnings(evenness(alike, warm=1)) == []
+    assert evenness(STEPS, warm=1) == Evenness(spread=8.0, median=200.0, first_half=112.5, second_half=200.0)
+    assert evenness(STEPS, warm=3) == Evenness(spread=1.0, median=200.0, first_half=200.0, second_half=200.0)
+
+
+def test_a_slow_step_and_steps_that_become_faster_are_told() -> None:
+    def told(*rates: int) -> list[str]:
+        steps = Steps(ended=[float(second) for second in range(len(rates) + 1)], tokens=[1, *rates], supervised=[])
+        return warnings(evenness(steps, warm=1))
+
+    (slow,) = told(1000, 1000, 700, 1000, 1000, 1000)
+    assert "1.4 times as long" in slow
+    assert "its median step does 1,000 tokens/s" in slow
+    (settling,) = told(1000, 1020, 1040, 1060, 1080, 1100)
+    assert "still getting faster: 1,020 tokens/s" in settling
+    assert "1,080 by that of the second" in settling
+    assert told(1000, 1010, 1000, 1005, 1010, 1000) == []
+    assert told(1050, 1040, 1030, 1020, 1010, 1000) == []

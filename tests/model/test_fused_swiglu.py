@@ -53,10 +53,11 @@ def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     for number, (one, other) in enumerate(
         zip([*forward, *found], [*swiglu(exact, outer[2].double()), *true], strict=True)
     ):
-        assert one.dtype == dtype
+        assert one.dtype == (torch.float32 if number == 6 else dtype)  # a sum over all tokens is not rounded
         assert one.shape == other.shape
-        # sums over the width are as exact as what they sum
-        bound = 1e-5 if number in (0, 2, 3, 4) else ROUNDING[dtype] * float(other.abs().max()) if one.numel() else 0.0
+        assert one.is_contiguous() or number in (4, 5)
+        # sums are as exact as what they sum
+        bound = 1e-5 if number in (0, 2, 3) else ROUNDING[dtype] * float(other.abs().max()) if one.numel() else 0.0
         torch.testing.assert_close(one.double(), other, rtol=ROUNDING[dtype], atol=bound)
     assert all(torch.equal(tensor, same) for tensor, same in zip(middle, before, strict=True))
     assert found[1] is outer[0]  # in the same memory
@@ -93,9 +94,9 @@ def test_the_definition_has_the_gradients_of_autograd() -> None:
     gate, up = leaves[0] + middle.thin_gate @ middle.b_gate.T, leaves[1] + middle.thin_up @ middle.b_up.T
     h = torch.nn.functional.silu(gate) * up
     true = torch.autograd.grad(h, leaves, d_h0 + d_thin @ a_down)
-    d_gate, d_up, again, d_thin_both, thin_down = swiglu_backward(d_h0, d_thin, a_down, middle)
+    d_gate, d_up, d_thin_both, thin_down, d_a_down = swiglu_backward(d_h0, d_thin, a_down, middle)
     there, also = swiglu(middle, a_down)
     wanted = torch.cat([true[0] @ middle.b_gate, true[1] @ middle.b_up], dim=1)
-    pairs = [(d_gate, true[0]), (d_up, true[1]), (again, h), (there, h), (d_thin_both, wanted)]
+    pairs = [(d_gate, true[0]), (d_up, true[1]), (there, h), (d_thin_both, wanted), (d_a_down, d_thin.T @ h)]
     for found, expected in [*pairs, (thin_down, h @ a_down.T), (also, h @ a_down.T)]:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

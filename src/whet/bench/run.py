@@ -16,7 +16,7 @@ from whet.bench import child
 from whet.bench.contenders import Contender, ourselves
 from whet.bench.equivalent import equivalent, heading, notes, reads_weights
 from whet.bench.material import Material, lay_out
-from whet.bench.speed import UNSTEADY, Steps, speed, spread
+from whet.bench.speed import Steps, evenness, speed, warnings
 from whet.bench.table import markdown
 from whet.bench.terms import Terms
 from whet.bench.weights import drop_weights
@@ -109,17 +109,15 @@ def _measured(
         part = statistics.fmean(found["waited"][terms.warm :])
         account["notes"].append(f"it waited for data for {part:.2%} of the time")
     measured = speed(steps, terms.warm, started, material.load)
-    uneven = spread(steps, terms.warm)
-    if uneven > UNSTEADY:
-        account["notes"].append(
-            f"its slowest counted step took {uneven:.1f} times as long for a token as its fastest, so this number, and "
-            "every ratio with it, is unsure: measure on an idle machine, with more --steps"
-        )
+    even = evenness(steps, terms.warm)
+    account["notes"] += warnings(even)
     say(
         f"{contender.title} {version}: {measured.tokens_per_s:,.0f} tokens/s, {found['peak_gib']:.1f} GiB "
         f"({time.time() - began:.0f} s)"
     )
-    return account | {"state": "measured", "speed": asdict(measured), "spread": uneven, **found, "steps": asdict(steps)}
+    return account | {
+        "state": "measured", "speed": asdict(measured), "evenness": asdict(even), **found, "steps": asdict(steps)
+    }  # fmt: skip
 
 
 def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tuple[float, dict[str, Any]]:

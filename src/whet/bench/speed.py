@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,11 +62,49 @@ UNSTEADY = 1.25
 other work on two cores the same tool's were seen to take three times as long."""
 
 
-def spread(steps: Steps, warm: int) -> float:
-    """How much longer a token took in the slowest of the counted steps than in the fastest."""
+SETTLING = 1.03
+"""From this on, too: a tool that compiles as it goes, or a card that changes its clock, was measured on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evenness:
+    """How alike the counted steps were, by tokens a second of each."""
+
+    spread: float
+    """How much longer a token took in the slowest step than in the fastest."""
+    median: float
+    first_half: float
+    """The median of the first half of them; of a single step, that step."""
+    second_half: float
+
+
+def evenness(steps: Steps, warm: int) -> Evenness:
     pairs = itertools.pairwise(steps.ended[warm - 1 :])
-    costs = [(end - begin) / tokens for (begin, end), tokens in zip(pairs, steps.tokens[warm:], strict=True)]
-    return max(costs) / min(costs)
+    rates = [tokens / (end - begin) for (begin, end), tokens in zip(pairs, steps.tokens[warm:], strict=True)]
+    half = (len(rates) + 1) // 2
+    return Evenness(
+        spread=max(rates) / min(rates),
+        median=statistics.median(rates),
+        first_half=statistics.median(rates[:half]),
+        second_half=statistics.median(rates[-half:]),
+    )
+
+
+def warnings(even: Evenness) -> list[str]:
+    """Why a number is unsure."""
+    found = []
+    if even.spread > UNSTEADY:
+        found.append(
+            f"its slowest counted step took {even.spread:.1f} times as long for a token as its fastest, so this "
+            f"number, and every ratio with it, is unsure: its median step does {even.median:,.0f} tokens/s. Measure on "
+            "an idle machine, with more --steps"
+        )
+    if even.second_half > SETTLING * even.first_half:
+        found.append(
+            f"it was still getting faster: {even.first_half:,.0f} tokens/s by the median of the first half of the "
+            f"counted steps, {even.second_half:,.0f} by that of the second. Give more --warm and --steps"
+        )
+    return found
 
 
 def attention_cost(layers: int, heads: int, head_width: int, lengths: Sequence[int]) -> float:

@@ -58,10 +58,10 @@ def bench(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Packed rows in a step.")] = 2,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a row.")] = 4096,
-    steps: Annotated[int, typer.Option(min=2, help="Steps in all.")] = 12,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in all.")] = 24,
     warm: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps at the start that are not counted; absent: a third of them, at most 4."),
+        typer.Option(min=1, help="Steps at the start that are not counted; absent: a third of them, at most 8."),
     ] = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Absent: bf16 on an accelerator, fp32 on a CPU.", show_default=False)
@@ -94,7 +94,7 @@ def bench(
     device = accelerator.type if accelerator else "cpu"
     terms = Terms(
         model=model, mode=mode.value, data=data, rows=rows, length=length, steps=steps,
-        warm=warm or max(1, min(4, steps // 3)),
+        warm=warm or max(1, min(8, steps // 3)),
         precision=(precision or (Precision.BF16 if accelerator else Precision.FP32)).value,
         recompute=recompute.value, tokenizer=tokenizer, device=device,
     )  # fmt: skip

@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from whet.model.swiglu import Middle
+from whet.model.lora_products import precise
+from whet.model.swiglu import Gradients, Middle
 
 _MOST_RANK = 64  # of a thin product at a time; the least that tensor cores take is 16
+_MOST_RANK_OVER_ROWS = 32  # parts of higher ranks would be larger than the matrix that need not be written
 
 
 class _Tiles(NamedTuple):
@@ -33,8 +35,10 @@ class _Tiles(NamedTuple):
         return triton.cdiv(whole, self.columns) * self.columns
 
 
-_SUMMING, _PLAIN = _Tiles(64, 64, 7, 2), _Tiles(32, 64, 0, 1)
-"""With products of each tile, and without: of ranks so high that their sums would not fit."""
+_SUMMING = {32: _Tiles(64, 64, 7, 3), _MOST_RANK: _Tiles(64, 64, 7, 2)}
+"""With products of each tile, up to this rank."""
+_PLAIN = _Tiles(32, 64, 0, 1)
+"""Without: of ranks so high that their sums would not fit."""
 _WARPS = 4
 _ADDED = 1024  # numbers of a program that adds up parts
 
@@ -76,6 +80,15 @@ def _keep(at, lane_first, ranks, row, rows, rank: tl.constexpr, block: tl.conste
     lane = tl.arange(0, block)
     known = (row < rows)[:, None] & (lane < rank)[None, :]
     place = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * ranks + lane_first + lane[None, :]
+    tl.store(at + place, total, mask=known)
+
+
+@triton.jit
+def _keep_turned(at, column, columns, rank: tl.constexpr, block: tl.constexpr, total):  # type: ignore[no-untyped-def]
+    """These rows' part of a product, [columns, rank] here, into [programs of a column, rank, columns]"""
+    lane = tl.arange(0, block)
+    known = (column < columns)[:, None] & (lane < rank)[None, :]
+    place = (tl.program_id(0).to(tl.int64) * rank + lane)[None, :] * columns + column[:, None]
     tl.store(at + place, total, mask=known)
 
 
@@ -123,13 +136,14 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     d_h_at, gate_at, up_at, thin_gate_at, thin_up_at, b_gate_at, b_up_at, d_thin_at, a_down_at,
-    d_gate_at, d_up_at, h_at, sums_at, thin_gate_row, thin_up_row, rows, columns,
+    d_gate_at, d_up_at, h_at, d_a_at, sums_at, thin_gate_row, thin_up_row, rows, columns,
     rank_gate: tl.constexpr, rank_up: tl.constexpr, rank_down: tl.constexpr,
     block_gate: tl.constexpr, block_up: tl.constexpr, block_down: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, width: tl.constexpr, stages: tl.constexpr,
-    sums: tl.constexpr,
+    sums: tl.constexpr, over_rows: tl.constexpr,
 ):  # fmt: skip
-    """One program, some tiles of a row. d_up may be written where d_h stands: a program reads its tile before."""
+    """One program, some tiles of a row. d_up may be written where d_h stands: a program reads its tile before.
+    `over_rows`: what h is needed for is made of its tile too, so that h is not written."""
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     thin_gate = _left(thin_gate_at, thin_gate_row, row, rows, 0, rank_gate, block_gate)
     thin_up = _left(thin_up_at, thin_up_row, row, rows, 0, rank_up, block_up)
@@ -166,8 +180,12 @@ def _backward(  # type: ignore[no-untyped-def]
         d_up = (d_h * silu).to(kind)
         h = (silu * up).to(kind)
         tl.store(d_gate_at + here, d_gate, mask=inside)
-        tl.store(h_at + here, h, mask=inside)
         tl.store(d_up_at + here, d_up, mask=inside)
+        if over_rows:
+            d_a = tl.dot(tl.trans(h), d_thin)
+            _keep_turned(d_a_at, column, columns, rank_down, block_down, d_a)
+        else:
+            tl.store(h_at + here, h, mask=inside)
         if sums:
             d_thin_gate = tl.dot(d_gate, tl.trans(b_gate), d_thin_gate)
             d_thin_up = tl.dot(d_up, tl.trans(b_up), d_thin_up)
@@ -180,13 +198,15 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add(parts_at, total_at, count, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add(parts_at, total_at, count, parts, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of [parts, count], rounded once"""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     known = place < count
     total = tl.zeros((block,), tl.float32)
-    for part in tl.static_range(parts):
-        total += tl.load(parts_at + part * count + place, mask=known, other=0.0)
+    part_at = parts_at + place
+    for _ in tl.range(0, parts, loop_unroll_factor=8):
+        total += tl.load(part_at, mask=known, other=0.0)
+        part_at += count
     tl.store(total_at + place, total.to(total_at.dtype.element_ty), mask=known)
 
 
@@ -202,39 +222,45 @@ def swiglu_triton(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
     return h, (h @ a_down.T if sums is None else _added(sums, h.dtype))
 
 
-def swiglu_triton_backward(
-    d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def swiglu_triton_backward(d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> Gradients:
     """See `Backward`; d up stands where d_h0 stood."""
-    d_gate, h = torch.empty_like(middle.gate0), torch.empty_like(middle.gate0)
+    d_gate, rank = torch.empty_like(middle.gate0), len(a_down)
     inner = middle.b_gate.shape[1] + middle.b_up.shape[1]
-    tiles, sums = _divided(middle, a_down, inner + len(a_down))
-    if h.numel():
-        _backward[_grid(h, tiles)](
-            d_h0, *middle, d_thin, a_down, d_gate, d_h0, h, h if sums is None else sums,
-            middle.thin_gate.stride(0), middle.thin_up.stride(0), *h.shape, **_sizes(middle, a_down, tiles, sums),
+    tiles, sums = _divided(middle, a_down, inner + rank)
+    over_rows = sums is not None and rank <= _MOST_RANK_OVER_ROWS
+    programs = _grid(d_gate, tiles)
+    h = d_gate if over_rows else torch.empty_like(d_gate)
+    d_a = d_gate.new_empty(programs[0] if over_rows else 0, rank, d_gate.shape[1], dtype=torch.float32)
+    if d_gate.numel():
+        _backward[programs](
+            d_h0, *middle, d_thin, a_down, d_gate, d_h0, h, d_a, d_gate if sums is None else sums,
+            middle.thin_gate.stride(0), middle.thin_up.stride(0), *d_gate.shape,
+            **_sizes(middle, a_down, tiles, sums), over_rows=over_rows,
         )  # fmt: skip
     if sums is None:
         thin = torch.cat([d_gate @ middle.b_gate, d_h0 @ middle.b_up, h @ a_down.T], dim=1)
     else:
-        thin = _added(sums, h.dtype)
-    return d_gate, d_h0, h, thin[:, :inner], thin[:, inner:]
+        thin = _added(sums, d_gate.dtype)
+    d_a_down = _added(d_a, torch.float32) if over_rows else precise(d_thin.T, h, torch.float32)
+    return Gradients(d_gate, d_h0, thin[:, :inner], thin[:, inner:], d_a_down)
 
 
 def _divided(middle: Middle, a_down: Tensor, ranks: int) -> tuple[_Tiles, Tensor | None]:
     """How the middle is divided, and room for the programs' parts of thin products, `ranks` wide altogether."""
-    if max(middle.b_gate.shape[1], middle.b_up.shape[1], len(a_down)) > _MOST_RANK:
+    highest = max(middle.b_gate.shape[1], middle.b_up.shape[1], len(a_down))
+    tiles = next((tiles for most, tiles in _SUMMING.items() if highest <= most), None)
+    if tiles is None:
         return _PLAIN, None
     rows, columns = middle.gate0.shape
-    programs = triton.cdiv(columns, _SUMMING.width(columns))
-    return _SUMMING, middle.gate0.new_empty(programs, rows, ranks, dtype=torch.float32)
+    programs = triton.cdiv(columns, tiles.width(columns))
+    return tiles, middle.gate0.new_empty(programs, rows, ranks, dtype=torch.float32)
 
 
 def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """What the programs have found, together, added and rounded by one kernel."""
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
-        _add[(triton.cdiv(total.numel(), _ADDED),)](parts, total, total.numel(), parts=len(parts), block=_ADDED)
+        _add[(triton.cdiv(total.numel(), _ADDED),)](parts, total, total.numel(), len(parts), block=_ADDED)
     return total
 
 

@@ -24,7 +24,7 @@ from whet.model.lora_products import Adapted, PreciseSum, add_by_pieces_, narrow
 from whet.model.swiglu import Backward, Forward, Middle
 
 _AT_A_TIME, _AT_A_TIME_SPARING = 16384, 4096
-"""Tokens of the backward pass: what is as wide as the middle, three matrices, exists for so many of them at once."""
+"""Tokens of the backward pass: what is as wide as the middle, two or three matrices, exists for so many at once."""
 
 
 def lora_mlp(x: Tensor, gate: Adapted, up: Adapted, down: Adapted, sparing: bool = False) -> Tensor:
@@ -155,27 +155,28 @@ def _backward(
         if needs_x:
             gate_matrix = matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
             up_matrix = matrix_from(up, len(b_up), a_up.shape[1], dtype)
-        d_a_both, d_a_down, d_b_gate, d_b_up, d_b_down = (PreciseSum(adapters[0].dtype) for _ in range(5))
+        d_a_both, d_b_gate, d_b_up, d_b_down = (PreciseSum(adapters[0].dtype) for _ in range(4))
+        d_a_down = torch.zeros_like(a_down_here, dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, max(1, len(gate0)), at_a_time):
             part = slice(start, start + at_a_time)
             x_te, d_te = rows(x)[part], rows(d_y)[part]
             middle = _middle(gate0[part], up0[part], thin[part], bs[0], bs[1])
             d_thin_down = d_te @ bs[2]
-            d_gate, d_up, h_tf, d_thin, thin_down = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_here, middle)
-            d_b_down.add(d_te.T, thin_down)
-            d_a_down.add(d_thin_down.T, h_tf)
-            del h_tf
-            d_b_gate.add(d_gate.T, middle.thin_gate)
-            d_b_up.add(d_up.T, middle.thin_up)
-            d_a_both.add(d_thin.T, x_te)
+            found = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_here, middle)
+            d_a_down += found.d_a_down
+            d_b_down.add(d_te.T, found.thin_down)
+            d_b_gate.add(found.d_gate.T, middle.thin_gate)
+            d_b_up.add(found.d_up.T, middle.thin_up)
+            d_a_both.add(found.d_thin.T, x_te)
             if needs_x:
-                torch.mm(d_thin, a_both, out=d_x[part])
-                add_by_pieces_(add_by_pieces_(d_x[part], d_gate, gate_matrix), d_up, up_matrix)
-        totals = *d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.total
+                torch.mm(found.d_thin, a_both, out=d_x[part])
+                add_by_pieces_(add_by_pieces_(d_x[part], found.d_gate, gate_matrix), found.d_up, up_matrix)
+            del found  # or the next part's would be made beside it
+        totals = *d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.to(a_down.dtype)
         d_as = [total * scale for total, scale in zip(totals, scales, strict=True)]
         d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
-        found = [part for pair in zip(d_as, d_bs, strict=True) for part in pair]
-        return [d_x.view(x.shape) if needs_x else d_x, *found]
+        d_adapters = [part for pair in zip(d_as, d_bs, strict=True) for part in pair]
+        return [d_x.view(x.shape) if needs_x else d_x, *d_adapters]
 
 
 @_backward.register_fake

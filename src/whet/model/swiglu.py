@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.model.lora_products import precise
+
 
 class Middle(NamedTuple):
     """What the middle is made from."""
@@ -28,17 +30,28 @@ class Middle(NamedTuple):
     b_up: Tensor
 
 
+class Gradients(NamedTuple):
+    """What the backward pass finds."""
+
+    d_gate: Tensor
+    """[T, F]"""
+    d_up: Tensor
+    d_thin: Tensor
+    """[T, R of both] d gate · b_gate beside d up · b_up."""
+    thin_down: Tensor
+    """[T, R] h · a_downᵀ"""
+    d_a_down: Tensor
+    """[R, F] d_thin of down, turned, · h: a sum over tokens, in at least fp32."""
+
+
 class Forward(Protocol):
     def __call__(self, middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
         """h [T, F] in the type that came in, computed in at least fp32, and h · a_downᵀ [T, R]."""
 
 
 class Backward(Protocol):
-    def __call__(
-        self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """From d h = d_h0 [T, F] + d_thin [T, R] · a_down [R, F] to d gate, d up, h, d gate · b_gate beside
-        d up · b_up, and h · a_downᵀ. May overwrite d_h0."""
+    def __call__(self, d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> Gradients:
+        """From d h = d_h0 [T, F] + d_thin [T, R] · a_down [R, F]. May overwrite d_h0."""
 
 
 def swiglu(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,16 +60,15 @@ def swiglu(middle: Middle, a_down: Tensor) -> tuple[Tensor, Tensor]:
     return h, h @ a_down.T
 
 
-def swiglu_backward(
-    d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def swiglu_backward(d_h0: Tensor, d_thin: Tensor, a_down: Tensor, middle: Middle) -> Gradients:
     """See `Backward`."""
     dtype = middle.gate0.dtype
     gate, up = _gate_up(middle)
     exact = gate.dtype
     d_h = torch.addmm(d_h0.to(exact), d_thin.to(exact), a_down.to(exact))
     d_gate, d_up, h = (each.to(dtype) for each in gated_backward(d_h, gate, up))
-    return d_gate, d_up, h, torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1), h @ a_down.T
+    d_thin_both = torch.cat([d_gate @ middle.b_gate, d_up @ middle.b_up], dim=1)
+    return Gradients(d_gate, d_up, d_thin_both, h @ a_down.T, precise(d_thin.T, h, exact))
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
