@@ -58,7 +58,9 @@ def bench(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Packed rows in a step.")] = 2,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a row.")] = 4096,
-    steps: Annotated[int, typer.Option(min=2, help="Steps in all.")] = 24,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Steps in all; absent: 24, on a CPU 12.", show_default=False)
+    ] = None,
     warm: Annotated[
         int | None,
         typer.Option(min=1, help="Steps at the start that are not counted; absent: a third of them, at most 8."),
@@ -92,9 +94,10 @@ def bench(
     hush_libraries()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator.type if accelerator else "cpu"
+    count = steps or (24 if accelerator else 12)
     terms = Terms(
-        model=model, mode=mode.value, data=data, rows=rows, length=length, steps=steps,
-        warm=warm or max(1, min(8, steps // 3)),
+        model=model, mode=mode.value, data=data, rows=rows, length=length, steps=count,
+        warm=warm or max(1, min(8, count // 3)),
         precision=(precision or (Precision.BF16 if accelerator else Precision.FP32)).value,
         recompute=recompute.value, tokenizer=tokenizer, device=device,
     )  # fmt: skip
