@@ -60,8 +60,6 @@ class Speed:
 UNSTEADY = 1.25
 """From this spread on, a reader is warned. Steps of the same shape take the same time on a machine that is idle; beside
 other work on two cores the same tool's were seen to take three times as long."""
-
-
 SETTLING = 1.03
 """From this on, too: a tool that compiles as it goes, or a card that changes its clock, was measured on its way."""
 
@@ -79,6 +77,7 @@ class Evenness:
 
 
 def evenness(steps: Steps, warm: int) -> Evenness:
+    """Of all steps after the first `warm`."""
     pairs = itertools.pairwise(steps.ended[warm - 1 :])
     rates = [tokens / (end - begin) for (begin, end), tokens in zip(pairs, steps.tokens[warm:], strict=True)]
     half = (len(rates) + 1) // 2
