@@ -14,7 +14,9 @@ from whet.model.fp8 import cannot_fp8, to_fp8_
 from whet.model.fp8_gated import gated_backward_largest, gated_backward_rounded, gated_largest, gated_rounded
 from whet.model.fp8_linear import tensorwise, tensorwise_emulated
 from whet.model.fp8_mlp import EightBitMLP
-from whet.model.fp8_round import BACKWARD, FORWARD, rounded, rounded_both, rounded_turned, scale_for, scale_of
+from whet.model.fp8_round import (
+    BACKWARD, FORWARD, largest_of, rounded, rounded_both, rounded_now, rounded_turned, scale_for, scale_of,
+)  # fmt: skip
 from whet.model.gated import is_gated_mlp
 
 Make = Callable[..., Any]
@@ -48,12 +50,15 @@ def test_a_turned_matrix_has_the_same_numbers(device: str, shape: Any, dtype: An
     scale = scale_of(matrix, dtype)
     wanted = rounded(matrix, scale, dtype)
     there = matrix.to(device), scale.to(device), dtype
+    assert largest_of(there[0]).item() == matrix.abs().max().item()
+    assert same(rounded_now(*there), wanted)
     assert same(rounded_turned(*there), wanted.t().contiguous())
     straight, turned = rounded_both(*there)
     assert same(straight, wanted)
     assert same(turned, wanted.t().contiguous())
     columns = matrix.t().contiguous().t().to(device)  # other strides, as a compiler may hand over
     assert same(rounded_turned(columns, *there[1:]), wanted.t().contiguous())
+    assert same(rounded_now(columns, *there[1:]).contiguous(), wanted)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 176), (1024, 4096)], ids=str)

@@ -320,7 +320,8 @@ def test_the_operators_keep_torchs_rules(make_model: Make, shape: tuple[int, ...
             [layer.bias for layer in layers if layer.bias is not None],
         )
         matrices = [matrix for layer in layers for matrix in (layer.a, layer.b)]
-        torch.library.opcheck(lora_linear._forward, (x, frozen, biases, matrices, [0.5] * len(layers)))
+        sizes, factors = [1] * len(layers), [0.5] * len(layers)
+        torch.library.opcheck(lora_linear._forward, (x, frozen, sizes, biases, matrices, factors))
 
 
 class Limited(nn.Module):

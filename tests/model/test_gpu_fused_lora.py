@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.model.config import AdapterConfig
+from whet.model.fp8 import cannot_fp8, to_fp8_
 from whet.model.fused_lora import fuse_lora_
 from whet.model.lora import add_adapter, language_model
 from whet.model.precision import HonestDouble
@@ -90,9 +91,35 @@ def test_without_16_bits_it_is_pefts_arithmetic(make_model: Make, dtype: torch.d
     assert max(errors(learn(fused, None), [found.double() for found in learn(plain, None)])) <= bound
 
 
-def test_two_runs_are_bit_equal(make_model: Make) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("worth", [lambda *sizes: True, lambda high, wide, recipe: high >= wide], ids=["all", "some"])
+def test_in_8_bits_the_error_is_that_of_the_roundings(make_model: Make, worth: Any, compile: bool) -> None:
+    reason = cannot_fp8(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    plain = made(make_model, "Llama", torch.bfloat16, 16)
+    fused, exact = copy.deepcopy(plain), _as_loaded(copy.deepcopy(plain).double())
+    assert fuse_lora_(fused) == 6
+    for model in (plain, fused):
+        to_fp8_(language_model(model), "tensorwise", worth=worth)
+    if compile:
+        for layer in decoder_layers(language_model(fused)):
+            layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
+    true, one, other = learn(exact, None), learn(plain, torch.bfloat16), learn(fused, torch.bfloat16)
+    before, after = errors(one, true), errors(other, true)
+    assert min(before) > 0.005
+    assert sum(after) <= 1.1 * sum(before)
+    assert all(b <= 1.5 * a for a, b in zip(before, after, strict=True)), list(zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_two_runs_are_bit_equal(make_model: Make, eight_bit: bool) -> None:
     model = made(make_model, "Llama", torch.bfloat16, 16)
     fuse_lora_(model)
+    if eight_bit:
+        if cannot_fp8(torch.device("cuda")) is not None:
+            pytest.skip("this card has no 8-bit products")
+        to_fp8_(language_model(model), "tensorwise", worth=lambda *sizes: True)
     one, other = learn(model, torch.bfloat16), learn(model, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -20,6 +20,13 @@ _BLOCK, _AT_ONCE = 16384, 2048
 
 
 @triton.jit
+def _round(matrix_at, scale_at, small_at, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    numbers = tl.load(matrix_at + at, mask=at < count, other=0.0).to(tl.float32) * tl.load(scale_at)
+    tl.store(small_at + at, numbers.to(small_at.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
 def _round_turned(  # type: ignore[no-untyped-def]
     matrix_at, scale_at, turned_at, straight_at, rows, columns,
     both: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
@@ -123,6 +130,13 @@ def _gated_backward_round(  # type: ignore[no-untyped-def]
     tl.store(d_gate_turned_at + there, tl.trans(small_gate), mask=turned_inside)
     tl.store(d_up_turned_at + there, tl.trans(small_up), mask=turned_inside)
     tl.store(h_turned_at + there, tl.trans(small_h), mask=turned_inside)
+
+
+def round_straight(matrix: Tensor, scale: Tensor, small: Tensor) -> None:
+    """A contiguous matrix times `scale`, in 8 bits, into `small`."""
+    count = matrix.numel()
+    if count:
+        _round[(triton.cdiv(count, _AT_ONCE),)](matrix, scale, small, count, block=_AT_ONCE, num_warps=4)
 
 
 def round_turned(matrix: Tensor, scale: Tensor, turned: Tensor, straight: Tensor | None = None) -> None:

@@ -110,12 +110,14 @@ class _Tensorwise(torch.autograd.Function):
 
 def multiply(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, emulate: bool,
-    fast: bool = False,
+    fast: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """left · right without their scales. `right` lies in memory column by column; `emulate` multiplies in fp32."""
     if emulate:
         with torch.autocast(left.device.type, enabled=False):
-            return torch.mm(left.float() / left_scale, right.float() / right_scale).to(dtype)
+            y = torch.mm(left.float() / left_scale, right.float() / right_scale).to(dtype)
+        return y if out is None else out.copy_(y)
+    into = {} if out is None else {"out": out}
     return torch._scaled_mm(
-        left, right, left_scale.reciprocal(), right_scale.reciprocal(), out_dtype=dtype, use_fast_accum=fast
+        left, right, left_scale.reciprocal(), right_scale.reciprocal(), out_dtype=dtype, use_fast_accum=fast, **into
     )

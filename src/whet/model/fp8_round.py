@@ -39,6 +39,21 @@ def rounded(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.to(torch.float32) * scale).to(dtype)
 
 
+def largest_of(matrix: Tensor) -> Tensor:
+    """Its largest number without its sign, in one pass where no compiler sees it; 0 of an empty one."""
+    return torch.linalg.vector_norm(matrix, torch.inf) if matrix.numel() else matrix.new_zeros(())
+
+
+def rounded_now(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rounded`, in one pass where no compiler sees it."""
+    kernels = kernels_for(matrix)
+    if kernels is None:
+        return rounded(matrix, scale, dtype)
+    straight = _like(matrix, dtype)
+    kernels.round_straight(matrix.contiguous(), scale, straight)
+    return straight
+
+
 @torch.library.custom_op(
     "whet::rounded_turned", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> Tensor"
 )

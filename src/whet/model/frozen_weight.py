@@ -1,4 +1,5 @@
-"""The frozen matrix of a linear layer, as the tensors it is kept in: itself, or 4-bit numbers and their scales.
+"""The frozen matrix of a linear layer, as the tensors it is kept in: itself, itself and the scale that it gets in 8
+bits, or 4-bit numbers and their scales.
 
 A fused operator takes the tensors and makes the matrix inside, in the forward and again in the backward pass, so that
 the matrix of a 4-bit layer is never kept and the compiler sees the same operator for every layer.
@@ -12,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.model.fp8_linear import EightBitLinear, tensorwise, tensorwise_emulated
+from whet.model.fp8_round import FORWARD, scale_of
+
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # as bitsandbytes packs NF4 with double quantisation
 
 
 def has_known_weight(layer: nn.Module) -> bool:
-    """Whether it is an ordinary linear layer, in 16 bits and more or in NF4; subclasses compute something else."""
-    if type(layer) is nn.Linear:
+    """Whether it is an ordinary linear layer, in 16 bits and more or in NF4, or multiplies in 8 bits with one scale for
+    each matrix; other subclasses compute something else."""
+    if type(layer) is nn.Linear or _is_tensorwise(layer):
         return True
     state: Any = getattr(getattr(layer, "weight", None), "quant_state", None)
     return (
@@ -29,9 +34,20 @@ def has_known_weight(layer: nn.Module) -> bool:
     )
 
 
+def _is_tensorwise(layer: nn.Module) -> bool:
+    return isinstance(layer, EightBitLinear) and layer.product in (tensorwise, tensorwise_emulated)
+
+
+def is_eight_bit(parts: Sequence[Tensor]) -> bool:
+    """Whether the matrix is to be multiplied in 8 bits."""
+    return len(parts) == 2
+
+
 def parts_of(layer: Any) -> list[Tensor]:
-    """What `matrix_from` makes the matrix of."""
+    """What the matrix is kept in. A layer that multiplies in 8 bits does so while it is trained only."""
     state = getattr(layer.weight, "quant_state", None)
+    if _is_tensorwise(layer) and layer.training:
+        return [layer.weight, scale_of(layer.weight, FORWARD)]
     if state is None:
         return [layer.weight]
     return [layer.weight.data, state.absmax, state.state2.absmax, state.state2.code, state.offset]
@@ -44,7 +60,7 @@ def computes_in(layer: Any) -> torch.dtype:
 
 
 def matrix_from(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """[out, in] in `dtype`; a matrix that has that type already is not copied."""
+    """[out, in] in `dtype`, of one that is not for 8 bits; a matrix that has that type already is not copied."""
     if len(parts) == 1:
         return parts[0].to(dtype)
     packed, scales, scales_of_scales, code, offset = parts

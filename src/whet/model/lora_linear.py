@@ -9,13 +9,13 @@ Shape letters: T tokens, E width of the input, O of an output, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whet.model.frozen_weight import matrix_from
+from whet.model.frozen_product import Frozen, Gradient, Operand, split, total
 from whet.model.lora_products import Adapted, narrowed, precise, rows
 
 
@@ -24,6 +24,7 @@ def lora_linear(x: Tensor, *layers: Adapted) -> list[Tensor]:
     outputs: list[Tensor] = _forward(
         x,
         [part for layer in layers for part in layer.frozen],
+        [len(layer.frozen) for layer in layers],
         [layer.bias for layer in layers if layer.bias is not None],
         [matrix for layer in layers for matrix in (layer.a, layer.b)],
         [layer.scale for layer in layers],
@@ -34,30 +35,33 @@ def lora_linear(x: Tensor, *layers: Adapted) -> list[Tensor]:
 @torch.library.custom_op(
     "whet::lora_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor[] frozen, Tensor[] biases, Tensor[] adapters, float[] scales) -> Tensor[]",
+    schema="(Tensor x, Tensor[] frozen, int[] sizes, Tensor[] biases, Tensor[] adapters, float[] scales) -> Tensor[]",
 )
 def _forward(
-    x: Tensor, frozen: Sequence[Tensor], biases: Sequence[Tensor], adapters: Sequence[Tensor], scales: Sequence[float]
-) -> list[Tensor]:
+    x: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int], biases: Sequence[Tensor], adapters: Sequence[Tensor],
+    scales: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
     """The outputs, and x·[scaled A of each]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = rows(x)
+        operand = Operand(x_te)
         scaled = list(zip(adapters[::2], scales, strict=True))
         a_all, *bs = narrowed([scaled, *([(b, 1.0)] for b in adapters[1::2])], x.dtype)
         thin = x_te @ a_all.T
         outputs = []
-        for number, (b, part) in enumerate(zip(bs, _split(thin, adapters), strict=True)):
-            y_to = torch.addmm(biases[number].to(x.dtype), part, b.T) if biases else part @ b.T
-            matrix = _matrix(number, frozen, adapters, x.dtype)
-            outputs.append(y_to.addmm_(x_te, matrix.T).view(*x.shape[:-1], len(b)))
-            del matrix  # of a 4-bit layer: or the next would be made beside it
+        for number, (matrix, b, part) in enumerate(
+            zip(_matrices(frozen, sizes, adapters, x.dtype), bs, _split(thin, adapters), strict=True)
+        ):
+            y_to = total([(operand, matrix)], (part, b.T), biases[number] if biases else None)
+            outputs.append(y_to.view(*x.shape[:-1], len(b)))
         return [*outputs, thin]
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, frozen: Sequence[Tensor], biases: Sequence[Tensor], adapters: Sequence[Tensor], scales: Sequence[float]
-) -> list[Tensor]:
+    x: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int], biases: Sequence[Tensor], adapters: Sequence[Tensor],
+    scales: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
     outputs = [x.new_empty(*x.shape[:-1], len(b)) for b in adapters[1::2]]
     return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(len(a) for a in adapters[::2]))]
 
@@ -65,12 +69,12 @@ def _(
 @torch.library.custom_op(
     "whet::lora_linear_backward",
     mutates_args=(),
-    schema="(Tensor[] d_outputs, Tensor x, Tensor thin, Tensor[] frozen, Tensor[] adapters, float[] scales, "
-    "bool needs_x) -> Tensor[]",
+    schema="(Tensor[] d_outputs, Tensor x, Tensor thin, Tensor[] frozen, int[] sizes, Tensor[] adapters, "
+    "float[] scales, bool needs_x) -> Tensor[]",
 )
 def _backward(
-    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], adapters: Sequence[Tensor],
-    scales: Sequence[float], needs_x: bool,
+    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
+    adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x (empty if it needs none) and of the adapters."""
     with torch.autocast(x.device.type, enabled=False):
@@ -86,25 +90,21 @@ def _backward(
         d_as = list(sums) if len(outer) == 1 else [part.clone() for part in sums]
         d_x = x.new_empty(0)
         if needs_x:
-            d_x = d_thin @ a_all
-            for number, d_y in enumerate(outer):
-                matrix = _matrix(number, frozen, adapters, x.dtype)
-                d_x.addmm_(d_y, matrix)
-                del matrix
-            d_x = d_x.view(x.shape)
+            terms = list(zip(map(Gradient, outer), _matrices(frozen, sizes, adapters, x.dtype), strict=True))
+            d_x = total(terms, (d_thin, a_all)).view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
 
 
 @_backward.register_fake
 def _(
-    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], adapters: Sequence[Tensor],
-    scales: Sequence[float], needs_x: bool,
+    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
+    adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, frozen, biases, adapters, ctx.scales = inputs
+    x, frozen, ctx.frozen_sizes, biases, adapters, ctx.scales = inputs
     ctx.set_materialize_grads(False)  # nothing depends on the thin products but the outputs
     ctx.sizes = len(biases), len(adapters)
     ctx.save_for_backward(x, output[-1], *adapters, *frozen)
@@ -119,18 +119,19 @@ def _gradients(ctx: Any, d_outputs: list[Tensor | None]) -> tuple[Any, ...]:
         for d_y, b in zip(d_outputs[:-1], adapters[1::2], strict=True)
     ]
     needs_x = ctx.needs_input_grad[0]
-    d_x, *found = _backward(outer, x, thin, frozen, adapters, ctx.scales, needs_x)
-    return d_x if needs_x else None, [None] * len(frozen), [None] * biases, found, None
+    d_x, *found = _backward(outer, x, thin, frozen, ctx.frozen_sizes, adapters, ctx.scales, needs_x)
+    return d_x if needs_x else None, [None] * len(frozen), None, [None] * biases, found, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def _matrix(number: int, frozen: Sequence[Tensor], adapters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """W [O, E] of a layer; it is as high and wide as its adapter says."""
-    size = 2 * len(frozen) // len(adapters)
-    a, b = adapters[2 * number : 2 * number + 2]
-    return matrix_from(frozen[number * size : (number + 1) * size], len(b), a.shape[1], dtype)
+def _matrices(
+    frozen: Sequence[Tensor], sizes: Sequence[int], adapters: Sequence[Tensor], dtype: torch.dtype
+) -> Iterator[Frozen]:
+    """Those of the layers, one after another."""
+    for parts, a, b in zip(split(frozen, sizes), adapters[::2], adapters[1::2], strict=True):
+        yield Frozen(parts, a, b, dtype)
 
 
 def _split(thin: Tensor, adapters: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ Shape letters: T tokens, E width, F width of the middle, R rank.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from whet.core.imports import has_triton
 from whet.model import swiglu as by_torch
-from whet.model.frozen_weight import matrix_from
-from whet.model.lora_products import Adapted, PreciseSum, add_by_pieces_, narrowed, rows
+from whet.model.frozen_product import PIECE, Frozen, Gradient, Operand, split, total
+from whet.model.lora_products import Adapted, PreciseSum, narrowed, rows
 from whet.model.swiglu import Backward, Forward, Middle
 
 _AT_A_TIME, _AT_A_TIME_SPARING = 16384, 4096
@@ -48,7 +47,7 @@ class _LoraMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, at_a_time: int, sizes: list[int], scales: list[float], gate_bias: Tensor | None,
         up_bias: Tensor | None, down_bias: Tensor | None, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
-        adapters, (gate, up, down) = tensors[:6], _split(tensors[6:], sizes)
+        adapters, (gate, up, down) = tensors[:6], split(tensors[6:], sizes)
         gate0, up0, thin = _inward(x, gate, up, gate_bias, up_bias, adapters[:4], scales[:2])
         y: Tensor = _outward(gate0, up0, thin, down, down_bias, adapters, scales[2])
         ctx.save_for_backward(x, gate0, up0, thin, *tensors)
@@ -59,14 +58,9 @@ class _LoraMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate0, up0, thin, *tensors = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[0]
-        frozen = _split(tensors[6:], ctx.sizes)
+        frozen = split(tensors[6:], ctx.sizes)
         d_x, *found = _backward(grads[0], x, gate0, up0, thin, *frozen, tensors[:6], ctx.scales, ctx.at_a_time, needs_x)
         return d_x if needs_x else None, *[None] * 6, *found, *[None] * sum(ctx.sizes)
-
-
-def _split(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    ends = list(itertools.accumulate(sizes))
-    return [list(parts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 @torch.library.custom_op(
@@ -82,8 +76,9 @@ def _inward(
     """Gate without its adapter's part, up likewise, x·[scaled A of gate; of up]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = rows(x)
-        gate0 = _product(x_te, gate, adapters[0:2], gate_bias)
-        up0 = _product(x_te, up, adapters[2:4], up_bias)
+        operand, (a_gate, b_gate, a_up, b_up) = Operand(x_te), adapters
+        gate0 = total([(operand, Frozen(gate, a_gate, b_gate, x.dtype))], bias=gate_bias)
+        up0 = total([(operand, Frozen(up, a_up, b_up, x.dtype))], bias=up_bias)
         (a_both,) = narrowed([list(zip(adapters[::2], scales, strict=True))], x.dtype)
         return gate0, up0, x_te @ a_both.T
 
@@ -113,12 +108,11 @@ def _outward(
     """y [T, E]"""
     dtype, (_, b_gate, _, b_up, a_down, b_down) = gate0.dtype, adapters
     with torch.autocast(gate0.device.type, enabled=False):
-        matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
+        matrix = Frozen(down, a_down, b_down, dtype)
         stacks = [[(b_gate, 1.0)], [(b_up, 1.0)], [(a_down, scale)], [(b_down, 1.0)]]
         b_gate, b_up, a_down, b_down = narrowed(stacks, dtype)
         h_tf, thin_down = _swiglu(gate0)[0](_middle(gate0, up0, thin, b_gate, b_up), a_down)
-        y_te = thin_down @ b_down.T if down_bias is None else torch.addmm(down_bias.to(dtype), thin_down, b_down.T)
-        return add_by_pieces_(y_te, h_tf, matrix.T)
+        return total([(Operand(h_tf), matrix)], (thin_down, b_down.T), down_bias, piece=PIECE)
 
 
 @_outward.register_fake
@@ -150,11 +144,9 @@ def _backward(
             ],
             dtype,
         )  # fmt: skip
-        down_matrix = matrix_from(down, len(b_down), a_down.shape[1], dtype)
+        gate_fe, up_fe = Frozen(gate, a_gate, b_gate, dtype), Frozen(up, a_up, b_up, dtype)
+        down_ef = Frozen(down, a_down, b_down, dtype)
         d_x = torch.empty_like(rows(x)) if needs_x else x.new_empty(0)
-        if needs_x:
-            gate_matrix = matrix_from(gate, len(b_gate), a_gate.shape[1], dtype)
-            up_matrix = matrix_from(up, len(b_up), a_up.shape[1], dtype)
         d_a_both, d_b_gate, d_b_up, d_b_down = (PreciseSum(adapters[0].dtype) for _ in range(4))
         d_a_down = torch.zeros_like(a_down_here, dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, max(1, len(gate0)), at_a_time):
@@ -162,16 +154,18 @@ def _backward(
             x_te, d_te = rows(x)[part], rows(d_y)[part]
             middle = _middle(gate0[part], up0[part], thin[part], bs[0], bs[1])
             d_thin_down = d_te @ bs[2]
-            found = _swiglu(x)[1](d_te @ down_matrix, d_thin_down, a_down_here, middle)
+            d_h0 = total([(Gradient(d_te), down_ef)])
+            found = _swiglu(x)[1](d_h0, d_thin_down, a_down_here, middle)
             d_a_down += found.d_a_down
             d_b_down.add(d_te.T, found.thin_down)
             d_b_gate.add(found.d_gate.T, middle.thin_gate)
             d_b_up.add(found.d_up.T, middle.thin_up)
             d_a_both.add(found.d_thin.T, x_te)
             if needs_x:
-                torch.mm(found.d_thin, a_both, out=d_x[part])
-                add_by_pieces_(add_by_pieces_(d_x[part], found.d_gate, gate_matrix), found.d_up, up_matrix)
-            del found  # or the next part's would be made beside it
+                terms = [(Gradient(found.d_gate), gate_fe), (Gradient(found.d_up), up_fe)]
+                total(terms, (found.d_thin, a_both), piece=PIECE, out=d_x[part])
+                del terms
+            del found, d_h0  # or the next part's would be made beside it
         totals = *d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.to(a_down.dtype)
         d_as = [total * scale for total, scale in zip(totals, scales, strict=True)]
         d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
@@ -186,13 +180,6 @@ def _(
     adapters: Sequence[Tensor], scales: Sequence[float], at_a_time: int, needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
-
-
-def _product(x: Tensor, frozen: Sequence[Tensor], adapter: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """x·Wᵀ + bias; W is as high and wide as the adapter says."""
-    a, b = adapter
-    matrix = matrix_from(frozen, len(b), a.shape[1], x.dtype)
-    return x @ matrix.T if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T)
 
 
 def _middle(gate0: Tensor, up0: Tensor, thin: Tensor, b_gate: Tensor, b_up: Tensor) -> Middle:

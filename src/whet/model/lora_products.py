@@ -19,8 +19,6 @@ Job = tuple[Tensor, float, Tensor]
 """A matrix, what it is multiplied by, and where to."""
 _ALIGNED = 64
 """Matrices begin at multiples of so many numbers, as products like them to."""
-_PIECE = 4096
-"""Tokens that are multiplied with a large matrix at a time."""
 
 
 class Adapted(NamedTuple):
@@ -109,14 +107,6 @@ def precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     exact = torch.promote_types(dtype, torch.float32)
     return (left.to(exact) @ right.to(exact)).to(dtype)
-
-
-def add_by_pieces_(y: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-    """y += x · matrix, some tokens at a time: with 16 384 tokens and a matrix as large as those of an MLP it is a few
-    hundredths faster so, because more of what is read stays in the cache."""
-    for part, of_x in zip(y.split(_PIECE), x.split(_PIECE), strict=True):
-        part.addmm_(of_x, matrix)
-    return y
 
 
 class PreciseSum:
