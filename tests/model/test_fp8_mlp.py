@@ -15,8 +15,16 @@ from whet.model.fp8_gated import gated_backward_largest, gated_backward_rounded,
 from whet.model.fp8_linear import tensorwise, tensorwise_emulated
 from whet.model.fp8_mlp import EightBitMLP
 from whet.model.fp8_round import (
-    BACKWARD, FORWARD, largest_of, rounded, rounded_both, rounded_now, rounded_turned, scale_for, scale_of,
-)  # fmt: skip
+    BACKWARD,
+    FORWARD,
+    largest_of,
+    rounded,
+    rounded_both,
+    rounded_now,
+    rounded_turned,
+    scale_for,
+    scale_of,
+)
 from whet.model.gated import is_gated_mlp
 
 Make = Callable[..., Any]
