@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.model import fused_lora, lora_linear, lora_mlp
+from whet.model import frozen_product, fused_lora, lora_linear, lora_mlp
 from whet.model.config import AdapterConfig
 from whet.model.flops import work_of
+from whet.model.frozen_weight import matrix_from
 from whet.model.fused_lora import fuse_lora_, spare_memory_
 from whet.model.head import head_of
 from whet.model.lora import add_adapter, language_model, merge
@@ -291,6 +293,27 @@ def test_nothing_is_computed_for_an_input_that_needs_no_gradient(
     _, fused, _ = both(make_model("Llama"))
     learn(fused)
     assert sizes == [14 * 32, 14 * 32, 14 * 32, 0]  # o and q k v, from the last layer to the first
+
+
+def test_matrices_that_are_made_for_a_product_are_gone_before_the_next_is_made(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 4-bit layers are as large as if they were not in 4 bits."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def make(*given: Any) -> Tensor:
+        matrix = matrix_from(*given).clone()
+        made.append(weakref.ref(matrix))
+        alive.append(sum(each() is not None for each in made))
+        return matrix
+
+    monkeypatch.setattr(frozen_product, "matrix_from", make)
+    _, fused, _ = both(make_model("Llama", num_hidden_layers=1))
+    fused.get_input_embeddings().weight.requires_grad_()  # so that gradients flow through q, k and v
+    learn(fused)
+    forward = [1, 1, 1, 1, 1, 1, 1]  # q, k, v, o, gate, up, down
+    assert alive == [*forward, 1, 2, 3, 1, 1, 1, 1]  # down, gate and up, which are used for each part of the tokens
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (1, 5, 32), (2, 3, 32), (0, 32)], ids=str)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from whet.config import read_config
+from whet.model import frozen_product
 from whet.model.builtin import builtin_folder
 from whet.model.fp8 import cannot_fp8
+from whet.model.fp8_linear import multiply
 from whet.recipe.train import train
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +72,20 @@ def test_it_learns_what_bf16_learns(tmp_path: Path, wide: Path, options: tuple[s
     assert found == pytest.approx(wanted, rel=0.05)
     assert found != wanted
     assert found[-1] < 0.9 * found[0]
+
+
+def test_adapters_are_computed_together_with_layers_in_8_bits(
+    tmp_path: Path, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[int] = []
+
+    def spy(*given: Any, **settings: Any) -> Tensor:
+        products.append(len(given[0]))
+        return multiply(*given, **settings)
+
+    monkeypatch.setattr(frozen_product, "multiply", spy)
+    _run(tmp_path / "fp8", wide, "train.precision=fp8", "adapter.rank=16", "train.steps=2")
+    assert len(products) >= 2 * 2 * (5 + 4)  # steps, layers, forward and back; where nothing is trained, not back
 
 
 def test_rowwise_too(tmp_path: Path, wide: Path) -> None:

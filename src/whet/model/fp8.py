@@ -66,6 +66,7 @@ def to_fp8_(
         # the module stays the same object: adapters around it, hooks and names hold on
         module.__class__ = EightBitLinear
         module.product = product  # type: ignore[assignment]
+        module.is_tensorwise = recipe == "tensorwise"  # type: ignore[assignment]
     if recipe == "tensorwise":
         for mlp in language_model.modules():
             if _is_whole_mlp(mlp):

@@ -34,6 +34,8 @@ class EightBitLinear(nn.Linear):
     """
 
     product: Product
+    is_tensorwise: bool
+    """Whether it has the one scale for each matrix that fused adapters know."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

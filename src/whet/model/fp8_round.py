@@ -45,10 +45,10 @@ def largest_of(matrix: Tensor) -> Tensor:
 
 
 def rounded_now(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rounded`, in one pass where no compiler sees it."""
+    """`rounded` row by row, in one pass where no compiler sees it."""
     kernels = kernels_for(matrix)
     if kernels is None:
-        return rounded(matrix, scale, dtype)
+        return rounded(matrix.contiguous(), scale, dtype)
     straight = _like(matrix, dtype)
     kernels.round_straight(matrix.contiguous(), scale, straight)
     return straight

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,26 +85,29 @@ Term = tuple[Operand, Frozen]
 
 
 def total(
-    terms: Sequence[Term], thin: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, *,
+    terms: Iterable[Term], thin: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, *,
     piece: int | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The sum of `terms`, of the product of two `thin` matrices [T, R] and [R, …] and of a bias; by so many tokens at a
     time, and into `out`, if given.
 
     A product can be added to what is there at no further pass over memory, so the thin one is made first; but not one
-    in 8 bits, so those come before it.
+    in 8 bits, so those come before it. What is made of one term is gone before the next one's is made, if nobody else
+    holds it.
     """
-    y = None
+    y, later = None, []
     for x, frozen in terms:
         if frozen.is_eight_bit:
             y = _in_eight_bits(x, frozen, out) if y is None else y.add_(_in_eight_bits(x, frozen))
+        else:
+            later.append((x, frozen))
     if y is not None and bias is not None:
         y += bias
     if thin is not None:
         y = _plus(y, *thin, bias, out)
-    for x, frozen in terms:
-        if not frozen.is_eight_bit:
-            y = _plus(y, x.matrix, frozen.matrix if x.is_gradient else frozen.matrix.T, bias, out, piece)
+    while later:
+        x, frozen = later.pop(0)
+        y = _plus(y, x.matrix, frozen.matrix if x.is_gradient else frozen.matrix.T, bias, out, piece)
     assert y is not None
     return y
 

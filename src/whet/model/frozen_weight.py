@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.model.fp8_linear import EightBitLinear, tensorwise, tensorwise_emulated
-from whet.model.fp8_round import FORWARD, scale_of
+from whet.model.fp8_round import FORWARD, largest_of, scale_for
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # as bitsandbytes packs NF4 with double quantisation
 
@@ -35,7 +34,7 @@ def has_known_weight(layer: nn.Module) -> bool:
 
 
 def _is_tensorwise(layer: nn.Module) -> bool:
-    return isinstance(layer, EightBitLinear) and layer.product in (tensorwise, tensorwise_emulated)
+    return getattr(layer, "is_tensorwise", False)
 
 
 def is_eight_bit(parts: Sequence[Tensor]) -> bool:
@@ -47,7 +46,7 @@ def parts_of(layer: Any) -> list[Tensor]:
     """What the matrix is kept in. A layer that multiplies in 8 bits does so while it is trained only."""
     state = getattr(layer.weight, "quant_state", None)
     if _is_tensorwise(layer) and layer.training:
-        return [layer.weight, scale_of(layer.weight, FORWARD)]
+        return [layer.weight, scale_for(largest_of(layer.weight), FORWARD)]
     if state is None:
         return [layer.weight]
     return [layer.weight.data, state.absmax, state.state2.absmax, state.state2.code, state.offset]

@@ -9,6 +9,7 @@ Shape letters: T tokens, E width of the input, O of an output, R rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,10 +50,9 @@ def _forward(
         a_all, *bs = narrowed([scaled, *([(b, 1.0)] for b in adapters[1::2])], x.dtype)
         thin = x_te @ a_all.T
         outputs = []
-        for number, (matrix, b, part) in enumerate(
-            zip(_matrices(frozen, sizes, adapters, x.dtype), bs, _split(thin, adapters), strict=True)
-        ):
-            y_to = total([(operand, matrix)], (part, b.T), biases[number] if biases else None)
+        matrices, given = _matrices(frozen, sizes, adapters, x.dtype), biases or itertools.repeat(None, len(bs))
+        for matrix, b, part, bias in zip(matrices, bs, _split(thin, adapters), given, strict=True):
+            y_to = total([(operand, matrix)], (part, b.T), bias)
             outputs.append(y_to.view(*x.shape[:-1], len(b)))
         return [*outputs, thin]
 
@@ -90,7 +90,7 @@ def _backward(
         d_as = list(sums) if len(outer) == 1 else [part.clone() for part in sums]
         d_x = x.new_empty(0)
         if needs_x:
-            terms = list(zip(map(Gradient, outer), _matrices(frozen, sizes, adapters, x.dtype), strict=True))
+            terms = zip(map(Gradient, outer), _matrices(frozen, sizes, adapters, x.dtype), strict=True)
             d_x = total(terms, (d_thin, a_all)).view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
 

@@ -162,12 +162,13 @@ def _backward(
             d_b_up.add(found.d_up.T, middle.thin_up)
             d_a_both.add(found.d_thin.T, x_te)
             if needs_x:
-                terms = [(Gradient(found.d_gate), gate_fe), (Gradient(found.d_up), up_fe)]
-                total(terms, (found.d_thin, a_both), piece=PIECE, out=d_x[part])
-                del terms
+                total(
+                    zip(map(Gradient, (found.d_gate, found.d_up)), (gate_fe, up_fe), strict=True),
+                    (found.d_thin, a_both), piece=PIECE, out=d_x[part],
+                )  # fmt: skip
             del found, d_h0  # or the next part's would be made beside it
         totals = *d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.to(a_down.dtype)
-        d_as = [total * scale for total, scale in zip(totals, scales, strict=True)]
+        d_as = [d_a * scale for d_a, scale in zip(totals, scales, strict=True)]
         d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
         d_adapters = [part for pair in zip(d_as, d_bs, strict=True) for part in pair]
         return [d_x.view(x.shape) if needs_x else d_x, *d_adapters]

@@ -208,8 +208,9 @@ def build_model(
 
 
 def _fuses(config: Config, arithmetic: Arithmetic, device: torch.device) -> bool:
-    """Whether adapters are computed together with their layers."""
-    return config.adapter is not None and device.type == "cuda" and arithmetic.name not in _EIGHT_BITS
+    """Whether adapters are computed together with their layers; those of torchao compute by themselves."""
+    by_torchao = _EIGHT_BITS.get(arithmetic.name) == "rowwise"
+    return config.adapter is not None and device.type == "cuda" and not by_torchao
 
 
 def attend(config: Config, plain: nn.Module, arithmetic: Arithmetic, device: torch.device, typical: float) -> None:
