@@ -1,6 +1,8 @@
 """Whether training in 8 bits learns what training in 16 bits learns: the same real model, data and order, side by side.
 
-    python bench/fp8_curve.py DATA [STEPS] [MODEL]      default: 500 steps of builtin:smollm2; a CUDA card with fp8
+    python bench/fp8_curve.py DATA [STEPS] [MODEL] [RANK]
+
+Default: 500 steps of all weights of builtin:smollm2; with a RANK, of an adapter. It takes a CUDA card with fp8.
 
 Four runs: bf16 with two seeds, whose difference is what chance does, then fp8 and fp8-rowwise with the first seed.
 Every matrix of the decoder multiplies in 8 bits, also those that whet itself would leave in 16, because they are too
@@ -29,28 +31,29 @@ RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8-rowwise", 1)]
 FIFTHS = 5
 
 
-def main(data: str, steps: str = "500", model: str = "builtin:smollm2") -> None:
+def main(data: str, steps: str = "500", model: str = "builtin:smollm2", rank: str = "0") -> None:
     be_quiet()
     parts.to_fp8_ = functools.partial(fp8.to_fp8_, worth=lambda *shape: True)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for precision, seed in RUNS:
             name = f"{precision}, seed {seed}"
-            found[name] = curve(Path(scratch), data, int(steps), model, precision, seed)
+            found[name] = curve(Path(scratch), data, int(steps), model, int(rank), precision, seed)
             numbers = " ".join(f"{loss:.4f}" for loss in found[name]["losses"])
             print(f"{name:22} {numbers} | validation {found[name]['validation']:.4f}", flush=True)  # noqa: T201
     print(json.dumps(found))  # noqa: T201
 
 
-def curve(scratch: Path, data: str, steps: int, model: str, precision: str, seed: int) -> dict[str, Any]:
+def curve(scratch: Path, data: str, steps: int, model: str, rank: int, precision: str, seed: int) -> dict[str, Any]:
     folder = scratch / f"{precision}-{seed}"
     recipe = {
         "run": {"dir": str(folder), "seed": seed},
         "model": {"path": model},
+        **({"adapter": {"rank": rank}} if rank else {}),
         "data": {"sources": [{"path": data}], "validation": {"fraction": 0.05}, "max_length": 1024},
         "train": {
             "steps": steps, "batch": {"conversations": 32}, "micro_rows": 8, "precision": precision,
-            "optimizer": {"lr": 3e-4}, "schedule": {"name": "cosine"},
+            "optimizer": {"lr": 2e-3 if rank else 3e-4}, "schedule": {"name": "cosine"},
         },
         "eval": {"at_start": False},
         "export": {"at_end": "none"},
