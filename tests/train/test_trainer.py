@@ -20,7 +20,7 @@ from whet.core.errors import RunFailedError, StoppedError
 from whet.core.ranks import Ranks
 from whet.data.loader import StepTotals
 from whet.model.flops import Span, Work
-from whet.parallel.compile import compile_count
+from whet.parallel.replay import made_so_far
 from whet.train import passes, trainer
 from whet.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from whet.train.guard import Guard
@@ -37,7 +37,7 @@ class NoPasses:
     """Of a step, which may have begun."""
 
     def __init__(self, model: Any, loader: Any, step: int, **rest: Any) -> None:
-        self.step, self.has_begun, self.compiled = step, False, compile_count()
+        self.step, self.has_begun, self.made_before = step, False, made_so_far()
 
     def begin(self) -> None:
         self.has_begun = True
@@ -327,12 +327,12 @@ def test_what_is_compiled_for_the_next_step_does_not_make_this_one_cold(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = [0]
-    monkeypatch.setattr(passes, "compile_count", lambda: compiled[0])
+    monkeypatch.setattr(passes, "made_so_far", lambda: compiled[0])
 
     class Compiling(NoPasses):
         def __init__(self, *given: Any, **rest: Any) -> None:
             super().__init__(*given, **rest)
-            self.compiled = compiled[0]
+            self.made_before = compiled[0]
 
         def begin(self) -> None:
             super().begin()

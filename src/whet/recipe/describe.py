@@ -10,6 +10,7 @@ from whet.model.fp8 import in_fp8
 from whet.model.peaks import device_name, device_peak
 from whet.model.quantize import numbers_in
 from whet.parallel.compile import compiles
+from whet.parallel.replay import records
 from whet.recipe.loop import Assembled
 
 
@@ -41,5 +42,6 @@ def describe_plan(run: Assembled) -> dict[str, Any]:
         "eight_bit_layers": in_fp8(run.root),
         "attention": attention.serving(run.root.language_model),
         "compiled": compiles(config.model.compile, device, run.arithmetic.compute),
+        "recorded": records(run.root),
         **config.parallel.model_dump(),
     }

@@ -24,12 +24,14 @@ from whet.data.plan import Plan
 from whet.data.pool import beside
 from whet.infer.tasks.find import find_tasks
 from whet.model.fp8 import in_fp8
+from whet.model.peaks import device_peak
 from whet.model.quantize import MOST, need_bitsandbytes, plain_bytes, quantized_part
 from whet.model.shapes import is_random
 from whet.parallel.apply import apply
 from whet.parallel.compile import compiles
 from whet.parallel.mesh import Mesh, arrange
 from whet.parallel.offload import keep_state_on_host
+from whet.parallel.replay import forget, replay_
 from whet.parallel.replicate import start_equal, sum_in_fp32
 from whet.parallel.shard import is_sharded
 from whet.parallel.ulysses import work_together
@@ -175,6 +177,8 @@ def _assemble(
     compiling = compiles(config.model.compile, ranks.device, arithmetic.compute)
     work_together(root, mesh)
     apply(root.language_model, config.parallel, compiling)  # after the probe, whose short rows would be compiled too
+    if compiling and ranks.device.type == "cuda" and ranks.world == 1 and config.parallel.offload == "none":
+        replay_(root, config.train.micro_rows * config.row_length, device_peak(ranks.device, arithmetic.name))
     if mesh.weights is None:
         start_equal(root, ranks)
     if config.parallel.offload == "weights":  # torchrun gives each process one thread, and the host takes the steps
@@ -263,6 +267,7 @@ def _finish(run: Assembled, folder: RunFolder) -> None:
 def _ship(run: Assembled, kind: str, step: int) -> None:
     """From the last checkpoint: what was trained in memory gives it back first."""
     divided = is_sharded(run.root)
+    forget(run.root)
     run.optimizer.state.clear()
     for tensor in () if divided else (*run.root.parameters(), *run.root.buffers()):
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

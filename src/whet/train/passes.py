@@ -16,7 +16,7 @@ from whet.data.loader import Loader
 from whet.data.saved_step import SavedStep
 from whet.model.cross_entropy import LossSum
 from whet.model.loss import LossModel
-from whet.parallel.compile import compile_count
+from whet.parallel.replay import made_so_far
 from whet.parallel.shard import sums_now
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Passes(Iterator[LossSum]):
         self._device, self._seed, self._arithmetic = device, seed, arithmetic
         self._weight = loss_scale / self.supervised if self.supervised else math.nan
         self._batches, self._count = Timed(loader.micro_batches(step)), loader.count(step)
-        self.compiled = compile_count()  # before any of them
+        self.made_before = made_so_far()
         self._made = 0
         self._first: LossSum | None = None
 
@@ -100,9 +100,9 @@ class Ahead:
     def drop(self) -> None:
         self._begun = None
 
-    def compiled_before(self) -> int:
-        """How much was compiled before what has begun, or until now if nothing has."""
-        return compile_count() if self._begun is None else self._begun.compiled
+    def made_before(self) -> int:
+        """How much was compiled and recorded before what has begun, or until now if nothing has."""
+        return made_so_far() if self._begun is None else self._begun.made_before
 
 
 class Timed(Iterator[T]):

@@ -19,6 +19,7 @@ from whet.core.whereabouts import HERE
 from whet.data.loader import Loader
 from whet.model.flops import Work
 from whet.model.loss import LossModel
+from whet.parallel.replay import forget
 from whet.parallel.shard import is_sharded
 from whet.train.clock import Clock, Lap
 from whet.train.config import TrainConfig
@@ -174,6 +175,7 @@ class Trainer:
         start, seen = place.step, place.seen
         if self.cadence.evaluate_at_start if start == self.cadence.first else self.cadence.evaluates_after(start):
             HERE.at("evaluating", start)
+            forget(self.model)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
         smoothed, course = Ema(), self._course()
@@ -206,6 +208,7 @@ class Trainer:
                     )
                 if self.cadence.evaluates_after(done):
                     HERE.at("evaluating")
+                    forget(self.model)
                     self.hooks.evaluate(done)
                     self.model.train()  # not in every step: a model with adapters has thousands of modules
         return None
@@ -261,7 +264,7 @@ class Trainer:
             passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=save, move=early,
             limit=self.guard.limit(), meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
         )  # fmt: skip
-        lap, is_warm = clock.lap(result.came), ahead.compiled_before() == passes.compiled
+        lap, is_warm = clock.lap(result.came), ahead.made_before() == passes.made_before
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
         if not moved:

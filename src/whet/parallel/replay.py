@@ -1,0 +1,299 @@
+"""Hidden states asked for at once: what the layers ask of the device for a batch, recorded for each shape of batches.
+
+A layer's two passes take the host some milliseconds to ask for. Where the device needs less for them, because the model
+is small or the batch is, it waits for the host most of the time. Two CUDA graphs, one each way, ask for the same and in
+the same order, in two calls. They hold their memory from one step to the next, so they are forgotten where something
+else needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from whet.core.console import warn
+from whet.core.errors import WhetError
+from whet.model.attention import compiles_through
+from whet.model.flops import work_of
+from whet.model.loss import LossModel
+from whet.parallel.compile import compile_count
+from whet.parallel.layers import decoder_layers
+from whet.parallel.recompute import draws
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes what asks the device for something, and gives what asks for it again."""
+
+_HOST_S = 0.005
+"""Of a layer's two passes, by the peak of the device: where they take longer, the host is fast enough."""
+_PEAK = 1e15
+"""Of devices that are not known, FLOP/s."""
+_SMALL = 2**30
+"""Bytes of gradients, which are there twice."""
+_BEFORE = 1
+"""Passes of a shape before it is recorded: in them layers are compiled and kernels loaded."""
+_MOST = 8
+"""Shapes that are recorded."""
+
+
+def replay_(root: LossModel, tokens: int, peak: float | None) -> bool:
+    """Record what `root`'s layers ask for from now on, if they are an adapter's, if nothing in them is random or looks
+    at the device, and if the host is slower than the device for a batch of `tokens`; gives whether it does."""
+    model = root.language_model
+    if root.alone or not compiles_through(model) or draws(model):
+        return False
+    try:
+        layers = decoder_layers(model)
+    except WhetError:
+        return False
+    inside = Counter(id(weight) for layer in layers for weight in _every(layer))
+    if any(inside[id(weight)] != 1 or weight.dtype != torch.float32 for weight in root.trained):
+        return False  # one that stands elsewhere too has other gradients as well
+    if sum(weight.nbytes for weight in root.trained) > _SMALL:
+        return False
+    if work_of(model).per_token * tokens / len(layers) / (peak or _PEAK) > _HOST_S:
+        return False
+    root.hidden = Replay(root, by_graphs)  # type: ignore[method-assign]
+    return True
+
+
+def records(root: LossModel) -> bool:
+    """Whether it records what its layers ask for."""
+    return isinstance(root.hidden, Replay)
+
+
+def forget(root: LossModel) -> None:
+    """Give back the memory of what was recorded; it is recorded again when it is needed."""
+    hidden: Any = getattr(root, "hidden", None)
+    if isinstance(hidden, Replay):
+        hidden.forget()
+
+
+def made_so_far() -> int:
+    """How much was compiled and recorded in this process: a step in which it grows says nothing about speed."""
+    return compile_count() + Replay.made
+
+
+def by_graphs() -> Capture:
+    """CUDA graphs that share their memory: only one batch is on its way at a time."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(ask: Callable[[], None]) -> Callable[[], None]:
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # other threads may go on using the device, as for the next batch or a checkpoint
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                ask()
+        except RuntimeError:
+            torch.cuda.set_stream(here)  # torch may leave it where the recording was to be
+            raise
+        return graph.replay
+
+    return capture
+
+
+class _Batch(NamedTuple):
+    """What `LossModel.hidden` is told. Batches of one shape differ in the numbers of the tensors and in edges."""
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    edges: Sequence[int]
+    chosen: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        return (
+            len(self.tokens), len(self.cu_seqlens), self.longest, None if self.chosen is None else len(self.chosen)
+        )  # fmt: skip
+
+    def copy(self) -> _Batch:
+        chosen = None if self.chosen is None else self.chosen.clone()
+        return self._replace(
+            tokens=self.tokens.clone(), positions=self.positions.clone(), cu_seqlens=self.cu_seqlens.clone(),
+            chosen=chosen,
+        )  # fmt: skip
+
+    def take(self, other: _Batch) -> None:
+        """The numbers of another one of the same shape."""
+        self.tokens.copy_(other.tokens)
+        self.positions.copy_(other.positions)
+        self.cu_seqlens.copy_(other.cu_seqlens)
+        if self.chosen is not None and other.chosen is not None:
+            self.chosen.copy_(other.chosen)
+
+
+class Replay:
+    """`LossModel.hidden`, computed as before or, where gradients are wanted and the shape is known, by a recording."""
+
+    made: ClassVar[int] = 0
+    """Recordings so far in this process."""
+
+    def __init__(self, root: LossModel, capturing: Callable[[], Capture]) -> None:
+        self._body: Any = root.language_model.base_model
+        self._compute = root.hidden
+        self._learned = Learned(root)
+        self._tensors = [*root.parameters(), *root.buffers()]
+        self._capturing, self._possible = capturing, True
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._number = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self._capture = self._capturing() if self._possible else None
+        self._seen: Counter[tuple[int | None, ...]] = Counter()
+        self._recordings: dict[tuple[int | None, ...], Recording] = {}
+        self._places: list[int] = []
+        self._number += 1
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Sequence[int],
+        chosen: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        batch = _Batch(tokens, positions, cu_seqlens, longest, edges, chosen)
+        # a recording calls no hooks, by which somebody looks at what modules compute
+        if not (self._possible and torch.is_grad_enabled()) or self._body._forward_hooks:
+            return self._compute(*batch)
+        recording = self._recording(batch)
+        if recording is None:
+            return self._compute(*batch)
+        self._number += 1
+        recording.batch.take(batch)
+        hidden: Tensor = _Replayed.apply(self._anchor, self, recording, self._number)
+        return hidden
+
+    def _recording(self, batch: _Batch) -> Recording | None:
+        if self._recordings and self._places != [tensor.data_ptr() for tensor in self._tensors]:
+            self.forget()  # it would read weights where they were
+        found = self._recordings.get(batch.shape)
+        if found is not None or len(self._recordings) == _MOST:
+            return found
+        self._seen[batch.shape] += 1
+        return self._record(batch) if self._seen[batch.shape] > _BEFORE else None
+
+    def _record(self, batch: _Batch) -> Recording | None:
+        assert self._capture is not None
+        Replay.made += 1
+        self._learned.find()
+        try:
+            recording = Recording(self._compute, batch.copy(), self._learned, self._capture)
+        except RuntimeError as error:  # too little memory, or something in the layers looks at the device after all
+            warn(f"what layers ask of the device cannot be recorded, so the host asks each time: {_first_line(error)}")
+            self._possible = False
+            self.forget()
+            return None
+        self._recordings[batch.shape] = recording
+        self._places = [tensor.data_ptr() for tensor in self._tensors]
+        return recording
+
+    def backward(self, recording: Recording, number: int, d_hidden: Tensor) -> None:
+        """Add the gradients of what was the last to be computed forward to those of the weights."""
+        if number != self._number:
+            raise RuntimeError("the memory of this forward pass was used for another; its backward pass comes too late")
+        recording.d_hidden.copy_(d_hidden)
+        self._learned.gather()
+        recording.backward()
+        self._learned.hand_out()
+
+
+class Learned:
+    """The trained weights, under other names while they are recorded, and the sums of their gradients.
+
+    Gradients are added up by the recording itself, so autograd must not: it is asked for those of other tensors with
+    the same numbers, which it has never seen before.
+    """
+
+    def __init__(self, root: LossModel) -> None:
+        self._places = [
+            (module, name, weight)
+            for module in root.modules()
+            for name, weight in module.named_parameters(recurse=False)
+            if weight.requires_grad
+        ]
+        self._weights = [weight for _, _, weight in self._places]
+        self.sums: list[Tensor] = []
+        self.aliases: list[nn.Parameter] = []
+
+    def find(self) -> None:
+        """Where the weights are now."""
+        self.sums = self.sums or [torch.zeros_like(weight) for weight in self._weights]
+        self.aliases = [nn.Parameter(weight.detach()) for weight in self._weights]
+
+    @contextlib.contextmanager
+    def aliased(self) -> Iterator[None]:
+        """The model computes with the aliases."""
+        try:
+            for (module, name, _), alias in zip(self._places, self.aliases, strict=True):
+                module._parameters[name] = alias
+            yield
+        finally:
+            for module, name, weight in self._places:
+                module._parameters[name] = weight
+
+    def gather(self) -> None:
+        """Let the sums begin with the gradients that the weights have."""
+        pairs = list(zip(self._weights, self.sums, strict=True))
+        none = [total for weight, total in pairs if weight.grad is None]
+        others = [(total, grad) for weight, total in pairs if (grad := weight.grad) is not None and grad is not total]
+        if none:
+            torch._foreach_zero_(none)
+        if others:
+            torch._foreach_copy_([total for total, _ in others], [grad for _, grad in others])
+
+    def hand_out(self) -> None:
+        """Let the weights have the sums as their gradients."""
+        for weight, total in zip(self._weights, self.sums, strict=True):
+            weight.grad = total
+
+
+class Recording:
+    """The hidden states of one shape of batches, and their gradients, in memory of their own."""
+
+    def __init__(
+        self, compute: Callable[..., Tensor], batch: _Batch, learned: Learned, capture: Capture
+    ) -> None:  # fmt: skip
+        self.batch = batch
+        self._compute, self._learned = compute, learned
+        self.forward = capture(self._ask_forward)
+        self.d_hidden = torch.zeros_like(self.hidden)
+        self.backward = capture(self._ask_backward)
+
+    @torch.enable_grad()
+    def _ask_forward(self) -> None:
+        with self._learned.aliased():
+            self._result: Tensor | None = self._compute(*self.batch)
+        self.hidden = self._result.detach()
+
+    def _ask_backward(self) -> None:
+        result, self._result = self._result, None  # with it goes what it has kept
+        assert result is not None
+        found = torch.autograd.grad(result, self._learned.aliases, self.d_hidden, allow_unused=True)
+        pairs = [(total, grad) for total, grad in zip(self._learned.sums, found, strict=True) if grad is not None]
+        torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, replay: Replay, recording: Recording, number: int) -> Tensor:
+        ctx.replay, ctx.recording, ctx.number = replay, recording, number
+        recording.forward()
+        return recording.hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.replay.backward(ctx.recording, ctx.number, grads[0])
+        return None, None, None, None
+
+
+def _every(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Its weights, as often as they stand in it."""
+    return (weight for _, weight in module.named_parameters(remove_duplicate=False))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,103 @@
+"""Whole runs on CUDA whose layers are recorded: the same numbers as of runs that ask for everything each time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.config import read_config
+from whet.parallel import replay
+from whet.parallel.replay import Learned, Replay
+from whet.recipe.train import train
+
+pytestmark = pytest.mark.gpu
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+CASES = [
+    (),
+    ("train.micro_rows=1",),
+    ("train.micro_rows=2", "data.packing=none"),
+    ("quantize=nf4",),
+    ("parallel.recompute=full",),
+    ("model.attention=varlen",),
+    ("eval.every=5", "checkpoint.every=7"),
+]
+
+
+def _run(folder: Path, *options: str, resume: bool = False) -> list[tuple[float, float]]:
+    shared = (f"run.dir={folder}", "train.deterministic=true", "adapter.rank=8", "train.batch.conversations=32")
+    train(read_config(TINY, [*shared, *options]), resume=resume)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def _says(folder: Path) -> bool:
+    recorded: bool = json.loads((folder / "plan.json").read_text())["recorded"]
+    return recorded
+
+
+@pytest.mark.parametrize("options", CASES, ids=" ".join)
+def test_recorded_steps_are_the_same_steps(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = []
+    backward = Replay.backward
+    monkeypatch.setattr(Replay, "backward", lambda *args: replayed.append(1) or backward(*args))
+    recorded = _run(tmp_path / "recorded", *options)
+    assert _says(tmp_path / "recorded")
+    assert len(replayed) >= 10
+    replayed.clear()
+    monkeypatch.setattr(replay, "_HOST_S", 0.0)
+    asked = _run(tmp_path / "asked", *options)
+    assert not _says(tmp_path / "asked")
+    assert not replayed
+    assert recorded == asked
+    assert recorded[-1][0] < 0.9 * recorded[0][0]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole")
+    config = read_config(
+        TINY,
+        [f"run.dir={tmp_path / 'two'}", "train.deterministic=true", "adapter.rank=8", "train.batch.conversations=32"],
+    )
+    train(config, resume=False, until=11)
+    assert _run(tmp_path / "two", resume=True) == whole
+
+
+def test_what_looks_at_the_device_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = _run(tmp_path / "wanted")
+    aliased = Learned.aliased
+
+    def looking(self: Learned) -> Any:
+        torch.ones(1, device="cuda").item()
+        return aliased(self)
+
+    monkeypatch.setattr(Learned, "aliased", looking)
+    assert _run(tmp_path / "looking") == wanted
+    assert capsys.readouterr().err.count("cannot be recorded") == 1
+
+
+def test_what_is_forgotten_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    forget = Replay.forget
+
+    def measured(self: Replay) -> None:
+        recordings = bool(getattr(self, "_recordings", None))
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        forget(self)
+        torch.cuda.empty_cache()
+        if recordings:
+            held.append(before - torch.cuda.memory_reserved())
+
+    monkeypatch.setattr(Replay, "forget", measured)
+    _run(tmp_path / "run", "eval.every=10")
+    assert len(held) == 3
+    assert min(held) > 0
