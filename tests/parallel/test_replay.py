@@ -13,9 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from whet.model import attention
 from whet.model.loss import LossModel
+from whet.parallel import replay
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
-from whet.parallel.replay import Capture, Replay, forget, made_so_far, replay_
+from whet.parallel.replay import Capture, Learned, Replay, forget, made_so_far, replay_
+from whet.parallel.replicate import sum_in_fp32
 from whet.train.watching import watching
 
 Make = Callable[..., Any]
@@ -42,11 +44,11 @@ def roots(make_root: Make) -> tuple[LossModel, LossModel]:
     """One as it is, and one that records."""
     plain = make_root(dropout=0.0, dtype=torch.float32, backend="eager")
     recorded = copy.deepcopy(plain)
-    recorded.hidden = Replay(recorded, again)
+    recorded.hidden = Replay(recorded, Learned(recorded), again)
     return plain, recorded
 
 
-def take_step(root: LossModel, batches: Sequence[Any]) -> tuple[list[float], list[Tensor | None]]:
+def take_step(root: LossModel, batches: Sequence[Any], rate: float = 0.5) -> tuple[list[float], list[Tensor | None]]:
     """Losses of micro-batches, and the gradients by which the weights were moved."""
     for weight in root.trained:
         weight.grad = None
@@ -59,7 +61,7 @@ def take_step(root: LossModel, batches: Sequence[Any]) -> tuple[list[float], lis
     with torch.no_grad():
         for weight in root.trained:
             assert weight.grad is not None
-            weight -= 0.5 * weight.grad
+            weight -= rate * weight.grad
     return losses, gradients
 
 
@@ -81,6 +83,26 @@ def test_losses_and_gradients_are_the_same(roots: tuple[LossModel, LossModel], m
             batch.longest = 48  # as in a run, whatever the length of a batch
         compare(plain, recorded, batches)
     assert made_so_far() - before == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_can_be_trained(make_root: Make, make_batch: Make, tied: bool, dtype: torch.dtype) -> None:
+    """The head adds to tied embeddings by itself, in another order; 16-bit weights have fp32 gradients."""
+    plain = make_root(dtype=dtype, backend="eager", tie_word_embeddings=tied)
+    recorded = copy.deepcopy(plain)
+    recorded.hidden = Replay(recorded, Learned(recorded), again)
+    for root in (plain, recorded):
+        sum_in_fp32(root)
+    for step in STEPS:
+        batches = [make_batch(lengths, total) for lengths, total in step]
+        wanted, found = (take_step(root, batches, rate=1e-4) for root in (plain, recorded))
+        assert found[0] == pytest.approx(wanted[0], rel=1e-5 if dtype == torch.float32 else 0.02)
+        for mine, its in zip(found[1], wanted[1], strict=True):
+            assert mine is not None
+            assert its is not None
+            assert mine.dtype == torch.float32
+            assert (mine - its).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * its.norm()
 
 
 def test_the_first_pass_of_a_shape_is_not_recorded(roots: tuple[LossModel, LossModel], make_batch: Make) -> None:
@@ -200,7 +222,7 @@ def test_where_it_cannot_be_recorded_the_run_goes_on(
 
     plain = make_root(dropout=0.0, dtype=torch.float32, backend="eager")
     recorded = copy.deepcopy(plain)
-    recorded.hidden = Replay(recorded, failing)
+    recorded.hidden = Replay(recorded, Learned(recorded), failing)
     for step in STEPS:
         compare(plain, recorded, [make_batch(lengths, total) for lengths, total in step])
     said = capsys.readouterr().err
@@ -222,7 +244,7 @@ def test_compiled_layers_are_not_compiled_again(make_root: Make, make_batch: Mak
     plain = make_root(dropout=0.0, dtype=torch.float32, backend="eager")
     recorded = copy.deepcopy(plain)
     apply(recorded.language_model, ParallelConfig(), compile=True, backend=counter)
-    recorded.hidden = Replay(recorded, again)
+    recorded.hidden = Replay(recorded, Learned(recorded), again)
     batches, counts = [make_batch([9, 20, 8]), make_batch([48])], []
     for _ in range(3):
         wanted, found = take_step(plain, batches), take_step(recorded, batches)
@@ -239,15 +261,19 @@ def test_small_batches_are_recorded(make_root: Make, monkeypatch: pytest.MonkeyP
     assert isinstance(root.hidden, Replay)
 
 
-@pytest.mark.parametrize("reason", ["device", "dropout", "outside", "host", "alone", "16 bits", "full"])
+@pytest.mark.parametrize("reason", ["device", "dropout", "large", "host", "alone", "head only", "twice"])
 def test_others_are_not(make_root: Make, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     monkeypatch.setattr("whet.parallel.replay.by_graphs", again)
-    root = make_root(
-        dropout={"dropout": 0.1, "full": None}.get(reason, 0.0),
-        dtype=torch.bfloat16 if reason == "16 bits" else torch.float32, backend="eager",
-    )  # fmt: skip
-    if reason == "outside":
-        root.language_model.get_input_embeddings().requires_grad_(True)
+    dropout = {"dropout": 0.1, "head only": None}.get(reason, 0.0)
+    root = make_root(dropout=dropout, dtype=torch.float32, backend="eager")
+    model: Any = root.language_model
+    if reason == "large":
+        monkeypatch.setattr(replay, "_SMALL", sum(weight.nbytes for weight in root.trained) - 1)
+    if reason == "head only":
+        model.model.requires_grad_(False)
+    if reason == "twice":
+        first, second, *_ = model.model.layers
+        first.mlp.up_proj.lora_A.default.weight = second.mlp.up_proj.lora_A.default.weight
     if reason == "host":
         attention.install(root.language_model, "sdpa")  # looks at the edges
     root.alone = reason == "alone"

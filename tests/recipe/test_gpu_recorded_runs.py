@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from whet.config import read_config
+from whet.config import Config, read_config
 from whet.parallel import replay
 from whet.parallel.replay import Learned, Replay
 from whet.recipe.train import train
@@ -29,8 +29,16 @@ CASES = [
 
 
 def _run(folder: Path, *options: str, resume: bool = False) -> list[tuple[float, float]]:
-    shared = (f"run.dir={folder}", "train.deterministic=true", "adapter.rank=8", "train.batch.conversations=32")
-    train(read_config(TINY, [*shared, *options]), resume=resume)
+    train(_config(folder, "adapter.rank=8", *options), resume=resume)
+    return _steps(folder)
+
+
+def _config(folder: Path, *options: str) -> Config:
+    shared = (f"run.dir={folder}", "train.deterministic=true", "train.batch.conversations=32")
+    return read_config(TINY, [*shared, *options])
+
+
+def _steps(folder: Path) -> list[tuple[float, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
@@ -61,12 +69,19 @@ def test_recorded_steps_are_the_same_steps(
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     whole = _run(tmp_path / "whole")
-    config = read_config(
-        TINY,
-        [f"run.dir={tmp_path / 'two'}", "train.deterministic=true", "adapter.rank=8", "train.batch.conversations=32"],
-    )
-    train(config, resume=False, until=11)
+    train(_config(tmp_path / "two", "adapter.rank=8"), resume=False, until=11)
     assert _run(tmp_path / "two", resume=True) == whole
+
+
+@pytest.mark.parametrize("options", [(), ("train.micro_rows=1",), ("model.dtype=bf16", "train.micro_rows=1")])
+def test_every_weight_can_be_trained(tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's part in tied embeddings is added in another order."""
+    train(_config(tmp_path / "recorded", *options), resume=False)
+    assert _says(tmp_path / "recorded")
+    monkeypatch.setattr(replay, "_HOST_S", 0.0)
+    train(_config(tmp_path / "asked", *options), resume=False)
+    recorded, asked = (_steps(tmp_path / name) for name in ("recorded", "asked"))
+    assert [loss for loss, _ in recorded] == pytest.approx([loss for loss, _ in asked], rel=0.01)
 
 
 def test_what_looks_at_the_device_is_not_recorded(

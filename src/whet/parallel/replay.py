@@ -41,8 +41,8 @@ _MOST = 8
 
 
 def replay_(root: LossModel, tokens: int, peak: float | None) -> bool:
-    """Record what `root`'s layers ask for from now on, if they are an adapter's, if nothing in them is random or looks
-    at the device, and if the host is slower than the device for a batch of `tokens`; gives whether it does."""
+    """Record what `root`'s layers ask for from now on, if nothing in them is random or looks at the device, if their
+    gradients are small, and if the host is slower than the device for a batch of `tokens`; gives whether it does."""
     model = root.language_model
     if root.alone or not compiles_through(model) or draws(model):
         return False
@@ -50,14 +50,12 @@ def replay_(root: LossModel, tokens: int, peak: float | None) -> bool:
         layers = decoder_layers(model)
     except WhetError:
         return False
-    inside = Counter(id(weight) for layer in layers for weight in _every(layer))
-    if any(inside[id(weight)] != 1 or weight.dtype != torch.float32 for weight in root.trained):
-        return False  # one that stands elsewhere too has other gradients as well
-    if sum(weight.nbytes for weight in root.trained) > _SMALL:
+    learned = Learned(root)
+    if not learned.weights or not learned.are_single or sum(weight.nbytes for weight in learned.weights) > _SMALL:
         return False
     if work_of(model).per_token * tokens / len(layers) / (peak or _PEAK) > _HOST_S:
         return False
-    root.hidden = Replay(root, by_graphs)  # type: ignore[method-assign]
+    root.hidden = Replay(root, learned, by_graphs)  # type: ignore[method-assign]
     return True
 
 
@@ -134,10 +132,10 @@ class Replay:
     made: ClassVar[int] = 0
     """Recordings so far in this process."""
 
-    def __init__(self, root: LossModel, capturing: Callable[[], Capture]) -> None:
-        self._body: Any = root.language_model.base_model
+    def __init__(self, root: LossModel, learned: Learned, capturing: Callable[[], Capture]) -> None:
+        self._body = _body(root)
         self._compute = root.hidden
-        self._learned = Learned(root)
+        self._learned = learned
         self._tensors = [*root.parameters(), *root.buffers()]
         self._capturing, self._possible = capturing, True
         self._anchor = torch.zeros((), requires_grad=True)
@@ -202,27 +200,33 @@ class Replay:
 
 
 class Learned:
-    """The trained weights, under other names while they are recorded, and the sums of their gradients.
+    """The trained weights that hidden states come from, under other names while they are recorded, and the sums of
+    their gradients.
 
     Gradients are added up by the recording itself, so autograd must not: it is asked for those of other tensors with
-    the same numbers, which it has never seen before.
+    the same numbers, which it has never seen before. What the head adds to a weight that is its own too, it adds.
     """
 
     def __init__(self, root: LossModel) -> None:
         self._places = [
             (module, name, weight)
-            for module in root.modules()
+            for module in _body(root).modules()
             for name, weight in module.named_parameters(recurse=False)
             if weight.requires_grad
         ]
-        self._weights = [weight for _, _, weight in self._places]
+        self.weights = [weight for _, _, weight in self._places]
         self.sums: list[Tensor] = []
         self.aliases: list[nn.Parameter] = []
 
+    @property
+    def are_single(self) -> bool:
+        """Whether each stands in one place only."""
+        return len(set(map(id, self.weights))) == len(self.weights)
+
     def find(self) -> None:
         """Where the weights are now."""
-        self.sums = self.sums or [torch.zeros_like(weight) for weight in self._weights]
-        self.aliases = [nn.Parameter(weight.detach()) for weight in self._weights]
+        self.sums = self.sums or [torch.zeros_like(weight, dtype=weight.grad_dtype) for weight in self.weights]
+        self.aliases = [nn.Parameter(weight.detach()) for weight in self.weights]
 
     @contextlib.contextmanager
     def aliased(self) -> Iterator[None]:
@@ -237,7 +241,7 @@ class Learned:
 
     def gather(self) -> None:
         """Let the sums begin with the gradients that the weights have."""
-        pairs = list(zip(self._weights, self.sums, strict=True))
+        pairs = list(zip(self.weights, self.sums, strict=True))
         none = [total for weight, total in pairs if weight.grad is None]
         others = [(total, grad) for weight, total in pairs if (grad := weight.grad) is not None and grad is not total]
         if none:
@@ -247,7 +251,7 @@ class Learned:
 
     def hand_out(self) -> None:
         """Let the weights have the sums as their gradients."""
-        for weight, total in zip(self._weights, self.sums, strict=True):
+        for weight, total in zip(self.weights, self.sums, strict=True):
             weight.grad = total
 
 
@@ -290,9 +294,11 @@ class _Replayed(torch.autograd.Function):
         return None, None, None, None
 
 
-def _every(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Its weights, as often as they stand in it."""
-    return (weight for _, weight in module.named_parameters(remove_duplicate=False))
+def _body(root: LossModel) -> nn.Module:
+    """What hidden states come from."""
+    body = root.language_model.base_model
+    assert isinstance(body, nn.Module)
+    return body
 
 
 def _first_line(error: Exception) -> str:
