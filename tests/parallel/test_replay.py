@@ -137,6 +137,51 @@ def test_some_positions_only(roots: tuple[LossModel, LossModel], make_batch: Mak
         assert set(chosen) == {0, 1, 2}, number
 
 
+def test_a_larger_shape_is_not_computed_beside_what_smaller_ones_keep(
+    roots: tuple[LossModel, LossModel], make_batch: Make
+) -> None:
+    plain, recorded = roots
+    counts = []
+    for total in (32, 32, 48, 32, 48, 32):
+        before = made_so_far()
+        compare(plain, recorded, [make_batch([9, 20], total)])
+        counts.append(made_so_far() - before)
+    assert counts == [0, 1, 0, 1, 1, 0]
+
+
+def test_so_many_shapes_and_no_more(
+    roots: tuple[LossModel, LossModel], make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_MOST", 1)
+    before = made_so_far()
+    for total in (48, 48, 32, 32, 48, 32):
+        compare(*roots, [make_batch([9, 20], total)])
+    assert made_so_far() - before == 1
+
+
+def test_a_shape_whose_backward_pass_never_came_is_not_recorded(
+    roots: tuple[LossModel, LossModel], make_batch: Make
+) -> None:
+    _, root = roots
+    before = made_so_far()
+    for _ in range(3):
+        root(make_batch([9, 20]))
+    assert made_so_far() == before
+
+
+def test_a_weight_that_nothing_comes_from_is_not_taken_for_one_with_zeros(
+    make_root: Make, make_batch: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_root(dropout=0.0, dtype=torch.float32, backend="eager")
+    spare = torch.nn.Parameter(torch.ones(3))
+    root.language_model.base_model.register_parameter("spare", spare)
+    root.hidden = Replay(root, Learned(root), again)
+    for _ in range(3):
+        root(make_batch([9, 20])).objective.backward()
+    assert spare.grad is None
+    assert "cannot be recorded" in capsys.readouterr().err
+
+
 def test_a_pass_whose_memory_was_used_again_is_refused(
     roots: tuple[LossModel, LossModel], make_batch: Make
 ) -> None:  # fmt: skip

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 CASES = [
     (),
-    ("train.micro_rows=1",),
+    ("train.micro_rows=4",),
     ("train.micro_rows=2", "data.packing=none"),
     ("quantize=nf4",),
     ("parallel.recompute=full",),
@@ -64,7 +64,7 @@ def test_recorded_steps_are_the_same_steps(
     assert not _says(tmp_path / "asked")
     assert not replayed
     assert recorded == asked
-    assert recorded[-1][0] < 0.9 * recorded[0][0]
+    assert recorded[-1][0] < 0.95 * recorded[0][0]
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert _run(tmp_path / "two", resume=True) == whole
 
 
-@pytest.mark.parametrize("options", [(), ("train.micro_rows=1",), ("model.dtype=bf16", "train.micro_rows=1")])
+@pytest.mark.parametrize("options", [(), ("train.micro_rows=8",), ("model.dtype=bf16",)], ids=" ".join)
 def test_every_weight_can_be_trained(tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's part in tied embeddings is added in another order."""
     train(_config(tmp_path / "recorded", *options), resume=False)
@@ -97,6 +97,13 @@ def test_what_looks_at_the_device_is_not_recorded(
     monkeypatch.setattr(Learned, "aliased", looking)
     assert _run(tmp_path / "looking") == wanted
     assert capsys.readouterr().err.count("cannot be recorded") == 1
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    room = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() > before
+    del room
+    torch.cuda.empty_cache()  # memory is found and given back as before
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_what_is_forgotten_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

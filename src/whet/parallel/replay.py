@@ -9,7 +9,6 @@ else needs it.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,21 +29,19 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 _HOST_S = 0.005
 """Of a layer's two passes, by the peak of the device: where they take longer, the host is fast enough."""
-_PEAK = 1e15
-"""Of devices that are not known, FLOP/s."""
 _SMALL = 2**30
 """Bytes of gradients, which are there twice."""
-_BEFORE = 1
-"""Passes of a shape before it is recorded: in them layers are compiled and kernels loaded."""
 _MOST = 8
 """Shapes that are recorded."""
 
 
 def replay_(root: LossModel, tokens: int, peak: float | None) -> bool:
     """Record what `root`'s layers ask for from now on, if nothing in them is random or looks at the device, if their
-    gradients are small, and if the host is slower than the device for a batch of `tokens`; gives whether it does."""
+    gradients are small, and if the host is slower than the device for a batch of `tokens`; gives whether it does.
+
+    `peak`: FLOP/s of the device; None where it is not known."""
     model = root.language_model
-    if root.alone or not compiles_through(model) or draws(model):
+    if root.alone or peak is None or not compiles_through(model) or draws(model):
         return False
     try:
         layers = decoder_layers(model)
@@ -53,7 +50,7 @@ def replay_(root: LossModel, tokens: int, peak: float | None) -> bool:
     learned = Learned(root)
     if not learned.weights or not learned.are_single or sum(weight.nbytes for weight in learned.weights) > _SMALL:
         return False
-    if work_of(model).per_token * tokens / len(layers) / (peak or _PEAK) > _HOST_S:
+    if work_of(model).per_token * tokens / len(layers) / peak > _HOST_S:
         return False
     root.hidden = Replay(root, learned, by_graphs)  # type: ignore[method-assign]
     return True
@@ -87,7 +84,11 @@ def by_graphs() -> Capture:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 ask()
         except RuntimeError:
-            torch.cuda.set_stream(here)  # torch may leave it where the recording was to be
+            # torch leaves both as they were in the middle of it where the driver has given up the recording
+            torch.cuda.set_stream(here)
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(here.device_index, pool)
+                torch._C._cuda_releasePool(here.device_index, pool)
             raise
         return graph.replay
 
@@ -105,7 +106,7 @@ class _Batch(NamedTuple):
     chosen: Tensor | None
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
+    def shape(self) -> _Shape:
         return (
             len(self.tokens), len(self.cu_seqlens), self.longest, None if self.chosen is None else len(self.chosen)
         )  # fmt: skip
@@ -126,6 +127,9 @@ class _Batch(NamedTuple):
             self.chosen.copy_(other.chosen)
 
 
+_Shape = tuple[int | None, ...]
+
+
 class Replay:
     """`LossModel.hidden`, computed as before or, where gradients are wanted and the shape is known, by a recording."""
 
@@ -139,13 +143,14 @@ class Replay:
         self._tensors = [*root.parameters(), *root.buffers()]
         self._capturing, self._possible = capturing, True
         self._anchor = torch.zeros((), requires_grad=True)
+        self._warm: set[_Shape] = set()  # in both of their passes layers were compiled and kernels loaded
         self._number = 0
         self.forget()
 
     def forget(self) -> None:
         self._capture = self._capturing() if self._possible else None
-        self._seen: Counter[tuple[int | None, ...]] = Counter()
-        self._recordings: dict[tuple[int | None, ...], Recording] = {}
+        self._recordings: dict[_Shape, Recording] = {}
+        self._learned.lose()
         self._places: list[int] = []
         self._number += 1
 
@@ -159,11 +164,13 @@ class Replay:
             return self._compute(*batch)
         recording = self._recording(batch)
         if recording is None:
-            return self._compute(*batch)
+            hidden, shape = self._compute(*batch), batch.shape
+            hidden.register_hook(lambda _: self._warm.add(shape))
+            return hidden
         self._number += 1
         recording.batch.take(batch)
-        hidden: Tensor = _Replayed.apply(self._anchor, self, recording, self._number)
-        return hidden
+        replayed: Tensor = _Replayed.apply(self._anchor, self, recording, self._number)
+        return replayed
 
     def _recording(self, batch: _Batch) -> Recording | None:
         if self._recordings and self._places != [tensor.data_ptr() for tensor in self._tensors]:
@@ -171,8 +178,14 @@ class Replay:
         found = self._recordings.get(batch.shape)
         if found is not None or len(self._recordings) == _MOST:
             return found
-        self._seen[batch.shape] += 1
-        return self._record(batch) if self._seen[batch.shape] > _BEFORE else None
+        if batch.shape in self._warm:
+            return self._record(batch)
+        largest = max(
+            (len(recording.batch.tokens) for recording in self._recordings.values()), default=len(batch.tokens)
+        )
+        if len(batch.tokens) > largest:
+            self.forget()  # the memory that they keep is needed
+        return None
 
     def _record(self, batch: _Batch) -> Recording | None:
         assert self._capture is not None
@@ -181,7 +194,7 @@ class Replay:
         try:
             recording = Recording(self._compute, batch.copy(), self._learned, self._capture)
         except RuntimeError as error:  # too little memory, or something in the layers looks at the device after all
-            warn(f"what layers ask of the device cannot be recorded, so the host asks each time: {_first_line(error)}")
+            warn(f"what layers ask of the device cannot be recorded, so the host asks each time: {_cause(error)}")
             self._possible = False
             self.forget()
             return None
@@ -215,13 +228,17 @@ class Learned:
             if weight.requires_grad
         ]
         self.weights = [weight for _, _, weight in self._places]
-        self.sums: list[Tensor] = []
-        self.aliases: list[nn.Parameter] = []
+        self.sums: list[Tensor]
+        self.aliases: list[nn.Parameter]
+        self.lose()
 
     @property
     def are_single(self) -> bool:
         """Whether each stands in one place only."""
         return len(set(map(id, self.weights))) == len(self.weights)
+
+    def lose(self) -> None:
+        self.sums, self.aliases = [], []
 
     def find(self) -> None:
         """Where the weights are now."""
@@ -276,9 +293,9 @@ class Recording:
     def _ask_backward(self) -> None:
         result, self._result = self._result, None  # with it goes what it has kept
         assert result is not None
-        found = torch.autograd.grad(result, self._learned.aliases, self.d_hidden, allow_unused=True)
-        pairs = [(total, grad) for total, grad in zip(self._learned.sums, found, strict=True) if grad is not None]
-        torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
+        # a weight that nothing comes from is an error: the model may have another way to it, and would learn nothing
+        found = torch.autograd.grad(result, self._learned.aliases, self.d_hidden)
+        torch._foreach_add_(self._learned.sums, found)
 
 
 class _Replayed(torch.autograd.Function):
@@ -301,5 +318,8 @@ def _body(root: LossModel) -> nn.Module:
     return body
 
 
-def _first_line(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
+    """The first line of what came first: what ends a recording fails too, and says no more than that."""
+    while error.__context__ is not None:
+        error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
