@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ def adapted() -> nn.Module:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([PROBES[0]])).logits
+
+
+def test_a_model_without_adapters_does_not_wait_for_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes two seconds to import, with what it imports itself."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert export(order(load_model(TINY, torch.float32)), "merged", tmp_path / "merged", PROBES).verified
 
 
 def test_a_merged_export_loads_in_transformers_and_carries_its_certificate(adapted: nn.Module, tmp_path: Path) -> None:

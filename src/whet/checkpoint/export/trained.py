@@ -88,22 +88,20 @@ class Trained:
 
     def weights(self) -> Iterator[Weight]:
         """Every weight of the merged model, by its name in memory, in the model's order; tied ones once."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
-
+        rows, layers, copies = _kinds_of_adapters() if self.has_adapter else ((), (), ())
         seen: set[int] = set()
         inside: list[str] = []
         for name, module in self.language_model.named_modules():
             if any(name.startswith(f"{outer}.") for outer in inside):
                 continue
-            if isinstance(module, TrainableTokensWrapper):  # rows of an embedding, or of a head, are trained
+            if isinstance(module, rows):  # rows of an embedding, or of a head, are trained
                 inside.append(name)
                 kept = module.token_adapter.get_base_layer().weight
                 if id(kept) not in seen:
                     seen.add(id(kept))
                     yield from self._merged(name, module.token_adapter)
                 continue
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, layers):
                 inside.append(name)
                 yield from self._merged(name, module)
                 continue
@@ -111,7 +109,7 @@ class Trained:
                 yield from (Weight(f"{name}.{key}", shape, _unpacking(module, key)) for key, shape in _unpacked(module))
                 continue
             chosen = module
-            if isinstance(module, ModulesToSaveWrapper):
+            if isinstance(module, copies):
                 inside.append(name)
                 (adapter,) = module.active_adapters
                 chosen = module.modules_to_save[adapter]
@@ -209,6 +207,14 @@ class Trained:
         """Where it computes: what is in no file (adapters, positions) was placed there."""
         everything = (*self.language_model.parameters(), *self.language_model.buffers())
         return next((tensor.device for tensor in everything if not is_hollow(tensor)), torch.device("cpu"))
+
+
+def _kinds_of_adapters() -> tuple[Any, Any, Any]:
+    """Of trained rows, of layers, and of whole copies. Who has none does not wait for peft."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    return TrainableTokensWrapper, BaseTunerLayer, ModulesToSaveWrapper
 
 
 def _device_of_adapter(layer: nn.Module) -> torch.device:
