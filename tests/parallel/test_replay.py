@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from whet.core.graphs import Capture
 from whet.model import attention
 from whet.model.loss import LossModel
 from whet.parallel import replay
 from whet.parallel.apply import apply
 from whet.parallel.config import ParallelConfig
-from whet.parallel.replay import Capture, Learned, Replay, forget, made_so_far, replay_
+from whet.parallel.replay import Learned, Replay, forget, made_so_far, replay_
 from whet.parallel.replicate import sum_in_fp32
 from whet.train.watching import watching
 

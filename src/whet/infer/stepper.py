@@ -7,6 +7,7 @@ GPU to run them: a recorded step is launched at once.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whet.core.console import warn
+from whet.core.graphs import by_graphs, why_not
 from whet.infer.sampling import Sampling, choose
 from whet.infer.slots import Slots, Writing
 
@@ -31,9 +33,8 @@ class Stepper:
     ) -> None:  # fmt: skip
         self._model, self._slots, self._sampling, self._seen = model, slots, sampling, seen
         self.state = torch.zeros((5, slots.count), dtype=torch.int64, device=device)
-        self._recorded, self._few_sizes = recorded, few_sizes
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
-        self._pool = torch.cuda.graph_pool_handle() if recorded else None
+        self._capture, self._few_sizes = by_graphs() if recorded else None, few_sizes
+        self._graphs: dict[tuple[int, int], Callable[[], None] | None] = {}
 
     def steps(self, state: Tensor, longest: int, count: int) -> Tensor:
         """[count, N] the next tokens of N rows, given their state [5, N] on the host. `longest`: how many tokens the
@@ -43,7 +44,7 @@ class Stepper:
         if padded > rows:  # nobody waits for these rows; they stay where they are
             state = torch.cat([state, state.new_zeros((5, padded - rows))], dim=1)
         state = state.contiguous()
-        self.state[:, :padded].copy_(state.pin_memory() if self._recorded else state, non_blocking=True)
+        self.state[:, :padded].copy_(state.pin_memory() if self._capture else state, non_blocking=True)
         tokens = torch.empty((count, rows), dtype=torch.int64, device=self.state.device)
         for number in range(count):
             self._step(padded, limit)
@@ -65,25 +66,23 @@ class Stepper:
     def _step(self, rows: int, limit: int) -> None:
         """The first step of a size runs as it is, which readies every kernel; the second is recorded."""
         shape = rows, limit
-        if not self._recorded or shape not in self._graphs:
+        if self._capture is None or shape not in self._graphs:
             self._graphs[shape] = None
             self._compute(rows, limit)
             return
-        graph = self._graphs[shape]
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
+        again = self._graphs[shape]
+        if again is None:
             try:
-                # other threads (a checkpoint being saved, NCCL's own) may go on using the device
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    self._compute(rows, limit)
+                again = self._capture(lambda: self._compute(rows, limit))
             except RuntimeError as error:
-                first = str(error).splitlines()[0]
-                warn(f"this model's steps cannot be recorded ({first}), so answering is slower than it could be")
-                self._recorded = False
+                warn(
+                    f"this model's steps cannot be recorded ({why_not(error)}), so answering is slower than it could be"
+                )
+                self._capture = None
                 self._compute(rows, limit)
                 return
-            self._graphs[shape] = graph
-        graph.replay()
+            self._graphs[shape] = again
+        again()
 
     def _compute(self, rows: int, limit: int) -> None:
         token, position, drawn, key, live = self.state[:, :rows]

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from whet.core.console import warn
 from whet.core.errors import WhetError
+from whet.core.graphs import Capture, by_graphs, why_not
 from whet.model.attention import compiles_through
 from whet.model.flops import work_of
 from whet.model.loss import LossModel
 from whet.parallel.compile import compile_count
 from whet.parallel.layers import decoder_layers
 from whet.parallel.recompute import draws
-
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes what asks the device for something, and gives what asks for it again."""
 
 _HOST_S = 0.005
 """Of a layer's two passes, by the peak of the device: where they take longer, the host is fast enough."""
@@ -71,28 +69,6 @@ def forget(root: LossModel) -> None:
 def made_so_far() -> int:
     """How much was compiled and recorded in this process: a step in which it grows says nothing about speed."""
     return compile_count() + Replay.made
-
-
-def by_graphs() -> Capture:
-    """CUDA graphs that share their memory: only one batch is on its way at a time."""
-    pool = torch.cuda.graph_pool_handle()
-
-    def capture(ask: Callable[[], None]) -> Callable[[], None]:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            # other threads may go on using the device, as for the next batch or a checkpoint
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                ask()
-        except RuntimeError:
-            # torch leaves both as they were in the middle of it where the driver has given up the recording
-            torch.cuda.set_stream(here)
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(here.device_index, pool)
-                torch._C._cuda_releasePool(here.device_index, pool)
-            raise
-        return graph.replay
-
-    return capture
 
 
 class _Batch(NamedTuple):
@@ -194,7 +170,7 @@ class Replay:
         try:
             recording = Recording(self._compute, batch.copy(), self._learned, self._capture)
         except RuntimeError as error:  # too little memory, or something in the layers looks at the device after all
-            warn(f"what layers ask of the device cannot be recorded, so the host asks each time: {_cause(error)}")
+            warn(f"what layers ask of the device cannot be recorded, so the host asks each time: {why_not(error)}")
             self._possible = False
             self.forget()
             return None
@@ -316,10 +292,3 @@ def _body(root: LossModel) -> nn.Module:
     body = root.language_model.base_model
     assert isinstance(body, nn.Module)
     return body
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of what came first: what ends a recording fails too, and says no more than that."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]
