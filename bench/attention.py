@@ -25,51 +25,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.model.attention import Ask, Documents, described, eager, short, short_kernels, varlen
-from whet.model.attention.short_kernels import TILES, Kernel, Tile
+from whet.model.attention import (
+    AttentionSpec,
+    Documents,
+    document_kwargs,
+    eager_attention_forward,
+    short_attention_forward,
+    short_kernels,
+    varlen_attention_forward,
+)
+from whet.model.attention.short_kernels import ATTENTION_TILES, AttentionTile, KernelName
 
 SHAPES = ((32768, 32, 8, 64), (16384, 32, 8, 128), (8192, 32, 8, 128))
 LENGTHS = (215, 1000, 4096)
 TRUE_TOKENS = 4096  # for which all scores fit in fp64
 TIMES = 20
 
-_TRIED: dict[Kernel, dict[int, list[Tile]]] = {
+_TRIED: dict[KernelName, dict[int, list[AttentionTile]]] = {
     "forward": {
         64: [
-            Tile(128, 64, 8, 3, registers=128), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, registers=128),
-            Tile(128, 32, 4, 3), Tile(128, 64, 4, 3), Tile(64, 32, 4, 4), Tile(128, 128, 8, 3),
+            AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 3, registers=128),
+            AttentionTile(128, 32, 4, 3), AttentionTile(128, 64, 4, 3), AttentionTile(64, 32, 4, 4), AttentionTile(128, 128, 8, 3),
         ],
         128: [
-            Tile(128, 32, 8, 3, registers=128), Tile(128, 32, 8, 4, registers=128), Tile(128, 64, 8, 2, registers=128),
-            Tile(128, 64, 8, 3), Tile(64, 32, 4, 3, registers=168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2),
+            AttentionTile(128, 32, 8, 3, registers=128), AttentionTile(128, 32, 8, 4, registers=128), AttentionTile(128, 64, 8, 2, registers=128),
+            AttentionTile(128, 64, 8, 3), AttentionTile(64, 32, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2),
         ],
     },
     "d_query": {
         64: [
-            Tile(128, 64, 8, 3, registers=128), Tile(64, 64, 4, 3, registers=168), Tile(64, 32, 4, 3),
-            Tile(64, 64, 4, 2), Tile(128, 32, 8, 3, registers=128),
+            AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3, registers=168), AttentionTile(64, 32, 4, 3),
+            AttentionTile(64, 64, 4, 2), AttentionTile(128, 32, 8, 3, registers=128),
         ],
         128: [
-            Tile(64, 32, 4, 3), Tile(64, 32, 4, 2, registers=168), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3),
-            Tile(128, 32, 8, 3, registers=128), Tile(128, 64, 8, 2),
+            AttentionTile(64, 32, 4, 3), AttentionTile(64, 32, 4, 2, registers=168), AttentionTile(64, 64, 4, 2), AttentionTile(128, 32, 8, 3),
+            AttentionTile(128, 32, 8, 3, registers=128), AttentionTile(128, 64, 8, 2),
         ],
     },
     "d_key_value": {
         64: [
-            Tile(32, 64, 4, 3, registers=168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 3),
-            Tile(32, 128, 8, 3),
+            AttentionTile(32, 64, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2), AttentionTile(64, 128, 8, 3),
+            AttentionTile(32, 128, 8, 3),
         ],
         128: [
-            Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 8, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 3),
-            Tile(64, 128, 8, 2),
+            AttentionTile(32, 64, 4, 3), AttentionTile(32, 64, 4, 2), AttentionTile(64, 64, 8, 3), AttentionTile(64, 64, 8, 2), AttentionTile(32, 128, 8, 3),
+            AttentionTile(64, 128, 8, 2),
         ],
     },
 }  # fmt: skip
 
 
-def candidates_of(kernel: Kernel, width: int) -> list[Tile]:
+def candidates_of(kernel: KernelName, width: int) -> list[AttentionTile]:
     """The tile in use first; each with the mask spared and not."""
-    tiles = dict.fromkeys([TILES[kernel][width], *_TRIED[kernel][width]])
+    tiles = dict.fromkeys([ATTENTION_TILES[kernel][width], *_TRIED[kernel][width]])
     return list(dict.fromkeys(tile._replace(spare=spare) for tile in tiles for spare in (tile.spare, not tile.spare)))
 
 
@@ -85,7 +93,7 @@ class Case:
         pairs = sum(sum(min(i + 1, window or size) for i in range(size)) for size in sizes)
         self.forward_flops = 4 * pairs * heads * width
         self.documents = self.cut(edges)
-        self.tokens, self.window, self.ask = tokens, window, Ask(width**-0.5, window or None)
+        self.tokens, self.window, self.ask = tokens, window, AttentionSpec(width**-0.5, window or None)
         # as a linear layer and the rotation leave them: token by token
         self.states = [
             torch.randn(1, tokens, number, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -95,9 +103,9 @@ class Case:
 
     def cut(self, edges: list[int]) -> Documents:
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device="cuda")
-        return described(cu_seqlens, self.longest, edges, by_token=True)["documents"]
+        return document_kwargs(cu_seqlens, self.longest, edges, by_token=True)["documents"]
 
-    def kernels(self) -> dict[Kernel, Callable[[], None]]:
+    def kernels(self) -> dict[KernelName, Callable[[], None]]:
         """The three kernels of `short`, each with its inputs."""
         query, key, value = self.states
         _, heads, tokens, width = query.shape
@@ -149,33 +157,33 @@ def whole(case: Case, backend: Any) -> tuple[float, float]:
 
 def errors(case: Case) -> dict[str, list[float]]:
     """Of output, dQ, dK, dV."""
-    truth = case.results(eager, torch.float64)
+    truth = case.results(eager_attention_forward, torch.float64)
     found = {}
-    for name, backend in (("short", short), ("varlen", varlen)):
+    for name, backend in (("short", short_attention_forward), ("varlen", varlen_attention_forward)):
         ours = case.results(backend, torch.bfloat16)
         found[name] = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, truth, strict=True)]
     return found
 
 
-def named(tile: Tile) -> str:
+def named(tile: AttentionTile) -> str:
     spared, registers = ("s" if tile.spare else ""), (f"r{tile.registers}" if tile.registers else "")
     return f"{tile.rows}x{tile.keys}w{tile.warps}p{tile.stages}{spared}{registers}"
 
 
-def by_tile(case: Case, kernel: Kernel, tile: Tile, width: int) -> float | None:
+def by_tile(case: Case, kernel: KernelName, tile: AttentionTile, width: int) -> float | None:
     """Milliseconds; None where the tile does not fit the GPU."""
-    usual = TILES[kernel][width]
-    TILES[kernel][width] = tile
+    usual = ATTENTION_TILES[kernel][width]
+    ATTENTION_TILES[kernel][width] = tile
     try:
         return milliseconds(case.kernels()[kernel])
     except Exception as error:  # Triton has classes of its own for tiles that do not fit
         print(f"    {kernel} {named(tile)}: {type(error).__name__}: {str(error)[:100]}")  # noqa: T201
         return None
     finally:
-        TILES[kernel][width] = usual
+        ATTENTION_TILES[kernel][width] = usual
 
 
-def warm(kernel: Kernel, width: int, tile: Tile, window: int) -> None:
+def warm(kernel: KernelName, width: int, tile: AttentionTile, window: int) -> None:
     """Fills Triton's cache. Sizes are as divisible as the measured ones, which is what it compiles for."""
     by_tile(Case(256, 32, 8, width, 100, window), kernel, tile, width)
 
@@ -183,8 +191,10 @@ def warm(kernel: Kernel, width: int, tile: Tile, window: int) -> None:
 def main(*options: str) -> None:
     quick = "--quick" in options
     window = int(options[options.index("--window") + 1]) if "--window" in options else 0
-    candidates: dict[Kernel, dict[int, list[Tile]]] = {
-        kernel: {width: [TILES[kernel][width]] if quick else candidates_of(kernel, width) for width in by_width}
+    candidates: dict[KernelName, dict[int, list[AttentionTile]]] = {
+        kernel: {
+            width: [ATTENTION_TILES[kernel][width]] if quick else candidates_of(kernel, width) for width in by_width
+        }
         for kernel, by_width in _TRIED.items()
     }
     jobs = [(k, w, tile, window) for k, widths in candidates.items() for w, tiles in widths.items() for tile in tiles]
@@ -196,7 +206,7 @@ def main(*options: str) -> None:
         case = Case(*shape, mean, window)
         line: dict[str, Any] = {"shape": shape, "mean": mean, "errors": errors(case)}
         print(f"{shape}, documents of {mean}", flush=True)  # noqa: T201
-        for name, backend in (("varlen", varlen), ("short", short)):
+        for name, backend in (("varlen", varlen_attention_forward), ("short", short_attention_forward)):
             times = whole(case, backend)
             line[name] = times
             rates = [case.forward_flops * share / ms / 1e9 for share, ms in zip((1, 2.5), times, strict=True)]
@@ -213,7 +223,7 @@ def main(*options: str) -> None:
             found = {tile: by_tile(case, kernel, tile, shape[3]) for tile in by_width[shape[3]]}
             ranked = sorted((ms, named(tile), tile) for tile, ms in found.items() if ms is not None)
             line[kernel] = {name: ms for ms, name, _ in ranked}
-            shown = (f"{name}{'*' * (tile == TILES[kernel][shape[3]])} {ms:.3f}" for ms, name, tile in ranked)
+            shown = (f"{name}{'*' * (tile == ATTENTION_TILES[kernel][shape[3]])} {ms:.3f}" for ms, name, tile in ranked)
             print(f"    {kernel}: {', '.join(shown)}", flush=True)  # noqa: T201
         lines.append(line)
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "lines": lines}))  # noqa: T201

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.load import load
-from whet.checkpoint.save import Saver
-from whet.checkpoint.tensors import optimizer_tensors, weights
-from whet.core.ranks import Ranks, my_device
+from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.save import CheckpointSaver
+from whet.checkpoint.state_dict import model_tensors, optimizer_tensors
+from whet.core.distributed import Ranks, get_local_device
 
 _PIECE = 2**24  # numbers in a weight, 64 MiB
 _SAVES = 3
@@ -37,27 +37,27 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=0.25, help="size of the weights")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
     options = parser.parse_args()
-    ranks = Ranks(0, 1, my_device())
+    ranks = Ranks(0, 1, get_local_device())
     count = max(1, round(options.gib * 2**30 / 4 / _PIECE))
     model = nn.ParameterList([torch.randn(_PIECE // 4096, 4096, device=ranks.device) for _ in range(count)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tensors = [*weights(model).values(), *optimizer_tensors(model, optimizer).values()]
+    tensors = [*model_tensors(model).values(), *optimizer_tensors(model, optimizer).values()]
     size = sum(tensor.nbytes for tensor in tensors)
     folder = Path(tempfile.mkdtemp(prefix="whet-bench-", dir=options.dir))
     try:
         host = size / _best(lambda: _copy(tensors, room), 3) if (room := _room(tensors)) else 0.0
         room.clear()
         blocked, written = [], []
-        with Saver(folder, model, optimizer, ranks) as saver:
+        with CheckpointSaver(folder, model, optimizer, ranks) as saver:
             for number in range(1, _SAVES + 2):
                 saver.save(number, {})
                 saver.wait()
                 blocked.append(saver.blocked_s)
                 written.append(saver.written_s)
         path = folder / f"step-{_SAVES + 1:06d}"
-        warm = _timed(lambda: load(path, model, optimizer, ranks))
+        warm = _timed(lambda: load_checkpoint(path, model, optimizer, ranks))
         _forget(path)
-        cold = _timed(lambda: load(path, model, optimizer, ranks))
+        cold = _timed(lambda: load_checkpoint(path, model, optimizer, ranks))
         plain_write, plain_read = _plain(folder / "plain", size)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

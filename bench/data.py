@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import Config
-from whet.core.config import validate
-from whet.core.console import be_quiet
+from whet.core.config import validate_config
+from whet.core.console import set_quiet
 from whet.core.yaml import parse_yaml
 from whet.data.config import Source
 from whet.data.conversation import Conversation
-from whet.data.prepare import prepare
-from whet.data.sources import read_source
-from whet.recipe.data import language_of
+from whet.data.prepare.build import prepare_store
+from whet.data.read.sources import read_source
+from whet.run.data import make_conversation_tokenizer
 
 RECIPE = """
 model: {path: "%s"}
@@ -80,14 +80,14 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def config_for(model: str, file: Path) -> Config:
-    return validate(Config, parse_yaml(RECIPE % (model, file), "bench"))
+    return validate_config(Config, parse_yaml(RECIPE % (model, file), "bench"))
 
 
 def prepare_fresh(config: Config, language: Any, scratch: Path) -> tuple[float, int]:
     """(seconds, tokens) of a preparation into an empty folder; the tokenizer is loaded before, as for the others."""
     with tempfile.TemporaryDirectory(dir=scratch) as store:
         data = config.data.model_copy(update={"store": store})
-        seconds, made = timed(lambda: prepare(data, data.sources, "train", language))
+        seconds, made = timed(lambda: prepare_store(data, data.sources, "train", language))
         return seconds, int(made.store.lengths.sum())
 
 
@@ -114,7 +114,7 @@ def trl_prepare(dataset: Any, model: Any, tokenizer: Any, scratch: Path) -> None
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    be_quiet()
+    set_quiet()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if words[:1] and words[0] in ONE:
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def encode_alone(config: Config, scratch: Path) -> dict[str, float]:
-    language, items = language_of(config), _items(config)
+    language, items = make_conversation_tokenizer(config), _items(config)
     renderer, backend = language.rendering(cached=True), language.tokenizer.backend_tokenizer
     texts = [renderer.layout(item).text for item in items]  # type: ignore[union-attr]
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -134,7 +134,7 @@ def encode_alone(config: Config, scratch: Path) -> dict[str, float]:
 
 
 def whet_alone(config: Config, scratch: Path) -> dict[str, float]:
-    language = language_of(config)
+    language = make_conversation_tokenizer(config)
     assert language.tokenizer
     seconds, tokens = prepare_fresh(config, language, scratch)
     return {"seconds": seconds, "tokens": tokens}
@@ -142,14 +142,14 @@ def whet_alone(config: Config, scratch: Path) -> dict[str, float]:
 
 def memory_alone(config: Config, scratch: Path) -> dict[str, float]:
     """Watched, which takes time, so that it is not timed."""
-    language = language_of(config)
+    language = make_conversation_tokenizer(config)
     with Peak() as used:
         prepare_fresh(config, language, scratch)
     return {"mib": used.mib}
 
 
 def trl_alone(config: Config, scratch: Path) -> dict[str, float]:
-    tokenizer, dataset = language_of(config).tokenizer, trl_dataset(_items(config))
+    tokenizer, dataset = make_conversation_tokenizer(config).tokenizer, trl_dataset(_items(config))
     return {"seconds": timed(lambda: trl_prepare(dataset, _tiny(), tokenizer, scratch))[0]}
 
 
@@ -202,7 +202,7 @@ def compare(file: Path, model: str, with_trl: bool) -> dict[str, Any]:
 
 def _tiny() -> Any:
     """TRL prepares data inside its trainer, which wants a model: the smallest there is."""
-    from whet.model.builtin import builtin_folder
+    from whet.model.load.builtin_models import builtin_folder
 
     return str(builtin_folder("builtin:tiny"))
 

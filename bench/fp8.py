@@ -19,11 +19,11 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
+from whet.execution.transform import transform_layers
 from whet.model import attention
-from whet.model.flops import work_of
-from whet.model.fp8 import require_fp8, to_fp8_
-from whet.model.loss import LossModel
-from whet.parallel.apply import apply
+from whet.model.flops import count_step_flops
+from whet.model.fp8.conversion import convert_to_fp8_, require_fp8
+from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
 
 RECIPES = {"bf16": None, "fp8": "tensorwise", "fp8-rowwise": "rowwise"}
@@ -71,10 +71,13 @@ def make(recipe: str | None, layers: int, tokens: int, dtype: torch.dtype) -> tu
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
-    attention.install(model, attention.choose("auto", torch.device("cuda", 0), torch.bfloat16, attention.look(model)))
+    attention.install_backend(
+        model,
+        attention.choose_backend("auto", torch.device("cuda", 0), torch.bfloat16, attention.inspect_attention(model)),
+    )
     if recipe is not None:
-        to_fp8_(model, recipe)  # type: ignore[arg-type]
-    apply(model, ParallelConfig(), compile=True)
+        convert_to_fp8_(model, recipe)  # type: ignore[arg-type]
+    transform_layers(model, ParallelConfig(), compile=True)
     root = LossModel(model)
     places = torch.arange(tokens, device="cuda")
     cu_seqlens = torch.tensor([0, tokens], device="cuda", dtype=torch.int32)
@@ -85,7 +88,7 @@ def make(recipe: str | None, layers: int, tokens: int, dtype: torch.dtype) -> tu
         hidden.float().square().mean().backward()
         root.zero_grad(set_to_none=True)
 
-    return run, work_of(model).of(np.array([tokens]), 0)
+    return run, count_step_flops(model).of(np.array([tokens]), 0)
 
 
 def kernels(run: Callable[[], None]) -> dict[str, float]:

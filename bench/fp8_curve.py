@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import read_config
-from whet.core.console import be_quiet
+from whet.core.console import set_quiet
 from whet.core.yaml import dump_yaml
-from whet.model import fp8
-from whet.recipe import parts
-from whet.recipe import train as recipe_train
+from whet.model.fp8 import conversion
+from whet.run import assemble
+from whet.run import lifecycle as recipe_train
 
 RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8-rowwise", 1)]
 FIFTHS = 5
 
 
 def main(data: str, steps: str = "500", model: str = "builtin:smollm2", rank: str = "0") -> None:
-    be_quiet()
-    parts.to_fp8_ = functools.partial(fp8.to_fp8_, worth=lambda *shape: True)
+    set_quiet()
+    assemble.convert_to_fp8_ = functools.partial(conversion.convert_to_fp8_, worth=lambda *shape: True)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for precision, seed in RUNS:
@@ -59,7 +59,7 @@ def curve(scratch: Path, data: str, steps: int, model: str, rank: int, precision
         "export": {"at_end": "none"},
     }  # fmt: skip
     (scratch / "recipe.yaml").write_text(dump_yaml(recipe))
-    recipe_train.train(read_config(scratch / "recipe.yaml"), resume=False, keeps=False)
+    recipe_train.run_training(read_config(scratch / "recipe.yaml"), resume=False, keeps=False)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     size = len(losses) // FIFTHS

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import transformers
 
-from whet.infer.generate import Sampling, generate
+from whet.inference.generate import Sampling, generate
 from whet.model.config import ModelConfig
-from whet.model.load import load_model
+from whet.model.load.pretrained import load_model
 
 CUDA = torch.cuda.is_available()
 

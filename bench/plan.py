@@ -15,9 +15,8 @@ import time
 
 import numpy as np
 
-from whet.data.mixture import everything
-from whet.data.plan import efficiency
-from whet.data.planner import Length, plan_by_conversations, plan_by_rows
+from whet.data.plan.mixture import single_source_mixture
+from whet.data.plan.planner import RunLength, packing_efficiency, plan_by_conversations, plan_by_rows
 
 PLANNERS = {"conversations": plan_by_conversations, "rows": plan_by_rows}
 CASES = [
@@ -34,11 +33,11 @@ def peak_mib() -> int:
 def one(count: int, kind: str, batch: int, packing: str) -> dict[str, object]:
     """Plan an epoch here and now."""
     lengths = np.random.default_rng(0).lognormal(5.2, 0.6, count).astype(np.int32).clip(8, 4096)
-    mixture = everything(np.arange(count))
+    mixture = single_source_mixture(np.arange(count))
     began = time.perf_counter()
-    plan = PLANNERS[kind](lengths, mixture, batch, Length(epochs=1), 4096, packing, 16, 0)
+    plan = PLANNERS[kind](lengths, mixture, batch, RunLength(epochs=1), 4096, packing, 16, 0)
     seconds = round(time.perf_counter() - began, 2)
-    filled = round(efficiency(plan, 4096), 4)
+    filled = round(packing_efficiency(plan, 4096), 4)
     return {"batch": f"{batch} {kind}", "packing": packing, "s": seconds, "peak_mib": peak_mib(), "efficiency": filled}
 
 

@@ -24,15 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from whet.core.ranks import Ranks
+from whet.core.distributed import Ranks
 from whet.data.batch import PackedBatch
+from whet.execution.transform import transform_layers
 from whet.model import attention
-from whet.model.loss import LossModel
-from whet.parallel.apply import apply
+from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
-from whet.parallel.mesh import arrange
-from whet.parallel.shard import local, shard_
-from whet.parallel.ulysses import work_together
+from whet.parallel.fsdp import apply_fsdp, local_tensor
+from whet.parallel.mesh import build_mesh
+from whet.parallel.ulysses import apply_ulysses
 
 GIB = 2**30
 LEARNED = 0.6
@@ -95,7 +95,7 @@ def main() -> None:
 def measured(case: Case) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     config = ParallelConfig(shard=case.shard, context=case.context, recompute="full")
-    mesh = arrange(config, Ranks(0, case.world, torch.device("cpu")))
+    mesh = build_mesh(config, Ranks(0, case.world, torch.device("cpu")))
     shape = LlamaConfig(
         hidden_size=case.width, intermediate_size=case.middle, num_hidden_layers=case.layers,
         num_attention_heads=case.heads, num_key_value_heads=case.key_heads, vocab_size=128256,
@@ -104,18 +104,18 @@ def measured(case: Case) -> dict[str, Any]:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = LlamaForCausalLM(shape)
-            attention.install(model, "sdpa")
+            attention.install_backend(model, "sdpa")
             root = LossModel(model)
-            work_together(root, mesh)
-            apply(model, config, compile=False)
-            shard_(root, mesh, torch.bfloat16)
+            apply_ulysses(root, mesh)
+            transform_layers(model, config, compile=False)
+            apply_fsdp(root, mesh, torch.bfloat16)
             return one_step(case, root)
     finally:
         dist.destroy_process_group()
 
 
 def one_step(case: Case, root: LossModel) -> dict[str, Any]:
-    weights = sum(local(weight).nbytes for weight in root.parameters())
+    weights = sum(local_tensor(weight).nbytes for weight in root.parameters())
     numbers = sum(weight.numel() for weight in root.parameters())
     tracker, wire = FSDPMemTracker(root), Received()
     with tracker, wire, torch.autocast("cpu", torch.bfloat16):

@@ -11,10 +11,10 @@ import sys
 import torch
 from triton.testing import do_bench
 
-from whet.model import fused_swiglu
-from whet.model.swiglu import Middle
+from whet.model.lora import lora_kernels
+from whet.model.lora.swiglu import SwigluInputs
 
-TILES = [fused_swiglu._Tiles(64, 64, segments, stages) for segments in (4, 7, 14) for stages in (2, 3, 4)]
+TILES = [lora_kernels._SwigluTiles(64, 64, segments, stages) for segments in (4, 7, 14) for stages in (2, 3, 4)]
 
 
 def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
@@ -22,7 +22,7 @@ def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     thin = drawn(tokens, 2 * rank)
-    middle = Middle(
+    middle = SwigluInputs(
         drawn(tokens, width),
         drawn(tokens, width),
         thin[:, :rank],
@@ -33,13 +33,13 @@ def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
     d_h, d_thin, a_down = drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
     copying = do_bench(lambda: d_h.copy_(middle.gate0)) / 2  # one wide matrix, read or written
     sys.stdout.write(f"a thin product: {do_bench(lambda: d_h @ a_down.T):.3f} ms; one forward, four backward\n")
-    wide = 5 if rank <= fused_swiglu._MOST_RANK_OVER_ROWS else 6  # with the middle itself
+    wide = 5 if rank <= lora_kernels._MAX_RANK_OVER_ROWS else 6  # with the middle itself
     sys.stdout.write(f"reading and writing alone: {3 * copying:.3f} ms forward, {wide * copying:.3f} ms backward\n")
     for tiles in TILES:
-        fused_swiglu._SUMMING = {rank: tiles}
+        lora_kernels._TILES_BY_RANK = {rank: tiles}
         try:
-            forward = do_bench(lambda: fused_swiglu.swiglu_triton(middle, a_down))
-            backward = do_bench(lambda: fused_swiglu.swiglu_triton_backward(d_h, d_thin, a_down, middle))
+            forward = do_bench(lambda: lora_kernels.lora_swiglu_triton(middle, a_down))
+            backward = do_bench(lambda: lora_kernels.lora_swiglu_triton_backward(d_h, d_thin, a_down, middle))
         except Exception as error:  # a division that does not fit
             sys.stdout.write(f"{tiles}: {type(error).__name__}\n")
             continue

@@ -19,16 +19,16 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from whet.config import Config
-from whet.core.config import validate
-from whet.core.ranks import start_ranks
+from whet.core.config import validate_config
+from whet.core.console import silence_libraries
+from whet.core.distributed import init_distributed
 from whet.core.yaml import parse_yaml
 from whet.model import attention
-from whet.recipe.data import hush_libraries, prepare_data
-from whet.recipe.parts import build_model, choose_arithmetic, make_loader, make_root
-from whet.recipe.plan import make_plan
-from whet.train.optim import make_optimizer, take_step
-from whet.train.passes import Passes
-from whet.train.step import find_gradients
+from whet.run.assemble import build_loss_model, build_model, choose_precision, make_loader
+from whet.run.data import make_plan, prepare_data
+from whet.training.micro_batches import ForwardPasses
+from whet.training.optimizers.factory import build_optimizer, optimizer_step
+from whet.training.step import compute_gradients
 
 RECIPE = """
 run: {seed: 1}
@@ -41,22 +41,22 @@ WARM = 2
 
 
 def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
-    hush_libraries()
-    config = validate(Config, parse_yaml(RECIPE % (path, int(steps) + WARM), "bench"))
-    ranks = start_ranks()
+    silence_libraries()
+    config = validate_config(Config, parse_yaml(RECIPE % (path, int(steps) + WARM), "bench"))
+    ranks = init_distributed()
     data = prepare_data(config)
     plan = make_plan(config, data)
-    arithmetic = choose_arithmetic(config, ranks.device)
+    arithmetic = choose_precision(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = make_root(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
-    optimizer = make_optimizer(root, config.train.optimizer, config.run.seed)
+    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
+    optimizer = build_optimizer(root, config.train.optimizer, config.run.seed)
     loader = make_loader(config, data.train.store, plan, ranks)
     context = arithmetic.context(ranks.device)
 
     def ours(step: int) -> None:
-        passes = Passes(root, loader, step, device=ranks.device, seed=1, arithmetic=context, loss_scale=1.0)
-        result = find_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
-        take_step(optimizer, result.factor)
+        passes = ForwardPasses(root, loader, step, device=ranks.device, seed=1, arithmetic=context, loss_scale=1.0)
+        result = compute_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
+        optimizer_step(optimizer, result.factor)
 
     def plain(step: int) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -75,11 +75,11 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
         torch.nn.utils.clip_grad_norm_([p for p in root.parameters() if p.requires_grad], 1.0)
         optimizer.step()
 
-    backend = attention.choose("auto", ranks.device, arithmetic.compute)
+    backend = attention.choose_backend("auto", ranks.device, arithmetic.compute)
     seconds = {ours: 0.0, plain: 0.0}
     for number in range(len(plan)):
         for step in seconds:
-            root.language_model.set_attn_implementation(attention.name_of(backend) if step is ours else "sdpa")
+            root.language_model.set_attn_implementation(attention.registered_name(backend) if step is ours else "sdpa")
             taken = _time(step, number)
             seconds[step] += taken if number >= WARM else 0.0
     tokens = sum(loader.totals(number).tokens for number in range(WARM, len(plan)))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from whet.config import Config
-from whet.core.config import Knob, knobs
+from whet.core.config import Setting, list_settings
 
 PAGE = Path(__file__).parent / "config.md"
 _HEAD = """# Every setting
@@ -17,7 +17,7 @@ def config_page() -> str:
     """docs/config.md as it should be."""
     parts = [_HEAD]
     section = ""
-    for knob in knobs(Config):
+    for knob in list_settings(Config):
         top = knob.key.partition(".")[0]
         if top != section:
             section = top
@@ -26,7 +26,7 @@ def config_page() -> str:
     return "".join(parts)
 
 
-def _row(knob: Knob) -> str:
+def _row(knob: Setting) -> str:
     cells = (f"`{knob.key}`", knob.type, f"`{knob.default}`" if knob.default else "", knob.sentence)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

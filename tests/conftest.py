@@ -52,7 +52,7 @@ def _speaking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that was asked to be quiet leaves the process so."""
     from whet.core import console
 
-    monkeypatch.setattr(console, "_silent", False)
+    monkeypatch.setattr(console, "_quiet", False)
 
 
 @pytest.fixture(autouse=True)

@@ -15,20 +15,28 @@ import whet
 
 SOURCE = Path(whet.__file__).parent
 
-_BELOW = {"core", "data", "model", "parallel"}
+_DATA_AND_MODEL = {"core", "compat", "config", "tokenizer", "data", "model"}
+_DEVICES = {*_DATA_AND_MODEL, "parallel", "execution"}
+_ENGINE = {*_DEVICES, "checkpoint", "exporting", "convert", "inference", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "core": set(),
-    "data": {"core"},
-    "model": {"core"},
-    "parallel": {"core", "data", "model"},
-    "train": _BELOW,
-    "checkpoint": _BELOW,
-    "infer": _BELOW,
-    "watch": {"core"},
-    "fleet": {"core"},
+    "core": {"compat"},
+    "compat": {"core"},
     "config": {"core"},  # and the packages' config modules
-    "recipe": {*_BELOW, "train", "checkpoint", "infer", "config"},
-    "bench": {*_BELOW, "config", "recipe"},
+    "tokenizer": {"core", "compat"},
+    "data": {"core", "compat", "tokenizer"},
+    "model": {"core", "compat", "tokenizer"},
+    "parallel": _DATA_AND_MODEL,
+    "execution": {*_DATA_AND_MODEL, "parallel"},
+    "inference": _DEVICES,
+    "checkpoint": _DEVICES,
+    "exporting": {*_DEVICES, "checkpoint"},
+    "convert": {*_DEVICES, "checkpoint", "exporting"},
+    "training": {*_DEVICES, "checkpoint", "inference"},
+    "run": _ENGINE,
+    "preflight": {*_ENGINE, "run"},
+    "bench": {*_ENGINE, "run"},
+    "launch": {"core", "config"},
+    "report": {"core"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""
 
@@ -75,9 +83,9 @@ def test_imports_point_downwards(path: Path) -> None:
 
 def test_a_lazy_import_against_the_direction_is_found() -> None:
     assert forbidden("model", "def f():\n    from whet.data import batch\n") == ["whet.data.batch"]
-    assert forbidden("train", "import whet.checkpoint.save\n") == ["whet.checkpoint.save"]
-    assert forbidden("config", "from whet.train.step import train_step\n") == ["whet.train.step.train_step"]
-    assert forbidden("config", "from whet.train.config import TrainConfig\nfrom whet.core.yaml import Node\n") == []
+    assert forbidden("checkpoint", "import whet.training.step\n") == ["whet.training.step"]
+    assert forbidden("config", "from whet.training.step import train_step\n") == ["whet.training.step.train_step"]
+    assert forbidden("config", "from whet.training.config import TrainConfig\nfrom whet.core.yaml import Node\n") == []
 
 
 def test_scripts_that_run_other_tools_do_without_whet() -> None:
@@ -86,8 +94,7 @@ def test_scripts_that_run_other_tools_do_without_whet() -> None:
     assert [name for script in scripts for name in imported(script.read_text())] == []
 
 
-def test_recipe_is_a_package_and_the_package_itself_imports_nothing() -> None:
-    assert (SOURCE / "recipe" / "__init__.py").exists()
+def test_the_package_itself_imports_nothing() -> None:
     assert list(imported((SOURCE / "__init__.py").read_text())) == []
 
 

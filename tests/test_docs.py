@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from whet.config import Config, read_config
-from whet.core.config import knobs
+from whet.core.config import list_settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ def test_docs_config_is_current():
 
 
 def test_every_setting_has_a_sentence():
-    assert [knob.key for knob in knobs(Config) if not knob.sentence.endswith(".")] == []
+    assert [knob.key for knob in list_settings(Config) if not knob.sentence.endswith(".")] == []
 
 
 def test_every_recipe_is_valid():

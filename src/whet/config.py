@@ -9,18 +9,18 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from whet.checkpoint.config import CheckpointConfig, ExportConfig
-from whet.core.config import Section, impossible, load_config
+from whet.core.config import Section, config_error, load_config
 from whet.core.errors import WhetError
-from whet.core.run import RunConfig
+from whet.core.run_folder import RunConfig
 from whet.core.yaml import dump_yaml
 from whet.data.config import DataConfig
-from whet.fleet.config import LaunchConfig
-from whet.infer.config import EvalConfig
+from whet.inference.config import EvalConfig
+from whet.launch.config import LaunchConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
-from whet.train.config import ProfileConfig, Tracker, TrainConfig
+from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
-_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 class Config(Section):
@@ -50,17 +50,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         if self.train.row_length is not None and self.train.row_length < self.data.max_length:
-            raise impossible(
+            raise config_error(
                 "train.row_length",
                 f"{self.train.row_length} is shorter than data.max_length = {self.data.max_length}, so the longest "
                 "conversations would fit no row",
             )
         if self.train.batch.tokens is not None and self.train.batch.tokens < self.row_length:
-            raise impossible(
+            raise config_error(
                 "train.batch.tokens", f"{self.train.batch.tokens} is less than one row of {self.row_length} tokens"
             )
         if self.export.at_end == "adapter" and self.adapter is None:
-            raise impossible("export.at_end", "adapter, but without an adapter section every weight is trained")
+            raise config_error("export.at_end", "adapter, but without an adapter section every weight is trained")
         if self.checkpoint.keep_best:
             self._has_a_best()
         if self.quantize is not None:
@@ -75,13 +75,13 @@ class Config(Section):
 
     def _weights_can_wait(self) -> None:
         if self.parallel.shard is None:
-            raise impossible(
+            raise config_error(
                 "parallel.offload",
                 "weights, but only weights that are divided can wait in the host's memory. Set parallel.shard too; 1 "
                 "is enough for one process",
             )
         if self.quantize is not None:
-            raise impossible(
+            raise config_error(
                 "parallel.offload",
                 f"weights, but those in {self.quantize} stay on the device, whole, and adapters are small: there is "
                 "nothing to gain. Leave one of them out; parallel.offload=activations works",
@@ -106,7 +106,7 @@ class Config(Section):
 
     def _adapter_can_be_divided(self) -> None:
         for key, value in self._beginning_with_weights.items():
-            raise impossible(
+            raise config_error(
                 key,
                 f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. "
                 "Use lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
@@ -116,33 +116,33 @@ class Config(Section):
         """Of checkpoints that are measured while training, by something that is measured."""
         best, task = self.eval.best, self.eval.best.removeprefix("task/")
         if self.eval.every is None:
-            raise impossible(
+            raise config_error(
                 "checkpoint.keep_best",
                 f"{self.checkpoint.keep_best}, but nothing is measured between start and end. Set eval.every too",
             )
         if best.startswith("task/") and task not in self.eval.task_names:
-            raise impossible("eval.best", f"{best}, but eval.tasks does not have {task}. Add it")
+            raise config_error("eval.best", f"{best}, but eval.tasks does not have {task}. Add it")
         if best.startswith("val_") and self.data.validation is None:
-            raise impossible("eval.best", f"{best}, but there is no validation data. Set data.validation")
+            raise config_error("eval.best", f"{best}, but there is no validation data. Set data.validation")
         if not best.startswith(("task/", "val_")):
-            raise impossible("eval.best", f"{best} is not measured. Use val_loss, val_accuracy, val_bpb or task/NAME")
+            raise config_error("eval.best", f"{best} is not measured. Use val_loss, val_accuracy, val_bpb or task/NAME")
 
     def _can_be_quantized(self, kind: str) -> None:
         if self.adapter is None:
-            raise impossible(
+            raise config_error(
                 "quantize",
                 f"{kind}, but weights in 4 bits cannot be trained. Add an adapter section, such as adapter.rank=16, or "
                 "leave quantize out",
             )
         if self.train.precision == "fp64" or self.train.precision.startswith("fp8"):
             other = "fp32" if self.train.precision == "fp64" else "bf16"
-            raise impossible(
+            raise config_error(
                 "quantize",
                 f"{kind} does not compute in train.precision = {self.train.precision}. Set train.precision={other}, or "
                 "leave quantize out",
             )
         if self.model.dtype != "auto":
-            raise impossible(
+            raise config_error(
                 "model.dtype",
                 f"{self.model.dtype}, but quantize = {kind} says too what weights are kept in. Leave one of them out: "
                 "beside 4-bit weights the others are kept in train.precision",
@@ -160,7 +160,7 @@ class Config(Section):
         }
         for key, reason in reasons.items():
             if reason:
-                raise impossible(
+                raise config_error(
                     "parallel.tensor",
                     f"{self.parallel.tensor} does not go with {key}: {reason}. Leave one of them out",
                 )
@@ -209,7 +209,7 @@ class Config(Section):
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """A recipe with its name and its paths settled."""
-    if path.suffix in _DATA:
+    if path.suffix in _DATA_SUFFIXES:
         raise WhetError(
             f"{path}: this is data, not a recipe. Write a recipe, a YAML file, that names it in data.sources; the "
             "README has one of ten lines"

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from whet.checkpoint import place
-from whet.checkpoint.load import load
-from whet.checkpoint.manifest import DamagedError
-from whet.checkpoint.retention import Retention, lower_is_better, ranking
-from whet.checkpoint.save import Saver
+from whet.checkpoint import directory
+from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.manifest import DamagedCheckpointError
+from whet.checkpoint.retention import Retention, lower_is_better, rank_by_score
+from whet.checkpoint.save import CheckpointSaver
+from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -72,7 +72,7 @@ def test_losses_fall_and_scores_rise() -> None:
     assert [lower_is_better(metric) for metric in ("val_loss", "val_bpb", "val_accuracy", "task/orders")] == [
         True, True, False, False,
     ]  # fmt: skip
-    assert ranking([1, 2, 3, 4], {1: 0.5, 2: 0.9, 3: 0.5}, lower_is_better=False) == [2, 1, 3]
+    assert rank_by_score([1, 2, 3, 4], {1: 0.5, 2: 0.9, 3: 0.5}, lower_is_better=False) == [2, 1, 3]
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -81,39 +81,39 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_the_best_is_named_and_kept_on_disk(tmp_path: Path) -> None:
-    with Saver(tmp_path, *make(), ALONE, Retention(last=1, best=1, every=10)) as saver:
+    with CheckpointSaver(tmp_path, *make(), ALONE, Retention(last=1, best=1, every=10)) as saver:
         for step, loss in ((5, 3.0), (7, 1.0), (9, 2.0), (10, 2.5), (11, 1.5)):
             saver.save(step, {})
             saver.score({step: loss})
-    assert place.steps_in(tmp_path) == [7, 10, 11]
+    assert directory.list_steps(tmp_path) == [7, 10, 11]
     assert (tmp_path / "best").read_text() == "step-000007\n"
-    assert [place.find(tmp_path, which) for which in ("best", "latest", "10")] == [7, 11, 10]
+    assert [directory.resolve_step(tmp_path, which) for which in ("best", "latest", "10")] == [7, 11, 10]
     with pytest.raises(WhetError, match=r"@8: no such checkpoint; there are: 7, 10, 11, latest, best"):
-        place.find(tmp_path, "8")
+        directory.resolve_step(tmp_path, "8")
 
 
 def test_without_a_measured_checkpoint_there_is_no_best(tmp_path: Path) -> None:
-    with Saver(tmp_path, *make(), ALONE) as saver:
+    with CheckpointSaver(tmp_path, *make(), ALONE) as saver:
         saver.save(1, {})
     with pytest.raises(WhetError, match="@best: none of its checkpoints was measured"):
-        place.find(tmp_path, "best")
+        directory.resolve_step(tmp_path, "best")
 
 
 def test_older_checkpoints_lose_their_optimizer_and_stay_whole_without(tmp_path: Path) -> None:
     model, optimizer = make()
-    with Saver(tmp_path, model, optimizer, ALONE, Retention(last=4), optimizers="newest") as saver:
+    with CheckpointSaver(tmp_path, model, optimizer, ALONE, Retention(last=4), optimizers="newest") as saver:
         for step in (1, 2, 3, 4):
             saver.save(step, {})
     assert [(tmp_path / f"step-00000{step}/optimizer").exists() for step in (1, 2, 3, 4)] == [False, False, True, True]
-    assert place.resumable(tmp_path) == [3, 4]
-    assert load(tmp_path / "step-000001", make()[0], None, ALONE)["step"] == 1
-    with pytest.raises(DamagedError, match="it has no optimizer any more"):
-        load(tmp_path / "step-000001", *make(), ALONE)
+    assert directory.resumable_steps(tmp_path) == [3, 4]
+    assert load_checkpoint(tmp_path / "step-000001", make()[0], None, ALONE)["step"] == 1
+    with pytest.raises(DamagedCheckpointError, match="it has no optimizer any more"):
+        load_checkpoint(tmp_path / "step-000001", *make(), ALONE)
 
 
 def test_a_start_clears_away_what_a_killed_process_was_at(tmp_path: Path) -> None:
     for name in (".step-000003.writing", ".step-000001.deleting", "step-000009"):
         (tmp_path / name / "model").mkdir(parents=True)
-    with Saver(tmp_path, *make(), ALONE):
+    with CheckpointSaver(tmp_path, *make(), ALONE):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000009"]  # whatever it is, it is not ours to delete

@@ -13,16 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
-from whet.checkpoint import place
+from whet.checkpoint import directory
 from whet.checkpoint import save as saving
-from whet.checkpoint.export.saved import Saved
-from whet.checkpoint.load import load
-from whet.checkpoint.metadata import SafeReader
+from whet.checkpoint.dcp_storage import SafeStorageReader
+from whet.checkpoint.load import CheckpointWeights, load_checkpoint
 from whet.checkpoint.retention import Retention
-from whet.checkpoint.save import Saver
+from whet.checkpoint.save import CheckpointSaver
+from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.interrupt import AskedToStop
-from whet.core.ranks import Ranks
+from whet.core.signals import StopRequested
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -42,7 +41,7 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Path:
-    with Saver(folder, model, optimizer, ALONE, options.pop("retention", Retention(99)), **options) as saver:
+    with CheckpointSaver(folder, model, optimizer, ALONE, options.pop("retention", Retention(99)), **options) as saver:
         saver.save(step, {"note": step})
     return folder / f"step-{step:06d}"
 
@@ -61,7 +60,7 @@ def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> No
     path = save(tmp_path, 7, model, optimizer, about=lambda: {"versions": {"whet": "1"}})
     other, others_optimizer = trained(seed=2, steps=0)
     frozen = other[0].bias.clone()
-    manifest = load(path, other, others_optimizer, ALONE)
+    manifest = load_checkpoint(path, other, others_optimizer, ALONE)
     assert (manifest["step"], manifest["state"], manifest["versions"]) == (7, {"note": 7}, {"whet": "1"})
     assert torch.equal(other[0].bias, frozen)
     assert others_optimizer.param_groups[0]["lr"] == 0.1
@@ -78,7 +77,7 @@ def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> 
     fresh, fresh_optimizer = trained(seed=1, steps=0)
     path = save(tmp_path, 1, model, optimizer)
     other, others_optimizer = trained(seed=2, steps=0)
-    load(path, other, others_optimizer, ALONE)
+    load_checkpoint(path, other, others_optimizer, ALONE)
     other[0].bias.data.copy_(fresh[0].bias)
     for each, its in ((model, optimizer), (fresh, fresh_optimizer), (other, others_optimizer)):
         each(torch.ones(5, 3)).square().sum().backward()
@@ -97,20 +96,20 @@ def test_being_asked_to_stop_while_reading_is_not_a_fault_of_the_checkpoint(
     path = save(tmp_path, 1, model, optimizer)
 
     def asked(*_: Any) -> None:
-        raise AskedToStop
+        raise StopRequested
 
-    monkeypatch.setattr(SafeReader, "read_data", asked)
-    with pytest.raises(AskedToStop):
-        load(path, model, optimizer, ALONE)
-    with pytest.raises(AskedToStop):  # as an export reads
-        Saved(path).read("weight", torch.float32)
+    monkeypatch.setattr(SafeStorageReader, "read_data", asked)
+    with pytest.raises(StopRequested):
+        load_checkpoint(path, model, optimizer, ALONE)
+    with pytest.raises(StopRequested):  # as an export reads
+        CheckpointWeights(path).read("weight", torch.float32)
 
 
 def test_reading_several_files_leaves_torch_in_no_mode(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
     optimizer = torch.optim.AdamW(model.parameters())
-    load(save(tmp_path, 1, model, optimizer), model, optimizer, ALONE)
+    load_checkpoint(save(tmp_path, 1, model, optimizer), model, optimizer, ALONE)
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
 
 
@@ -118,7 +117,7 @@ def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1)
     path = save(tmp_path, 1, model, optimizer)
     other, _ = trained(seed=2)
-    load(path, other, None, ALONE)
+    load_checkpoint(path, other, None, ALONE)
     assert torch.equal(model[1].weight, other[1].weight)
 
 
@@ -126,24 +125,24 @@ def test_latest_names_the_newest_and_nothing_temporary_is_left(tmp_path: Path) -
     saved(tmp_path, 5, 10)
     assert (tmp_path / "latest").read_text() == "step-000010\n"
     assert names(tmp_path) == ["latest", "step-000005", "step-000010"]
-    assert place.newest(tmp_path) == tmp_path / "step-000010"
+    assert directory.newest_checkpoint(tmp_path) == tmp_path / "step-000010"
 
 
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     saved(tmp_path, 5, 5)
-    assert place.steps_in(tmp_path) == [5]
+    assert directory.list_steps(tmp_path) == [5]
     assert names(tmp_path) == ["latest", "step-000005"]
 
 
 def test_a_checkpoint_that_is_not_complete_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path, 5, 10)
     (tmp_path / "step-000010" / "manifest.json").unlink()
-    assert place.steps_in(tmp_path) == [5]
-    assert place.newest(tmp_path) == tmp_path / "step-000005"
+    assert directory.list_steps(tmp_path) == [5]
+    assert directory.newest_checkpoint(tmp_path) == tmp_path / "step-000005"
 
 
 def test_without_a_checkpoint_there_is_no_newest(tmp_path: Path) -> None:
-    assert place.newest(tmp_path / "nowhere") is None
+    assert directory.newest_checkpoint(tmp_path / "nowhere") is None
 
 
 def test_a_failed_save_leaves_the_checkpoints_before_it_and_nothing_else(
@@ -179,7 +178,7 @@ class _Evil:
 def test_metadata_that_runs_code_is_refused_before_it_runs(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "evil")))
     with pytest.raises(WhetError, match=r"\.metadata: not the metadata.*system does not belong"):
-        SafeReader(tmp_path).read_metadata()
+        SafeStorageReader(tmp_path).read_metadata()
     assert not (tmp_path / "evil").exists()
 
 
@@ -196,7 +195,7 @@ def test_a_name_that_a_checkpoint_does_not_need_is_refused(tmp_path: Path, modul
     opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
     (tmp_path / ".metadata").write_bytes(opcodes + b"\x93.")
     with pytest.raises(WhetError, match="does not belong in a checkpoint"):
-        SafeReader(tmp_path).read_metadata()
+        SafeStorageReader(tmp_path).read_metadata()
 
 
 def test_tensors_of_any_strides_types_and_places_are_read_as_torch_reads_them(tmp_path: Path) -> None:
@@ -213,6 +212,6 @@ def test_tensors_of_any_strides_types_and_places_are_read_as_torch_reads_them(tm
     }
     dcp.save(tensors, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=True), no_dist=True)
     found = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}
-    dcp.load(found, storage_reader=SafeReader(tmp_path), no_dist=True)
+    dcp.load(found, storage_reader=SafeStorageReader(tmp_path), no_dist=True)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from whet.model.builtin import builtin_folder
+from whet.model.load.builtin_models import builtin_folder
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from whet.core.files import FolderLock
-from whet.model.builtin import builtin_folder
+from whet.model.load.builtin_models import builtin_folder
 
 USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
 GOOD = {"messages": [USER, HELLO]}

@@ -79,7 +79,7 @@ def test_further_lines_are_indented_on_a_terminal(monkeypatch: pytest.MonkeyPatc
     terminal = Console(force_terminal=True, width=40, color_system=None)
     monkeypatch.setattr(console, "_console", terminal)
     with terminal.capture() as shown:
-        console.say_item("✗", "kept", "a [sentence] that is longer than the terminal is wide", "bold red")
+        console.info_item("✗", "kept", "a [sentence] that is longer than the terminal is wide", "bold red")
     assert [line.rstrip() for line in shown.get().splitlines()] == [
         "✗ kept: a [sentence] that is longer than",
         "  the terminal is wide",
@@ -89,7 +89,7 @@ def test_further_lines_are_indented_on_a_terminal(monkeypatch: pytest.MonkeyPatc
 def test_quiet_says_nothing_where_nothing_is_wrong(
     whet: Any, recipe: str, check: Any, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "_silent", False)
+    monkeypatch.setattr(console, "_quiet", False)
     ended = whet("check", recipe, "--quiet")
     assert (ended.code, ended.out, ended.err) == (0, "", "")
     write("{")
@@ -161,7 +161,7 @@ def test_ctrl_c(whet: Any, recipe: str, monkeypatch: pytest.MonkeyPatch, where: 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"whet.recipe.check.{where}", interrupt)
+    monkeypatch.setattr(f"whet.preflight.run_checks.{where}", interrupt)
     ended = whet("check", recipe, "--json")
     assert ended.code == 130
     assert json.loads(ended.out) == {"error": "interrupted", "exit_code": 130}

@@ -196,7 +196,7 @@ def test_a_model_that_breaks_while_it_runs(check: Any, write: Any, monkeypatch: 
 
 def test_ids_that_transformers_does_not_give(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a rendering of whet's own and transformers disagree, the words of transformers count."""
-    from whet.data.render import Renderer
+    from whet.data.render.renderer import Renderer
 
     file = write()
     check().passed()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from whet.checkpoint import place
-from whet.recipe import train as trains
+from whet.checkpoint import directory
+from whet.run import lifecycle as trains
 
 Disk = Callable[[str], Path]
 
@@ -56,10 +56,10 @@ def test_a_disk_that_got_too_small_keeps_a_run_that_can_go_on(
     disk = small_disk("size=400k")
     arguments = ["train", recipe, f"run.dir={disk / 'run'}", "train.steps=3"]
     with monkeypatch.context() as patch:
-        patch.setattr(trains, "need_room", lambda *args: None)  # there was room at the start
+        patch.setattr(trains, "require_checkpoint_space", lambda *args: None)  # there was room at the start
         check(whet(*arguments), str(disk / "run/checkpoints"), "full", "Free some space", "run.dir for runs")
     assert temporary(disk) == []
-    assert place.steps_in(disk / "run/checkpoints") == []
+    assert directory.list_steps(disk / "run/checkpoints") == []
     assert json.loads((disk / "run/status.json").read_text())["state"] == "failed"
     subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
     assert whet(*arguments, "--resume").code == 0
@@ -80,7 +80,7 @@ def test_a_cache_that_fills_up_while_writing_keeps_no_store(
 ) -> None:
     disk = small_disk("size=40k")
     use_cache(disk, monkeypatch)
-    monkeypatch.setattr("whet.data.prepare.need_space", lambda *args: None)
+    monkeypatch.setattr("whet.data.prepare.build.require_disk_space", lambda *args: None)
     check(whet("prepare", recipe), str(disk / "stores"), "the disk is full while preparing the data", "WHET_CACHE")
     assert {path.suffix for path in (disk / "stores").iterdir()} <= {".work"}  # whole chunks, to continue from
     assert [path.name for path in disk.glob("stores/*/.*")] == []

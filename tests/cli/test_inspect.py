@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from whet.data.store import Store
-from whet.model.builtin import builtin_folder
+from whet.data.prepare.store import Store
+from whet.model.load.builtin_models import builtin_folder
 
 STEPS = ("train.epochs=1.0", "train.steps=null")
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-import whet.data.chunks as chunks_module
+import whet.data.prepare.build as chunks_module
 
 SLOWLY = """
 import os, sys, time
-from whet.data import chunks
-save = chunks.Chunk.save
+from whet.data.prepare import build
+save = build.Chunk.save
 def slowly(chunk, path):
     time.sleep(0.15)
     save(chunk, path)
-chunks.Chunk.save, chunks._SMALL = slowly, 4
+build.Chunk.save, build._SMALL = slowly, 4
 os.sched_getaffinity = lambda _: {0, 1, 2}
 from whet.cli.app import app
 app(["prepare", *sys.argv[1:]])
@@ -108,13 +108,13 @@ def test_finding_a_store_takes_no_time_and_no_heavy_library(arguments: list[str]
     seconds = time.monotonic() - began
     assert json.loads(done.stdout) == {**first, "reused": True, "tokens_per_s": None}
     loaded = set(json.loads(done.stderr.splitlines()[-1]))
-    assert "whet.data.prepare" in loaded
+    assert "whet.data.prepare.build" in loaded
     assert not loaded & {"torch", "transformers", "tokenizers", "datasets", "pyarrow"}
     assert seconds < 2 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others may be at work here
 
 
 def test_shards_and_merge(arguments: list[str], whet: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_module, "_SMALL", 4)
+    monkeypatch.setattr(chunks_module, "_SMALL_CHUNK", 4)
     alone = result_of(whet("prepare", *arguments, "--json"))
     wanted = content(alone["store"])
     shutil.rmtree(alone["store"])
@@ -190,7 +190,7 @@ def finish_and_compare(
         saved.append(path.name)
         save(chunk, path)
 
-    monkeypatch.setattr(chunks_module, "_SMALL", 4)
+    monkeypatch.setattr(chunks_module, "_SMALL_CHUNK", 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(chunks_module.Chunk, "save", note)
     first = result_of(whet("prepare", *arguments, "--json"))

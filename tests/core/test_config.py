@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from whet.config import Config, read_config
-from whet.core.config import Section, describe_type, impossible, knobs, load_config
+from whet.core.config import Section, config_error, describe_type, list_settings, load_config
 from whet.core.errors import WhetError
 
 
@@ -52,7 +52,7 @@ class Root(Section):
     @model_validator(mode="after")
     def _together(self) -> Root:
         if self.on and self.kind == "two":
-            raise impossible("kind", "two cannot be on")
+            raise config_error("kind", "two cannot be on")
         return self
 
 
@@ -348,7 +348,7 @@ def test_variables_are_expanded_in_overrides_too(recipe_file: Write, monkeypatch
 
 
 def test_every_knob_is_listed_in_order_with_type_default_and_sentence() -> None:
-    listed = {knob.key: knob for knob in knobs(Root)}
+    listed = {knob.key: knob for knob in list_settings(Root)}
     assert list(listed) == [
         "name", "kind", "train.steps", "train.epochs", "train.tokens", "train.optimizer.lr", "train.warmup", "leaves",
         "leaves[].a", "leaves[].b", "leaf.a", "leaf.b", "more", "more[].a", "more[].b", "on", "pair", "tags",
@@ -385,7 +385,7 @@ SMALL = ("model: {path: builtin:tiny}", "data: {sources: [{path: builtin:orders}
 
 
 def test_every_knob_of_the_real_tree_has_a_sentence() -> None:
-    assert [knob.key for knob in knobs(Config) if not knob.sentence] == []
+    assert [knob.key for knob in list_settings(Config) if not knob.sentence] == []
 
 
 def test_misplaced_and_misspelt_keys_of_the_real_tree(recipe_file: Write) -> None:

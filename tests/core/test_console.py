@@ -16,12 +16,12 @@ from whet.core import console
 def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A console that writes to the stderr of this test and is not silent."""
     monkeypatch.setattr(console, "_console", Console(stderr=True, highlight=False, width=200))
-    monkeypatch.setattr(console, "_silent", False)
+    monkeypatch.setattr(console, "_quiet", False)
 
 
 @pytest.mark.usefixtures("spoken")
 def test_sayings_and_warnings_go_to_stderr_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    console.say("a [bold]b[/bold] [1, 2]")
+    console.info("a [bold]b[/bold] [1, 2]")
     console.warn("look [here]")
     out, err = capsys.readouterr()
     assert (out, err) == ("", "a [bold]b[/bold] [1, 2]\nwarning: look [here]\n")
@@ -29,30 +29,30 @@ def test_sayings_and_warnings_go_to_stderr_as_they_are(capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("spoken")
 def test_markup_is_for_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
-    console.say("a [bold]b[/bold]", markup=True)
+    console.info("a [bold]b[/bold]", markup=True)
     assert capsys.readouterr().err == "a b\n"
 
 
 @pytest.mark.usefixtures("spoken")
 def test_a_quiet_process_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    console.be_quiet()
-    console.say("a")
+    console.set_quiet()
+    console.info("a")
     console.warn("b")
     with console.progress("work", 2) as bar:
         bar.advance()
-    console.show_error("c [d]")
+    console.print_error("c [d]")
     assert capsys.readouterr() == ("", "c [d]\n")
 
 
 @pytest.mark.usefixtures("spoken")
 def test_a_long_error_is_not_broken_into_lines(capsys: pytest.CaptureFixture[str]) -> None:
     text = "word " * 100 + "end"
-    console.show_error(text)
+    console.print_error(text)
     assert capsys.readouterr().err == f"{text}\n"
 
 
 def test_a_result_is_one_line_of_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_result({"text": "é\n", "n": 1})
+    console.print_json({"text": "é\n", "n": 1})
     out, err = capsys.readouterr()
     assert (out.count("\n"), err) == (1, "")
     assert json.loads(out) == {"text": "é\n", "n": 1}
@@ -61,13 +61,13 @@ def test_a_result_is_one_line_of_json_on_stdout(capsys: pytest.CaptureFixture[st
 
 def test_a_result_that_is_not_json_is_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
-        console.write_result({"loss": float("nan")})
+        console.print_json({"loss": float("nan")})
 
 
 def test_the_console_is_stderr_and_speaks_by_default() -> None:
     assert console._console.stderr
     found = subprocess.run(
-        [sys.executable, "-c", "from whet.core.console import say; say('a', 1)"],
+        [sys.executable, "-c", "from whet.core.console import info; info('a', 1)"],
         capture_output=True,
         text=True,
         check=True,

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from whet.core.errors import WhetError
 from whet.core.files import (
     FolderLock,
-    JsonLines,
-    append_line,
+    JsonLinesWriter,
+    append_json_line,
     atomic_dir,
     atomic_write,
     cache_dir,
+    file_lock,
     hash_file,
     hash_json,
-    need_space,
     read_json,
     read_json_lines,
-    waiting_lock,
+    require_disk_space,
     write_json,
 )
 
@@ -190,12 +190,12 @@ def test_a_missing_json_file_is_named(tmp_path: Path) -> None:
 
 def test_lines_are_appended_and_readable_at_once(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
-    lines = JsonLines(file)
+    lines = JsonLinesWriter(file)
     lines.write({"step": 1, "text": "é\n"})
     assert read_json_lines(file) == [{"step": 1, "text": "é\n"}]
     lines.write({"step": 2})
     lines.close()
-    more = JsonLines(file)
+    more = JsonLinesWriter(file)
     more.write({"step": 3})
     more.close()
     assert [record["step"] for record in read_json_lines(file)] == [1, 2, 3]
@@ -206,14 +206,14 @@ def test_lines_are_appended_and_readable_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
 def test_reopening_at_a_recorded_size_undoes_what_came_after(tmp_path: Path, keep: int) -> None:
     file = tmp_path / "m.jsonl"
-    lines = JsonLines(file)
+    lines = JsonLinesWriter(file)
     sizes = [lines.size()]
     for step in range(3):
         lines.write({"step": step, "text": "é" * step})
         sizes.append(lines.size())
     lines.close()
     assert sizes[-1] == file.stat().st_size
-    again = JsonLines(file, keep=sizes[keep])
+    again = JsonLinesWriter(file, keep=sizes[keep])
     assert again.size() == sizes[keep]
     again.write({"step": "new"})
     assert again.size() == file.stat().st_size
@@ -224,7 +224,7 @@ def test_reopening_at_a_recorded_size_undoes_what_came_after(tmp_path: Path, kee
 def test_a_file_shorter_than_recorded_is_continued_where_it_ends(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     file.write_text('{"step": 1}\n')
-    lines = JsonLines(file, keep=1000)
+    lines = JsonLinesWriter(file, keep=1000)
     assert lines.size() == 12
     lines.write({"step": 2})
     lines.close()
@@ -234,7 +234,7 @@ def test_a_file_shorter_than_recorded_is_continued_where_it_ends(tmp_path: Path)
 def test_a_reopened_file_knows_its_size(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     file.write_text('{"step": 1}\n')
-    lines = JsonLines(file)
+    lines = JsonLinesWriter(file)
     assert lines.size() == 12
     lines.close()
 
@@ -258,7 +258,7 @@ def test_no_file_has_no_lines(tmp_path: Path) -> None:
 
 def test_a_record_that_is_not_json_is_not_written_in_part(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
-    lines = JsonLines(file)
+    lines = JsonLinesWriter(file)
     with pytest.raises(ValueError, match="Out of range"):
         lines.write({"loss": float("nan")})
     lines.close()
@@ -308,7 +308,7 @@ def test_the_owner_of_a_lock_is_written_once(tmp_path: Path) -> None:
 
 
 def _enter(lock: Path, log: Path) -> None:
-    with waiting_lock(lock):
+    with file_lock(lock):
         before = log.read_text()
         time.sleep(0.05)
         log.write_text(before + "x")  # a lost update if two are inside
@@ -330,16 +330,16 @@ def test_a_waiting_lock_lets_one_process_in_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_disk_with_room_is_accepted_even_for_folders_that_are_not_there_yet(tmp_path: Path) -> None:
-    need_space(tmp_path / "a" / "b", 1, "a test")
+    require_disk_space(tmp_path / "a" / "b", 1, "a test")
     assert names(tmp_path) == []
 
 
 def test_a_disk_without_room_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 3 * 2**20})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage if path == tmp_path else None)
-    need_space(tmp_path / "a" / "b", 3 * 2**20, "a test")
+    require_disk_space(tmp_path / "a" / "b", 3 * 2**20, "a test")
     with pytest.raises(WhetError) as caught:
-        need_space(tmp_path / "a" / "b", 5 * 2**20, "a test")
+        require_disk_space(tmp_path / "a" / "b", 5 * 2**20, "a test")
     told = str(caught.value)
     assert told.startswith(f"{tmp_path}/a/b: the disk is too full for a test: 5 MiB needed, 3 MiB free.")
     assert "WHET_CACHE" in told
@@ -378,7 +378,7 @@ def test_lines_that_several_processes_append_are_not_mixed_up(tmp_path: Path) ->
 
     def write(who: str) -> None:
         for number in range(200):
-            append_line(file, {"who": who, "number": number, "words": long})
+            append_json_line(file, {"who": who, "number": number, "words": long})
 
     fork = multiprocessing.get_context("fork")
     writers = [fork.Process(target=write, args=(who,)) for who in "ab"]

@@ -13,8 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from whet.core.files import hash_json
-from whet.data.language import ChatLanguage
-from whet.data.store import Store, StoreWriter
+from whet.data.prepare.store import Store, StoreWriter
+from whet.data.render.chat_tokenizer import ChatTokenizer
 
 from .families import CHATML, tokenizer_of
 
@@ -44,11 +44,11 @@ def chat_language(
     train_on: str = "assistant",
     stops: tuple[int, ...] = (),
     today: str | None = None,
-) -> ChatLanguage:
+) -> ChatTokenizer:
     """A tokenizer at hand as the language of a preparation; its content is its identity."""
     content = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token, stops]
     identity = {"tokenizer": hash_json(content), "template": "auto", "today": today}
-    return ChatLanguage(identity, lambda: tokenizer, lambda: stops, train_on)
+    return ChatTokenizer(identity, lambda: tokenizer, lambda: stops, train_on)
 
 
 @pytest.fixture

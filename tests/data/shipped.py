@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
-from whet.data.render import Renderer
+from whet.data.render.renderer import Renderer
 
 from .families import small_tokenizer
 

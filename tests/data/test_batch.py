@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data import batch as batches
-from whet.data.batch import IGNORED, PackedBatch, Shape, buckets
-from whet.data.store import Store
+from whet.data.batch import IGNORE_INDEX, BatchShape, PackedBatch, shape_buckets
+from whet.data.prepare.store import Store
 
 from .conftest import MakeStore, write_store
 
@@ -23,7 +23,7 @@ DOCUMENTS = st.lists(
 )
 
 
-def pack_batch(store: Store, documents: list[int], longest: int, shape: Shape | None) -> PackedBatch:
+def pack_batch(store: Store, documents: list[int], longest: int, shape: BatchShape | None) -> PackedBatch:
     return batches.pack_batch(store, np.array(documents, dtype=np.int32), longest, shape)
 
 
@@ -35,9 +35,9 @@ def of(documents: list[list[tuple[int, int]]], factory: pytest.TempPathFactory) 
 
 
 def test_the_example_in_the_docstring(make_store: MakeStore) -> None:
-    batch = pack_batch(make_store(EXAMPLE), [0, 1], longest=3, shape=Shape(tokens=8, documents=2))
+    batch = pack_batch(make_store(EXAMPLE), [0, 1], longest=3, shape=BatchShape(tokens=8, documents=2))
     assert batch.tokens.tolist() == [H, I, BANG, Y, E, S, 0, 0]
-    assert batch.labels.tolist() == [I, BANG, IGNORED, E, S, IGNORED, IGNORED, IGNORED]
+    assert batch.labels.tolist() == [I, BANG, IGNORE_INDEX, E, S, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 6, 8, 8, 8]  # the last two are empty: padding alone would need them
     assert batch.edges == (0, 3, 6, 8, 8, 8)
@@ -48,32 +48,32 @@ def test_the_example_in_the_docstring(make_store: MakeStore) -> None:
 def test_without_a_shape_there_is_no_padding(make_store: MakeStore) -> None:
     batch = pack_batch(make_store(EXAMPLE), [1, 0], longest=3, shape=None)
     assert batch.tokens.tolist() == [Y, E, S, H, I, BANG]
-    assert batch.labels.tolist() == [E, S, IGNORED, I, BANG, IGNORED]
+    assert batch.labels.tolist() == [E, S, IGNORE_INDEX, I, BANG, IGNORE_INDEX]
     assert batch.cu_seqlens.tolist() == [0, 3, 6]
     assert batch.longest == 3
 
 
 def test_types_are_those_that_attention_and_loss_want(make_store: MakeStore) -> None:
-    batch = pack_batch(make_store(EXAMPLE), [0], 3, Shape(8, 2))
+    batch = pack_batch(make_store(EXAMPLE), [0], 3, BatchShape(8, 2))
     assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.supervised_at.dtype} == {torch.int64}
     assert batch.cu_seqlens.dtype == torch.int32
 
 
 def test_a_full_batch_has_no_padding_document_but_the_same_number_of_edges(make_store: MakeStore) -> None:
     store = make_store(EXAMPLE)
-    full = pack_batch(store, [0, 1], 3, Shape(6, 2))
+    full = pack_batch(store, [0, 1], 3, BatchShape(6, 2))
     assert full.cu_seqlens.tolist() == [0, 3, 6, 6, 6]
-    assert pack_batch(store, [1], 3, Shape(6, 2)).cu_seqlens.shape == full.cu_seqlens.shape
+    assert pack_batch(store, [1], 3, BatchShape(6, 2)).cu_seqlens.shape == full.cu_seqlens.shape
     assert full.tokens.tolist() == [H, I, BANG, Y, E, S]
 
 
-@pytest.mark.parametrize(("shape", "tokens", "edges"), [(None, 1, (0, 1)), (Shape(5, 2), 5, (0, 3, 5, 5, 5))])
+@pytest.mark.parametrize(("shape", "tokens", "edges"), [(None, 1, (0, 1)), (BatchShape(5, 2), 5, (0, 3, 5, 5, 5))])
 def test_no_documents_are_padding_alone(
-    make_store: MakeStore, shape: Shape | None, tokens: int, edges: tuple[int, ...]
+    make_store: MakeStore, shape: BatchShape | None, tokens: int, edges: tuple[int, ...]
 ) -> None:
     batch = pack_batch(make_store(EXAMPLE), [], 3, shape)
     assert batch.tokens.tolist() == [0] * tokens
-    assert batch.labels.tolist() == [IGNORED] * tokens
+    assert batch.labels.tolist() == [IGNORE_INDEX] * tokens
     assert batch.positions.tolist() == [i % 3 for i in range(tokens)]  # no padding is longer than a document
     assert batch.edges == edges
     assert len(batch.supervised_at) == 0
@@ -87,7 +87,7 @@ def test_a_label_is_the_next_token_of_the_same_document_if_it_is_a_target(
     store = of(documents, tmp_path_factory)
     chosen = list(range(len(documents)))[::-1]
     total = sum(map(len, documents))
-    batch = pack_batch(store, chosen, 7, Shape(total + room, len(documents) + 1) if padded else None)
+    batch = pack_batch(store, chosen, 7, BatchShape(total + room, len(documents) + 1) if padded else None)
     tokens, labels, positions = batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist()
     at = 0
     for number in chosen:
@@ -96,13 +96,13 @@ def test_a_label_is_the_next_token_of_the_same_document_if_it_is_a_target(
             is_target = i + 1 < len(document) and document[i + 1][1]
             assert tokens[at + i] == token
             assert positions[at + i] == i
-            assert labels[at + i] == (document[i + 1][0] if is_target else IGNORED)
-        assert labels[at + len(document) - 1] == IGNORED, "a label across documents"
+            assert labels[at + i] == (document[i + 1][0] if is_target else IGNORE_INDEX)
+        assert labels[at + len(document) - 1] == IGNORE_INDEX, "a label across documents"
         at += len(document)
-    assert all(label == IGNORED for label in labels[at:])
+    assert all(label == IGNORE_INDEX for label in labels[at:])
     assert len(tokens) == (total + room if padded else total)
     assert len(batch.supervised_at) == store.targets[chosen].sum()
-    assert batch.supervised_at.tolist() == [i for i, label in enumerate(labels) if label != IGNORED]
+    assert batch.supervised_at.tolist() == [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
 
 
 @settings(max_examples=40, deadline=None)
@@ -111,7 +111,7 @@ def test_padded_batches_all_have_the_same_shape(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     store = of(documents, tmp_path_factory)
-    shape = Shape(sum(map(len, documents)), len(documents))
+    shape = BatchShape(sum(map(len, documents)), len(documents))
     chosen = data.draw(st.lists(st.sampled_from(range(len(documents))), unique=True))
     longest = max(map(len, documents))
     batch = pack_batch(store, chosen, longest, shape)
@@ -140,7 +140,7 @@ def test_padded_batches_all_have_the_same_shape(
     ],
 )
 def test_the_lengths_that_batches_are_padded_to(tokens: int, count: int, sizes: list[int]) -> None:
-    assert buckets(Shape(tokens, 9), count) == [Shape(size, 9) for size in sizes]
+    assert shape_buckets(BatchShape(tokens, 9), count) == [BatchShape(size, 9) for size in sizes]
 
 
 def test_a_batch_moves_to_a_device_whole(make_store: MakeStore) -> None:
@@ -159,7 +159,7 @@ def test_learned_positions_are_the_supervised_ones_and_one_other(
 ) -> None:
     store = of(documents, tmp_path_factory)
     total = sum(map(len, documents))
-    batch = pack_batch(store, list(range(len(documents))), 7, Shape(total, len(documents), room))
+    batch = pack_batch(store, list(range(len(documents))), 7, BatchShape(total, len(documents), room))
     supervised = batch.supervised_at.tolist()
     if room < max(1, len(supervised)):
         assert batch.learned_at is None

@@ -23,11 +23,19 @@ from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
 from whet.data.config import MaskRules, Source
-from whet.data.containers import array
-from whet.data.containers.array import elements
-from whet.data.conversation import BadLine, Conversation, Item, Message, Text, Tokens, ToolCall
-from whet.data.indexed import IndexedWriter
-from whet.data.sources import Reader, expected, fingerprint, read_source, size_of
+from whet.data.conversation import (
+    BadRecord,
+    Conversation,
+    Message,
+    ParsedRecord,
+    PlainText,
+    TokenizedDocument,
+    ToolCall,
+)
+from whet.data.indexed_dataset import IndexedWriter
+from whet.data.read import json_files
+from whet.data.read.json_files import split_array
+from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes, source_fingerprint
 
 from .conftest import line
 
@@ -37,7 +45,7 @@ TALK = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXT), min_siz
 FAST = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def read(path: object, **options: Any) -> list[Item]:
+def read(path: object, **options: Any) -> list[ParsedRecord]:
     return list(read_source(Source(path=str(path), **options)))
 
 
@@ -102,9 +110,9 @@ def test_size_and_count_are_about_right_and_slices_are_the_same(tmp_path: Path, 
     path = tmp_path / name
     WRITERS[name](path, records)
     source = Source(path=str(path))
-    assert expected(source) == 300
-    assert expected(Source(path=str(path), start=10, max_samples=7)) == 7
-    assert size_of(source) > 300 * 20 / 4
+    assert expected_records(source) == 300
+    assert expected_records(Source(path=str(path), start=10, max_samples=7)) == 7
+    assert source_bytes(source) > 300 * 20 / 4
     texts = [item.messages[0].content for item in read(path, start=200, step=30)]  # type: ignore[union-attr]
     assert texts == [f"{n} " * 20 for n in range(200, 300, 30)]
 
@@ -113,7 +121,7 @@ def test_size_and_count_are_about_right_and_slices_are_the_same(tmp_path: Path, 
 def test_a_large_file_is_estimated(tmp_path: Path, name: str) -> None:
     records = [json.loads(line(("user", os.urandom(250).hex()), ("assistant", "b"))) for _ in range(4000)]
     WRITERS[name](tmp_path / name, records)
-    assert 2000 < expected(Source(path=str(tmp_path / name))) < 12000
+    assert 2000 < expected_records(Source(path=str(tmp_path / name))) < 12000
 
 
 # Damage
@@ -137,7 +145,7 @@ def test_what_stands_before_the_damage_is_given_first(tmp_path: Path) -> None:
     for name, data in (("a.jsonl.gz", gzip.compress(as_lines(records))), ("a.json", json.dumps(records).encode())):
         (tmp_path / name).write_bytes(data[: len(data) // 2])
         items = read_source(Source(path=str(tmp_path / name)))
-        given: list[Item] = []
+        given: list[ParsedRecord] = []
         with pytest.raises(WhetError):
             collections.deque(map(given.append, items), maxlen=0)
         assert 300 < len(given) < 500
@@ -202,18 +210,18 @@ def test_the_elements_of_any_array_are_found_wherever_the_pieces_are_cut(
 ) -> None:
     data = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array, "_CHUNK", piece)
-        assert [json.loads(element) for element in elements(io.BytesIO(data), "a")] == values
+        patch.setattr(json_files, "_ARRAY_CHUNK_BYTES", piece)
+        assert [json.loads(element) for element in split_array(io.BytesIO(data), "a")] == values
         for cut in (len(data) - 1, len(data) // 2):
             if cut:
                 with pytest.raises(WhetError, match="cut off"):
-                    list(elements(io.BytesIO(data[:cut]), "a"))
+                    list(split_array(io.BytesIO(data[:cut]), "a"))
 
 
 def test_an_array_is_read_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array, "_CHUNK", 64)
+    monkeypatch.setattr(json_files, "_ARRAY_CHUNK_BYTES", 64)
     stream = io.BytesIO(b"[" + b",".join([b'{"a": 1}'] * 1000) + b"]")
-    found = elements(stream, "a")
+    found = split_array(stream, "a")
     assert [next(found) for _ in range(10)] == [b'{"a": 1}'] * 10
     assert stream.tell() < 1000
 
@@ -221,14 +229,14 @@ def test_an_array_is_read_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_bad_element_is_one_bad_line_and_the_others_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(f'[{GOOD}, {{"messages": NaN}}, {{"messages" 3}}, {GOOD}, ]')
     items = read(tmp_path / "a.json")
-    assert [type(item) for item in items] == [Conversation, BadLine, BadLine, Conversation, BadLine]
+    assert [type(item) for item in items] == [Conversation, BadRecord, BadRecord, Conversation, BadRecord]
     assert str(items[2].origin) == f"{tmp_path}/a.json:3"
 
 
 def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(f"{GOOD}\n{GOOD}\n{{\n")
-    assert [type(item) for item in read(path)] == [Conversation, Conversation, BadLine]
+    assert [type(item) for item in read(path)] == [Conversation, Conversation, BadRecord]
     bare = json.dumps(json.loads(GOOD)["messages"])
     path.write_text(f"{bare}\n{bare}\n")
     assert [type(item) for item in read(path)] == [Conversation, Conversation]
@@ -244,7 +252,7 @@ def test_a_single_object_is_one_record_or_holds_them(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"called 'dev' \(train, test\)"):
         read(path, split="dev")
     path.write_text(json.dumps({"data": [json.loads(GOOD)] * 2}))
-    assert "records under 'data'" in str(Reader(Source(path=str(path))).decision)
+    assert "records under 'data'" in str(SourceReader(Source(path=str(path))).decision)
 
 
 # Tables
@@ -279,14 +287,14 @@ def test_a_row_of_invalid_text_is_bad_and_its_neighbours_are_read(tmp_path: Path
     texts = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
     pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     items = read(tmp_path / "a.parquet", format="text")
-    assert [type(item) for item in items] == [Text, BadLine, Text]
+    assert [type(item) for item in items] == [PlainText, BadRecord, PlainText]
     assert items[1].reason == "not UTF-8"  # type: ignore[union-attr]
 
 
 def test_rows_are_made_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     WRITERS["a.parquet"](tmp_path / "a.parquet", [json.loads(GOOD)] * 10)
-    reader = Reader(Source(path=str(tmp_path / "a.parquet")))
-    monkeypatch.setattr("whet.data.containers.tables.Batch.rows", property(lambda _: pytest.fail("made")))
+    reader = SourceReader(Source(path=str(tmp_path / "a.parquet")))
+    monkeypatch.setattr("whet.data.read.arrow_tables.RowBatch.rows", property(lambda _: pytest.fail("made")))
     assert len(list(reader.records())) == 10
 
 
@@ -295,9 +303,9 @@ def test_csv_rows_know_their_lines_and_bad_ones_their_reasons(tmp_path: Path) ->
     (tmp_path / "a.csv").write_bytes(rows)
     items = read(tmp_path / "a.csv")
     assert [(type(item), item.origin.line) for item in items] == [
-        (Conversation, 2), (BadLine, 5), (Conversation, 6), (BadLine, 7), (BadLine, 8), (Conversation, 9),
+        (Conversation, 2), (BadRecord, 5), (Conversation, 6), (BadRecord, 7), (BadRecord, 8), (Conversation, 9),
     ]  # fmt: skip
-    assert [item.reason for item in items if isinstance(item, BadLine)] == ["broken CSV", "not UTF-8", "broken CSV"]
+    assert [item.reason for item in items if isinstance(item, BadRecord)] == ["broken CSV", "not UTF-8", "broken CSV"]
     assert items[0].messages[0].content == "a\nb"  # type: ignore[union-attr]
 
 
@@ -313,7 +321,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     items = read(tmp_path)
     assert [item.text for item in items] == ["One\n\nTwo\n", "Three"]  # type: ignore[union-attr]
     (tmp_path / "c.txt").write_bytes(b"a\xff")
-    assert [type(item) for item in read(tmp_path)] == [Text, Text, BadLine]
+    assert [type(item) for item in read(tmp_path)] == [PlainText, PlainText, BadRecord]
 
 
 # Folders, globs, stdin
@@ -350,7 +358,7 @@ def test_files_of_different_formats_in_a_folder_are_refused(tmp_path: Path) -> N
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     with pytest.raises(WhetError, match=r"b\.jsonl:1: .*\(prompt-completion\) is of another format .*\(messages\)"):
         read(tmp_path)
-    assert [type(i) for i in read(tmp_path, format="messages")] == [Conversation] * 30 + [BadLine]
+    assert [type(i) for i in read(tmp_path, format="messages")] == [Conversation] * 30 + [BadRecord]
 
 
 def test_a_fingerprint_of_a_folder_is_of_its_files_in_order(tmp_path: Path) -> None:
@@ -358,7 +366,7 @@ def test_a_fingerprint_of_a_folder_is_of_its_files_in_order(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         for file, text in files.items():
             (tmp_path / name / f"{file}.jsonl").write_text(text)
-        return fingerprint(Source(path=str(tmp_path / name)))
+        return source_fingerprint(Source(path=str(tmp_path / name)))
 
     other = line(("user", "x"), ("assistant", "y"))
     assert of("1", a=GOOD, b=other) == of("2", c=GOOD, d=other) != of("3", a=other, b=GOOD)
@@ -387,11 +395,11 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 _ASK = """
 import os, multiprocessing
 from whet.data.config import MaskRules, Source
-from whet.data.sources import Reader, fingerprint
+from whet.data.read.sources import SourceReader, source_fingerprint
 source = Source(path="-")
 def ask(_=None):
-    reader = Reader(source)
-    return [str(reader.parse(raw).origin) for raw in reader.records()], fingerprint(source)
+    reader = SourceReader(source)
+    return [str(reader.parse(raw).origin) for raw in reader.records()], source_fingerprint(source)
 if __name__ == "__main__":
     first = ask()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -450,8 +458,12 @@ def test_a_data_set_is_read_through_the_datasets_library(tmp_path: Path, hub: An
     items = list(read_source(source))
     assert [type(item) for item in items] == [Conversation] * 3
     assert str(items[2].origin) == f"hub:{folder}/train:3"
-    assert (expected(source), size_of(source) > 0) == (3, True)
-    assert fingerprint(source) == fingerprint(source) != fingerprint(Source(path=f"hub:{folder}", split="test"))
+    assert (expected_records(source), source_bytes(source) > 0) == (3, True)
+    assert (
+        source_fingerprint(source)
+        == source_fingerprint(source)
+        != source_fingerprint(Source(path=f"hub:{folder}", split="test"))
+    )
     with pytest.raises(WhetError, match="more than one split; set split to one of: train, test"):
         read(f"hub:{folder}")
     assert len(read(f"hub:{folder}/test.jsonl")) == 1
@@ -489,19 +501,19 @@ def test_tokens_are_handed_on_as_they_are_with_their_mask(tmp_path: Path) -> Non
     write_tokens(tmp_path / "a", [1, 2, 3, 4], [5, 3], [6])
     source = Source(path=str(tmp_path / "a.bin"), mask=MaskRules(individual=[3]))
     items = list(read_source(source))
-    assert all(isinstance(item, Tokens) for item in items)
+    assert all(isinstance(item, TokenizedDocument) for item in items)
     assert [(item.ids.tolist(), item.loss.tolist(), str(item.origin)) for item in items] == [
         ([1, 2, 3, 4], [0, 1, 0, 1], f"{tmp_path}/a.bin:1"),
         ([5, 3], [0, 0], f"{tmp_path}/a.bin:2"),
         ([6], [0], f"{tmp_path}/a.bin:3"),
     ]
-    assert "individual" in (Reader(source).decision or "")
-    assert "every token is learned" in (Reader(Source(path=source.path)).decision or "")
-    assert expected(source) == 3
-    before = fingerprint(source)
-    assert before != fingerprint(Source(path=source.path))
+    assert "individual" in (SourceReader(source).decision or "")
+    assert "every token is learned" in (SourceReader(Source(path=source.path)).decision or "")
+    assert expected_records(source) == 3
+    before = source_fingerprint(source)
+    assert before != source_fingerprint(Source(path=source.path))
     write_tokens(tmp_path / "a", [1, 2, 3, 4, 5, 3], [6])
-    assert before != fingerprint(source)
+    assert before != source_fingerprint(source)
     for options in ({"format": "text"}, {"where": "turns > 1"}, {"fields": {"text": "a"}}):
         with pytest.raises(WhetError, match=r"a\.bin"):
             read(tmp_path / "a.bin", **options)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.conversation import ROLES, BadRecordError, Conversation, Message, Origin, ToolCall
-from whet.data.formats.known import FORMATS
-from whet.data.formats.messages import parse
+from whet.core.errors import BadRecordError
+from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
+from whet.data.read.formats import FORMATS
+from whet.data.read.messages import parse_messages
 
 HERE = Origin("a.jsonl", 7)
 NAMES = FORMATS["messages"].names({})
@@ -52,7 +53,7 @@ NEAR = st.recursive(  # JSON that almost is a record
 
 
 def parse_record(record: Any, _origin: Origin = HERE) -> Conversation:
-    return parse(record, NAMES, HERE)
+    return parse_messages(record, NAMES, HERE)
 
 
 def talk(*turns: dict[str, Any], **more: Any) -> Conversation:

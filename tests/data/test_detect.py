@@ -11,8 +11,8 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.conversation import BadLine, Conversation, Text
-from whet.data.sources import Reader, read_source
+from whet.data.conversation import BadRecord, Conversation, PlainText
+from whet.data.read.sources import SourceReader, read_source
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SAID = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -20,8 +20,8 @@ CHOICES = {"question": "a", "choices": ["x", "y"], "answer": 0}
 Jsonl = Callable[..., Path]
 
 
-def reader(jsonl: Jsonl, *records: Any, **options: Any) -> Reader:
-    return Reader(Source(path=str(jsonl(*map(json.dumps, records))), **options))
+def reader(jsonl: Jsonl, *records: Any, **options: Any) -> SourceReader:
+    return SourceReader(Source(path=str(jsonl(*map(json.dumps, records))), **options))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def reader(jsonl: Jsonl, *records: Any, **options: Any) -> Reader:
 def test_a_format_is_recognised_and_said_in_a_line(jsonl: Jsonl, record: Any, said: str) -> None:
     found = reader(jsonl, record)
     assert found.decision == f"{jsonl(json.dumps(record))}: {said}"
-    assert [type(found.parse(raw)) for raw in found.records()] in ([Conversation], [Text])
+    assert [type(found.parse(raw)) for raw in found.records()] in ([Conversation], [PlainText])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_records_of_two_formats_are_refused_and_bad_ones_are_not_asked(jsonl: Js
     with pytest.raises(WhetError, match=r"train.jsonl:2: .*\(text\) is of another format .*\(messages\)"):
         reader(jsonl, {"messages": TURNS}, {"text": "a"})
     found = reader(jsonl, {"mesages": TURNS}, {"messages": TURNS}, 3)
-    assert [type(found.parse(raw)) for raw in found.records()] == [BadLine, Conversation, BadLine]
+    assert [type(found.parse(raw)) for raw in found.records()] == [BadRecord, Conversation, BadRecord]
 
 
 def test_gsm8k_must_hold_for_every_record_looked_at(jsonl: Jsonl) -> None:
@@ -164,10 +164,10 @@ def test_twenty_good_records_are_looked_at(jsonl: Jsonl) -> None:
 
 
 def test_a_file_without_a_readable_line_says_so_line_by_line(jsonl: Jsonl) -> None:
-    found = Reader(Source(path=str(jsonl("nope", "{"))))
+    found = SourceReader(Source(path=str(jsonl("nope", "{"))))
     assert "no record could be looked at" in str(found.decision)
-    assert [type(found.parse(raw)) for raw in found.records()] == [BadLine, BadLine]
+    assert [type(found.parse(raw)) for raw in found.records()] == [BadRecord, BadRecord]
 
 
 def test_a_generator_has_no_decision() -> None:
-    assert Reader(Source(path="builtin:orders")).decision is None
+    assert SourceReader(Source(path="builtin:orders")).decision is None

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import whet.data.chunks as chunks_module
-from whet.data.split import split_off
-from whet.data.store import overlap
+import whet.data.prepare.build as chunks_module
+from whet.data.plan.mixture import train_validation_split
+from whet.data.prepare.store import find_overlap
 
 from .conftest import line
 from .test_prepare import account, go
@@ -44,7 +44,7 @@ def test_copies_are_counted_and_left_out_and_nothing_else_is(
     files[0].insert(0, 0)
     paths = write(tmp_path, files)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks_module, "_SMALL", size)
+        patch.setattr(chunks_module, "_SMALL_CHUNK", size)
         patch.setattr("os.sched_getaffinity", lambda _: {0})
         counted = go(*paths, max_length=40, too_long="split")
         without = go(*paths, max_length=40, too_long="split", deduplicate=True)
@@ -79,7 +79,7 @@ def test_copies_and_pieces_of_one_conversation_are_on_one_side(
 ) -> None:
     files[0] += [0, 1, 7, 7]
     store = go(*write(tmp_path, files), max_length=40, too_long="split").store
-    train, held = split_off(store.hashes, fraction, seed)
+    train, held = train_validation_split(store.hashes, fraction, seed)
     assert sorted([*train, *held]) == list(range(len(store)))
     assert len(train)
     assert len(held)
@@ -96,9 +96,9 @@ def test_what_two_stores_have_in_common_is_found(own_cache: Path, tmp_path: Path
     train, held = write(tmp_path, [[1, 2, 7, 3], [4, 7, 2, 5, 2]])
     one = go(train, max_length=40, too_long="split").store
     other = go(held, max_length=40, too_long="split", use="validation").store
-    common = overlap(other, one)
+    common = find_overlap(other, one)
     assert list(dict.fromkeys(other.origin(int(i)).line for i in common)) == [2, 3, 5]
-    assert np.array_equal(overlap(one, one), np.arange(len(one)))
+    assert np.array_equal(find_overlap(one, one), np.arange(len(one)))
 
 
 def test_the_mask_is_part_of_a_copy(own_cache: Path, jsonl: Callable[..., Path]) -> None:

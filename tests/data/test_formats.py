@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.calculator import SCHEMA
-from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, Text, ToolCall
-from whet.data.formats.known import FORMATS, parser
+from whet.core.errors import BadRecordError
+from whet.data.calculator import CALCULATOR_SCHEMA
+from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, ToolCall
+from whet.data.read.formats import FORMATS, parser_of
 
 from .test_conversation import JSON
 
@@ -20,7 +21,7 @@ Turns = list[tuple[str, str]]
 
 
 def parse(name: str, record: Any, calculator: str = "remove", **names: str) -> Any:
-    return parser(name, calculator)(record, FORMATS[name].names(names), HERE)
+    return parser_of(name, calculator)(record, FORMATS[name].names(names), HERE)
 
 
 def turns(name: str, record: Any, **names: str) -> Turns:
@@ -186,10 +187,10 @@ def test_prompt_completion_refuses(record: Any, reason: str) -> None:
 
 
 def test_text_is_kept_to_the_last_space() -> None:
-    assert parse("text", {"text": " a\n"}) == Text(" a\n", HERE)
-    assert parse("text", " a\n") == Text(" a\n", HERE)
-    assert parse("text", {"body": "a"}, text="body") == Text("a", HERE)
-    assert parse("marked", {"text": "<<<|user|>>>a<<<|user|>>>"}) == Marked("<<<|user|>>>a<<<|user|>>>", HERE)
+    assert parse("text", {"text": " a\n"}) == PlainText(" a\n", HERE)
+    assert parse("text", " a\n") == PlainText(" a\n", HERE)
+    assert parse("text", {"body": "a"}, text="body") == PlainText("a", HERE)
+    assert parse("marked", {"text": "<<<|user|>>>a<<<|user|>>>"}) == MarkedText("<<<|user|>>>a<<<|user|>>>", HERE)
     for record in ({"text": ""}, {"text": " "}, "", {"text": 3}, {}, 3, {"text": "\0"}):
         refused("text", record)
         refused("marked", record)
@@ -217,9 +218,9 @@ def test_gsm8k_with_calls() -> None:
         Message("tool", "72", call_id="call00002", name="calculator"),
         Message("assistant", "72.\n#### 72"),
     )
-    assert parsed.tools == (SCHEMA,)
+    assert parsed.tools == (CALCULATOR_SCHEMA,)
     plain = parse("gsm8k", {**SUMS, "answer": "Five.\n#### 5"}, "calls")
-    assert (len(plain.messages), plain.tools) == (2, (SCHEMA,))
+    assert (len(plain.messages), plain.tools) == (2, (CALCULATOR_SCHEMA,))
 
 
 def test_gsm8k_with_calls_says_the_same_as_without() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
-from whet.data.indexed import IndexedReader, IndexedWriter, token_dtype
+from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
 
 FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "f", 7: "d", 8: "H"}  # dtype code → struct letter
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.data.conversation import Origin
-from whet.data.ledger import Account
+from whet.data.prepare.ledger import Account
 
 FATES = st.sampled_from(["keep", "cut", "bad role", "too long", "cut and dropped"])
 

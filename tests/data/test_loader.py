@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data import loader as loader_module
-from whet.data import planner
-from whet.data.arrange import work
-from whet.data.batch import IGNORED, PackedBatch
+from whet.data.batch import IGNORE_INDEX, PackedBatch
 from whet.data.loader import Loader
-from whet.data.mixture import everything
-from whet.data.plan import Plan
-from whet.data.planner import Length
-from whet.data.store import Store
+from whet.data.plan import planner
+from whet.data.plan.mixture import single_source_mixture
+from whet.data.plan.planner import Plan, RunLength, document_cost
+from whet.data.prepare.store import Store
 
 from .conftest import MakeStore, write_store
 
@@ -39,13 +37,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return write_store(tmp_path_factory.mktemp("loader") / "store", documents)
 
 
-def plan_by_conversations(store: Store, batch: int, length: Length, packing: str, seed: int = 0) -> Plan:
-    mixture = everything(np.arange(len(store)))
+def plan_by_conversations(store: Store, batch: int, length: RunLength, packing: str, seed: int = 0) -> Plan:
+    mixture = single_source_mixture(np.arange(len(store)))
     return planner.plan_by_conversations(store.lengths, mixture, batch, length, ROW, packing, 4, seed)
 
 
-def plan_by_rows(store: Store, batch: int, length: Length, packing: str, seed: int = 0) -> Plan:
-    mixture = everything(np.arange(len(store)))
+def plan_by_rows(store: Store, batch: int, length: RunLength, packing: str, seed: int = 0) -> Plan:
+    mixture = single_source_mixture(np.arange(len(store)))
     return planner.plan_by_rows(store.lengths, mixture, batch, length, ROW, packing, 4, seed)
 
 
@@ -56,7 +54,7 @@ def plan_by_rows(store: Store, batch: int, length: Length, packing: str, seed: i
 def test_the_documents_of_a_step_come_alone_each_once_and_as_many_on_every_rank(
     store: Store, packing: str, world: int, micro_rows: int, padded_to: int | None
 ) -> None:
-    plan = plan_by_conversations(store, 7, Length(steps=3), packing)
+    plan = plan_by_conversations(store, 7, RunLength(steps=3), packing)
     for step in range(len(plan)):
         alone: list[list[tuple[int, PackedBatch]]] = []
         for rank in range(world):
@@ -74,7 +72,7 @@ def test_the_documents_of_a_step_come_alone_each_once_and_as_many_on_every_rank(
 
 
 def plan_whole(store: Store, row_length: int, packing: str) -> Plan:
-    return planner.plan_whole(store.lengths, np.arange(len(store)), row_length, packing, 4)
+    return planner.plan_single_step(store.lengths, np.arange(len(store)), row_length, packing, 4)
 
 
 def batches_of(
@@ -99,7 +97,7 @@ def documents_in(batch: PackedBatch) -> list[int]:
 def test_the_ranks_together_cover_each_step_exactly(
     store: Store, packing: str, world: int, micro_rows: int, padded_to: int | None
 ) -> None:
-    plan = plan_by_conversations(store, 7, Length(steps=8), packing)
+    plan = plan_by_conversations(store, 7, RunLength(steps=8), packing)
     loaders = [Loader(store, plan, micro_rows, rank, world, padded_to) for rank in range(world)]
     for step in range(len(plan)):
         shares = [list(loader.micro_batches(step)) for loader in loaders]
@@ -112,7 +110,7 @@ def test_the_ranks_together_cover_each_step_exactly(
         assert totals.tokens == sum(int(store.lengths[document]) for document in found)
         assert sorted(totals.lengths) == sorted(int(store.lengths[document]) for document in found)
         assert totals.supervised == sum(len(batch.supervised_at) for batch in batches)
-        assert totals.supervised == sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        assert totals.supervised == sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
 
 
 def dealt(rows: int, rank: int, world: int) -> list[int]:
@@ -124,7 +122,7 @@ def dealt(rows: int, rank: int, world: int) -> list[int]:
 @pytest.mark.parametrize("micro_rows", [1, 2, 5])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rows_are_dealt_there_and_back_again(store: Store, world: int, micro_rows: int) -> None:
-    plan = plan_by_rows(store, 7, Length(steps=2), "best-fit")
+    plan = plan_by_rows(store, 7, RunLength(steps=2), "best-fit")
     rows = [row.tolist() for row in plan.rows_of(1)]
     share = -(-7 // world)
     for rank in range(world):
@@ -140,7 +138,7 @@ def test_the_deal_by_hand() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 9])
 def test_the_number_beside_a_micro_batch_is_its_first_row_in_the_step(store: Store, world: int) -> None:
-    plan = plan_by_rows(store, 7, Length(steps=2), "best-fit")
+    plan = plan_by_rows(store, 7, RunLength(steps=2), "best-fit")
     rows = [row.tolist() for row in plan.rows_of(1)]
     for micro_rows in (1, 2):
         seen: Counter[int] = Counter()
@@ -170,10 +168,13 @@ def test_ranks_differ_by_less_than_the_heaviest_row(
         tmp_path_factory.mktemp("balance") / "store", [([i + 1] * n, [1] * n) for i, n in enumerate(lengths)]
     )
     plan = plan_whole(store, ROW, packing)
-    rows = [int(work(store.lengths[row]).sum()) for row in plan.rows_of(0)]
+    rows = [int(document_cost(store.lengths[row]).sum()) for row in plan.rows_of(0)]
     works = np.array(
         [
-            [int(work(store.lengths[documents_in(batch)]).sum()) if documents_in(batch) else 0 for _, batch in share]
+            [
+                int(document_cost(store.lengths[documents_in(batch)]).sum()) if documents_in(batch) else 0
+                for _, batch in share
+            ]
             for share in (batches_of(store, plan, 0, micro_rows, rank, world) for rank in range(world))
         ]
     )  # [ranks, micro-batches]
@@ -187,7 +188,7 @@ def test_ranks_differ_by_less_than_the_heaviest_row(
 @pytest.mark.parametrize("micro_rows", [1, 3])
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
 def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, packing: str, micro_rows: int) -> None:
-    plan = plan_by_conversations(store, 7, Length(epochs=2), packing)
+    plan = plan_by_conversations(store, 7, RunLength(epochs=2), packing)
     shapes = {
         (batch.tokens.shape, batch.cu_seqlens.shape, batch.longest)
         for rank in range(3)
@@ -205,7 +206,7 @@ def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, pa
 def test_single_conversations_are_padded_to_the_smallest_of_a_few_lengths(make_store: MakeStore) -> None:
     lengths = [1, 100, 128, 129, 200, 256, 300, 513, 1000, 1024]
     store = make_store([([1] * length, [1] * length) for length in lengths])
-    plan = planner.plan_whole(store.lengths, np.arange(len(store)), 1024, "none", 4)
+    plan = planner.plan_single_step(store.lengths, np.arange(len(store)), 1024, "none", 4)
 
     def sizes(micro_rows: int, allowed: int) -> dict[tuple[int, ...], int]:
         with contextlib.closing(Loader(store, plan, micro_rows, 0, 1, 1024, allowed)) as loader:
@@ -220,14 +221,14 @@ def test_single_conversations_are_padded_to_the_smallest_of_a_few_lengths(make_s
 
 
 def test_unpadded_batches_share_one_bound_on_the_longest_document(store: Store) -> None:
-    plan = plan_by_conversations(store, 7, Length(epochs=1), "best-fit")
+    plan = plan_by_conversations(store, 7, RunLength(epochs=1), "best-fit")
     loader = Loader(store, plan, 2, 0, 1)
     bounds = {batch.longest for step in range(len(plan)) for _, batch in loader.micro_batches(step)}
     assert bounds == {int(store.lengths.max())}
 
 
 def test_a_rank_without_rows_runs_padding_that_teaches_nothing(store: Store) -> None:
-    plan = plan_by_conversations(store, 1, Length(steps=1), "none")
+    plan = plan_by_conversations(store, 1, RunLength(steps=1), "none")
     for padded_to, size in ((None, 1), (ROW, ROW)):
         [(_, batch)] = batches_of(store, plan, 0, 1, 3, 4, padded_to)
         assert batch.tokens.tolist() == [0] * size
@@ -235,7 +236,7 @@ def test_a_rank_without_rows_runs_padding_that_teaches_nothing(store: Store) -> 
 
 
 def test_any_step_can_be_asked_for_again(store: Store) -> None:
-    plan = plan_by_rows(store, 3, Length(steps=5), "best-fit")
+    plan = plan_by_rows(store, 3, RunLength(steps=5), "best-fit")
     loader = Loader(store, plan, 1, 0, 1)
     forward = [[batch.tokens.tolist() for _, batch in loader.micro_batches(step)] for step in range(5)]
     backward = [[batch.tokens.tolist() for _, batch in loader.micro_batches(step)] for step in (4, 3, 2, 1, 0)]
@@ -244,7 +245,7 @@ def test_any_step_can_be_asked_for_again(store: Store) -> None:
 
 def test_batches_made_ahead_are_those_made_at_once(store: Store) -> None:
     """Each step asked of a loader of its own, and all of one, over the edges of steps."""
-    plan = plan_by_conversations(store, 9, Length(epochs=1), "none")
+    plan = plan_by_conversations(store, 9, RunLength(epochs=1), "none")
     with contextlib.closing(Loader(store, plan, 2, 1, 2, ROW)) as loader:
         for step in [*range(len(plan)), 0, 3, 2]:
             ahead, direct = list(loader.micro_batches(step)), batches_of(store, plan, step, 2, 1, 2, ROW)
@@ -260,7 +261,7 @@ def test_the_next_step_is_made_while_this_one_computes_but_not_the_whole_run(
 ) -> None:
     made: list[int] = []
     monkeypatch.setattr("whet.data.loader.pack_batch", lambda store, documents, *_: made.append(int(documents[0])))
-    plan = plan_by_rows(store, 2, Length(epochs=2), "none")
+    plan = plan_by_rows(store, 2, RunLength(epochs=2), "none")
     with contextlib.closing(Loader(store, plan, 1, 0, 1)) as loader:
         list(loader.micro_batches(0))
         deadline = time.monotonic() + 5
@@ -273,7 +274,7 @@ def test_the_next_step_is_made_while_this_one_computes_but_not_the_whole_run(
 def test_an_error_in_the_background_reaches_the_step_that_meets_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_by_rows(store, 1, Length(steps=4), "none")
+    plan = plan_by_rows(store, 1, RunLength(steps=4), "none")
     broken = int(plan.documents_of(2)[0])
 
     def fail(store: Store, documents: np.ndarray, *_: object) -> int:
@@ -295,7 +296,7 @@ def test_a_loader_starts_without_a_look_at_all_documents(store: Store) -> None:
         def __getitem__(self, key: object) -> None:
             raise AssertionError("looked")
 
-    plan = plan_by_rows(store, 3, Length(steps=5), "best-fit")
+    plan = plan_by_rows(store, 3, RunLength(steps=5), "best-fit")
     hidden = replace(plan, documents=Untouched(), rows=Untouched(), steps=Untouched())  # type: ignore[arg-type]
     Loader(store, hidden, 1, 0, 1, ROW).close()
 
@@ -319,7 +320,7 @@ def test_totals_of_an_example_counted_by_hand(make_store: MakeStore) -> None:
 def test_any_layout_of_any_batch_covers_each_step(
     store: Store, world: int, micro_rows: int, batch_rows: int, seed: int, padded: bool
 ) -> None:
-    plan = plan_by_rows(store, batch_rows, Length(epochs=1), "best-fit", seed)
+    plan = plan_by_rows(store, batch_rows, RunLength(epochs=1), "best-fit", seed)
     for step in (0, len(plan) - 1):
         found = [
             document
@@ -336,8 +337,10 @@ def test_any_layout_of_any_batch_covers_each_step(
 def test_there_is_room_for_the_supervised_positions_of_every_micro_batch(
     store: Store, world: int, micro_rows: int, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "STEP", 1)  # without rounding the room is exactly what the fullest one needs
-    plan = plan_by_conversations(store, 7, Length(epochs=2.3), packing)
+    monkeypatch.setattr(
+        loader_module, "SIZE_MULTIPLE", 1
+    )  # without rounding the room is exactly what the fullest one needs
+    plan = plan_by_conversations(store, 7, RunLength(epochs=2.3), packing)
     for rank in range(world):
         with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to=2 * ROW)) as loader:
             batches = [batch for step in range(len(plan)) for _, batch in loader.micro_batches(step)]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data.config import MaskRules
-from whet.data.mask_rules import explain, loss_of
+from whet.data.read.mask_rules import describe_mask_rules, loss_mask_from_rules
 
 
 def loss(ids: list[int], **rules: Any) -> list[int]:
-    found = loss_of(np.array(ids, dtype=np.int32), MaskRules(**rules))
+    found = loss_mask_from_rules(np.array(ids, dtype=np.int32), MaskRules(**rules))
     assert found.dtype == np.uint8
     return found.tolist()
 
@@ -87,10 +87,10 @@ def test_the_arrays_agree_with_a_walk(
     ids: list[int], pairs: Any, individual: list[int] | None, alternating: list[int] | None, eod: int | None
 ) -> None:
     rules = MaskRules(pairs=pairs, individual=individual, alternating=alternating, eod=eod)
-    assert loss_of(np.array(ids, dtype=np.int32), rules).tolist() == walk(ids, rules)
+    assert loss_mask_from_rules(np.array(ids, dtype=np.int32), rules).tolist() == walk(ids, rules)
 
 
 def test_what_is_learned_is_said() -> None:
-    assert "every token is learned" in explain(None)
-    assert explain(MaskRules()) == explain(None)
-    assert explain(MaskRules(pairs=[(7, 7)], eod=3)) == "learned is what the mask rules leave: pairs, eod"
+    assert "every token is learned" in describe_mask_rules(None)
+    assert describe_mask_rules(MaskRules()) == describe_mask_rules(None)
+    assert describe_mask_rules(MaskRules(pairs=[(7, 7)], eod=3)) == "learned is what the mask rules leave: pairs, eod"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.mixture import Mixture, draws_by_epochs, draws_by_weight, everything, mix
+from whet.data.plan.mixture import Mixture, draws_by_epochs, draws_by_weight, make_mixture, single_source_mixture
 
 QUICK = settings(max_examples=100, deadline=None)
 SOURCES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=4)  # (documents, draws)
@@ -90,7 +90,7 @@ def test_it_is_a_pure_function_and_leaves_its_documents_alone() -> None:
 
 def test_the_order_of_one_source_is_pinned() -> None:
     """Another order for the same seed would make finished runs unrepeatable."""
-    assert everything(np.arange(6)).epoch(7, 0).tolist() == [3, 0, 2, 1, 4, 5]
+    assert single_source_mixture(np.arange(6)).epoch(7, 0).tolist() == [3, 0, 2, 1, 4, 5]
     assert mixture_of([(5, 3), (2, 3)]).epoch(7, 1).tolist() == [4, 101, 0, 101, 2, 100]
 
 
@@ -123,16 +123,16 @@ def sources_of(**settings: list[float]) -> list[Source]:
 
 def test_the_configuration_decides_the_draws_among_the_documents_that_may_be_used() -> None:
     documents, owners = np.array([2, 3, 5, 8, 9]), np.array([0, 1, 0, 1, 1])
-    plain = mix(documents, owners, sources_of(epochs=[2, 1]))
+    plain = make_mixture(documents, owners, sources_of(epochs=[2, 1]))
     assert [numbers.tolist() for numbers in plain.documents] == [[2, 5], [3, 8, 9]]
     assert plain.draws == (4, 3)
-    assert mix(documents, owners, [Source(path="a"), Source(path="b")]).draws == (2, 3)
-    assert mix(documents, owners, sources_of(weight=[4, 1])).draws == (4, 1)
+    assert make_mixture(documents, owners, [Source(path="a"), Source(path="b")]).draws == (2, 3)
+    assert make_mixture(documents, owners, sources_of(weight=[4, 1])).draws == (4, 1)
     assert sorted(plain.epoch(0, 0).tolist()) == [2, 2, 3, 5, 5, 8, 9]
 
 
 def test_a_weight_needs_something_to_draw_from() -> None:
     documents, owners = np.array([0, 1]), np.array([0, 0])
     with pytest.raises(WhetError, match=r"data\.sources\.1\.weight: 1\.jsonl has no conversation"):
-        mix(documents, owners, sources_of(weight=[1, 1]))
-    assert mix(documents, owners, sources_of(epochs=[1, 1])).epoch(0, 0).tolist() in ([0, 1], [1, 0])
+        make_mixture(documents, owners, sources_of(weight=[1, 1]))
+    assert make_mixture(documents, owners, sources_of(epochs=[1, 1])).epoch(0, 0).tolist() in ([0, 1], [1, 0])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from whet.data.prefetch import Prefetch
+from whet.data.loader import Prefetcher
 
 LAST = 9
 
@@ -45,7 +45,7 @@ def wait_for(maker: Maker, count: int) -> None:
 
 
 def test_what_follows_is_made_before_it_is_asked_for_but_no_more_than_that(maker: Maker) -> None:
-    ahead = Prefetch(maker, following, depth=3)
+    ahead = Prefetcher(maker, following, depth=3)
     maker.allowed.release(100)
     assert ahead.get(0) == 0
     wait_for(maker, 4)
@@ -61,14 +61,14 @@ def test_what_follows_is_made_before_it_is_asked_for_but_no_more_than_that(maker
 @pytest.mark.parametrize("keys", [[0, 1, 2, 3], [9, 8, 7, 6], [3, 3, 3], [0, 4, 1, 2, 9, 0], [7, 8, 9, 0]])
 def test_any_order_gives_the_same(maker: Maker, keys: list[int]) -> None:
     maker.allowed.release(1000)
-    ahead = Prefetch(maker, following, depth=2)
+    ahead = Prefetcher(maker, following, depth=2)
     assert [ahead.get(key) for key in keys] == [key * key for key in keys]
     ahead.close()
 
 
 def test_an_error_comes_when_its_key_is_asked_for(maker: Maker) -> None:
     maker.allowed.release(1000)
-    ahead = Prefetch(maker, following, depth=3)
+    ahead = Prefetcher(maker, following, depth=3)
     assert ahead.get(3) == 9
     assert ahead.get(4) == 16
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_an_error_comes_when_its_key_is_asked_for(maker: Maker) -> None:
 
 
 def test_closing_ends_the_thread_and_makes_no_more(maker: Maker) -> None:
-    ahead = Prefetch(maker, following, depth=3)
+    ahead = Prefetcher(maker, following, depth=3)
     maker.allowed.release(2)
     assert ahead.get(0) == 0
     wait_for(maker, 2)

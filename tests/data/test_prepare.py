@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-import whet.data.chunks as chunks_module
-import whet.data.prepare as prepare_module
-import whet.data.settle as settle_module
+import whet.data.prepare.build as chunks_module
+import whet.data.prepare.build as prepare_module
+import whet.data.prepare.tokenize as settle_module
 from whet.core.errors import WhetError
 from whet.data.config import DataConfig, Source
-from whet.data.prepare import Prepared, prepare
+from whet.data.prepare.build import PreparedStore, prepare_store
 
 from .conftest import chat_language, line
 from .families import CHATML, CHATML_TEMPLATE, PHI3, small_tokenizer, tokenizer_of
@@ -40,14 +40,14 @@ def go(
     where: str | None = None,
     today: str | None = None,
     **options: Any,
-) -> Prepared:
+) -> PreparedStore:
     sources = [Source(path=str(path), max_samples=max_samples, where=where) for path in paths]
     config = DataConfig(sources=sources, **{"max_length": 60, **options})
     language = chat_language(tokenizer or tokenizer_of(CHATML), config.train_on, stops, today)
-    return prepare(config, sources, use, language)
+    return prepare_store(config, sources, use, language)
 
 
-def account(prepared: Prepared, number: int = 0) -> dict[str, Any]:
+def account(prepared: PreparedStore, number: int = 0) -> dict[str, Any]:
     return dict(prepared.store.manifest["accounts"][number])
 
 
@@ -154,7 +154,7 @@ def test_what_goes_in_is_kept_or_dropped_whatever_the_mix(
 def test_batches_do_not_mix_up_lines(
     jsonl: Jsonl, chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settle_module, "_BATCH", 4)
+    monkeypatch.setattr(settle_module, "_BATCH_CONVERSATIONS", 4)
     lines = ["{" if i % 3 == 0 else line(("user", "?"), ("assistant", f"answer {i}")) for i in range(30)]
     store = go(jsonl(*lines), on_bad="skip").store
     assert len(store) == 20
@@ -239,7 +239,7 @@ def test_one_source_without_anything_usable_is_told_but_no_error(jsonl: Jsonl) -
 def test_the_second_call_reuses_the_store(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
     path = jsonl(GOOD)
     first = go(path)
-    monkeypatch.setattr(prepare_module, "_make", None)
+    monkeypatch.setattr(prepare_module, "_build_store", None)
     second = go(path)
     assert (first.reused, second.reused) == (False, True)
     assert first.store.folder == second.store.folder
@@ -321,7 +321,7 @@ def test_an_interrupted_preparation_leaves_no_store_and_continues_where_it_was(
     own_cache: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     path = jsonl(*[GOOD] * 20)
-    monkeypatch.setattr(chunks_module, "_SMALL", 4)
+    monkeypatch.setattr(chunks_module, "_SMALL_CHUNK", 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     save = chunks_module.Chunk.save
     saved: list[str] = []
@@ -354,7 +354,7 @@ def test_a_merge_that_breaks_leaves_no_store(own_cache: Path, jsonl: Jsonl, monk
         raise _TestError
 
     with monkeypatch.context() as patch:
-        patch.setattr("whet.data.merge.StoreWriter.finish", broken)
+        patch.setattr("whet.data.prepare.chunk.StoreWriter.finish", broken)
         with pytest.raises(_TestError):
             go(path)
     assert [name for name in left_behind(own_cache) if not name.endswith(".work")] == []
@@ -390,7 +390,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 @pytest.mark.usefixtures("own_cache")
 def test_the_room_asked_for_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(prepare_module, "need_space", lambda _, size, __: asked.append(size))
+    monkeypatch.setattr(prepare_module, "require_disk_space", lambda _, size, __: asked.append(size))
     one, two = (jsonl(*[LONG] * 3000, name=name) for name in ("one", "two"))
     store = go(one, two, max_length=1000).store
     assert sum(file.stat().st_size for file in store.folder.iterdir()) <= asked[0]
@@ -402,8 +402,8 @@ def test_a_disk_that_fills_up_is_an_error_with_a_remedy_and_can_be_continued(
     tiny_disk: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setenv("WHET_CACHE", str(tiny_disk))
-    monkeypatch.setattr(prepare_module, "need_space", lambda *_: None)  # someone else filled it meanwhile
-    monkeypatch.setattr(chunks_module, "_SMALL", 10)
+    monkeypatch.setattr(prepare_module, "require_disk_space", lambda *_: None)  # someone else filled it meanwhile
+    monkeypatch.setattr(chunks_module, "_SMALL_CHUNK", 10)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(workers)))
     path = jsonl(*[line(("user", "Hi"), ("assistant", "x" * 500))] * 200)
     with pytest.raises(WhetError, match=r"the disk is full while preparing the data\. Free some space.*WHET_CACHE"):
@@ -414,13 +414,13 @@ def test_a_disk_that_fills_up_is_an_error_with_a_remedy_and_can_be_continued(
     assert all(file.suffix == ".npz" and not file.name.startswith(".") for file in finished)  # whole ones
     subprocess.run(["mount", "-o", "remount,size=20m", str(tiny_disk)], check=True)
     times, seen = [file.stat().st_mtime_ns for file in finished], list[int]()
-    merge = prepare_module.merge
+    merge = prepare_module.merge_chunks
 
     def look_and_merge(*arguments: Any) -> None:
         seen.extend(file.stat().st_mtime_ns for file in finished)
         merge(*arguments)
 
-    monkeypatch.setattr(prepare_module, "merge", look_and_merge)
+    monkeypatch.setattr(prepare_module, "merge_chunks", look_and_merge)
     assert len(go(path, max_length=1000).store) == 200
     assert seen == times  # nothing was made twice
     assert left_behind(tiny_disk) == []

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from whet.core.errors import WhetError
-from whet.data.conversation import BadRecordError, Conversation, Message, Origin
-from whet.data.render import Layout, Rendered, Renderer
-from whet.model.builtin import builtin_folder
+from whet.core.errors import BadRecordError, WhetError
+from whet.data.conversation import Conversation, Message, Origin
+from whet.data.render.renderer import Layout, Rendered, Renderer
+from whet.model.load.builtin_models import builtin_folder
 
 from .families import (
     CHATML,

@@ -6,8 +6,9 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from whet.data.conversation import BadRecordError, Conversation, Marked, Message, Origin, Text
-from whet.data.render import Rendered, Renderer
+from whet.core.errors import BadRecordError
+from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
+from whet.data.render.renderer import Rendered, Renderer
 
 from .families import CHATML, CHATML_TEMPLATE, small_tokenizer, tokenizer_of
 from .shipped import SHIPPED, conversation, says, user
@@ -18,7 +19,7 @@ THOUGHTS = "reasoning left out by the template"
 ORIGIN = Origin("here", 1)
 
 
-def one(renderer: Renderer, item: Conversation | Text) -> Rendered:
+def one(renderer: Renderer, item: Conversation | PlainText) -> Rendered:
     [rendered] = renderer.render_items([item])
     if not isinstance(rendered, Rendered):
         raise rendered
@@ -42,7 +43,7 @@ def with_bos(adds_eos: bool = False) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("adds_eos", [False, True])
 def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(text: str, adds_eos: bool) -> None:
     tokenizer = with_bos(adds_eos)
-    rendered = one(Renderer(tokenizer, "assistant"), Text(text, ORIGIN))
+    rendered = one(Renderer(tokenizer, "assistant"), PlainText(text, ORIGIN))
     inner = tokenizer(text, add_special_tokens=False).input_ids
     start, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
     already = not adds_eos and inner[-1:] == [end]
@@ -53,7 +54,7 @@ def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(text: str, a
 
 def test_a_document_of_a_tokenizer_without_bos_and_eos_is_its_text() -> None:
     tokenizer = small_tokenizer(CHATML_TEMPLATE, CHATML.markers)
-    rendered = one(Renderer(tokenizer, "assistant"), Text("some text", ORIGIN))
+    rendered = one(Renderer(tokenizer, "assistant"), PlainText("some text", ORIGIN))
     assert rendered.ids.tolist() == tokenizer("some text").input_ids
     assert rendered.loss.tolist()[0] == 0
     assert not rendered.ends
@@ -62,14 +63,14 @@ def test_a_document_of_a_tokenizer_without_bos_and_eos_is_its_text() -> None:
 def test_documents_and_conversations_of_a_batch_come_back_in_order() -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     good, bad = talk(("user", "a"), ("assistant", "b")), talk(("user", "a"))
-    items = [Text("one", ORIGIN), good, bad, Text("two", ORIGIN), Marked("x", ORIGIN), good]
+    items = [PlainText("one", ORIGIN), good, bad, PlainText("two", ORIGIN), MarkedText("x", ORIGIN), good]
     results = renderer.render_items(items)
     assert [result.reason if isinstance(result, BadRecordError) else "" for result in results] == [
         "", "", "no assistant turn", "", "marked text", "",
     ]  # fmt: skip
     for item, result in zip(items, results, strict=True):
         if isinstance(result, Rendered):
-            assert isinstance(item, Text | Conversation)
+            assert isinstance(item, PlainText | Conversation)
             assert result.ids.tolist() == one(renderer, item).ids.tolist()
 
 

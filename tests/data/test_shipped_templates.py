@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from whet.core.errors import WhetError
-from whet.data.conversation import BadRecordError, Conversation, Message
-from whet.data.render import Layout, Rendered, Renderer
-from whet.model.builtin import builtin_folder
+from whet.core.errors import BadRecordError, WhetError
+from whet.data.conversation import Conversation, Message
+from whet.data.render.renderer import Layout, Rendered, Renderer
+from whet.model.load.builtin_models import builtin_folder
 
 from .shipped import FIXED, SHIPPED, Shipped
 from .talks import conversations, tame

@@ -13,12 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
+from whet.data.builtin.orders import generate_orders
+from whet.data.builtin.splits import GeneratedSample
 from whet.data.config import Source
-from whet.data.conversation import BadLine, Conversation, Item, LeftOut, Message
-from whet.data.generated import BUILTIN, BUILTIN_SAMPLES
-from whet.data.orders import orders
-from whet.data.sample import Sample
-from whet.data.sources import Reader, expected, fingerprint, read_source, size_of
+from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Message, ParsedRecord
+from whet.data.read.sources import (
+    BUILTIN_GENERATORS,
+    DEFAULT_BUILTIN_SAMPLES,
+    SourceReader,
+    expected_records,
+    read_source,
+    source_bytes,
+    source_fingerprint,
+)
 
 from .conftest import line
 
@@ -27,7 +34,7 @@ Jsonl = Callable[..., Path]
 ON_ONE_FILE = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def read(path: Path, **options: Any) -> list[Item]:
+def read(path: Path, **options: Any) -> list[ParsedRecord]:
     return list(read_source(Source(path=str(path), **options)))
 
 
@@ -72,32 +79,32 @@ def test_a_bad_line_has_its_number_and_reason_and_its_neighbours_are_read(
     before, bad, after = read(path)
     assert isinstance(before, Conversation)
     assert isinstance(after, Conversation)
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, BadRecord)
     assert (str(bad.origin), bad.reason) == (f"{path}:2", reason)
     assert bad.explanation
 
 
 def test_broken_json_is_placed_at_its_column(jsonl: Jsonl) -> None:
     [bad] = read(jsonl('{"messages": x}'))
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, BadRecord)
     assert "column 14" in bad.explanation
 
 
 def test_a_column_is_counted_in_the_line_with_its_leading_space(jsonl: Jsonl) -> None:
     [bad] = read(jsonl('   {"messages": x}'))
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, BadRecord)
     assert "column 17" in bad.explanation
 
 
 def test_the_first_line_of_an_array_over_many_lines_gets_a_hint(jsonl: Jsonl) -> None:
     first = read(jsonl("[", GOOD + ",", GOOD, "]"), format="messages")[0]
-    assert isinstance(first, BadLine)
+    assert isinstance(first, BadRecord)
     assert "name it .json" in first.explanation
 
 
 def test_an_invalid_byte_is_placed(jsonl: Jsonl) -> None:
     [bad] = read(jsonl(b'{"\xff": 1}'))
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, BadRecord)
     assert "byte 2 " in bad.explanation
 
 
@@ -171,7 +178,7 @@ def test_deep_nesting_anywhere_is_a_bad_line(tmp_path: Path, depth: int, shape: 
     path = tmp_path / "deep.jsonl"
     path.write_text(record)
     [item] = read(path, format="messages")
-    assert isinstance(item, BadLine)
+    assert isinstance(item, BadRecord)
 
 
 # Files that are not there
@@ -210,7 +217,7 @@ def test_a_tilde_is_the_home_folder(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatc
 
 def test_a_generator_gives_user_and_assistant_and_counts_from_1() -> None:
     items = list(read_source(Source(path="builtin:orders", max_samples=3)))
-    pairs = list(itertools.islice(orders("train"), 3))
+    pairs = list(itertools.islice(generate_orders("train"), 3))
     for number, (item, pair) in enumerate(zip(items, pairs, strict=True), 1):
         assert isinstance(item, Conversation)
         assert [(m.role, m.content) for m in item.messages] == [("user", pair[0]), ("assistant", pair[1])]
@@ -218,7 +225,7 @@ def test_a_generator_gives_user_and_assistant_and_counts_from_1() -> None:
 
 
 def test_a_generator_is_endless_so_it_has_a_bound_of_its_own() -> None:
-    assert len(list(read_source(Source(path="builtin:orders")))) == BUILTIN_SAMPLES
+    assert len(list(read_source(Source(path="builtin:orders")))) == DEFAULT_BUILTIN_SAMPLES
     assert len(list(read_source(Source(path="builtin:orders", max_samples=1203)))) == 1203
 
 
@@ -229,7 +236,7 @@ def test_the_splits_of_a_generator_differ() -> None:
     assert {item.messages for item in train}.isdisjoint({item.messages for item in held})  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ask", [fingerprint, size_of, Reader])
+@pytest.mark.parametrize("ask", [source_fingerprint, source_bytes, SourceReader])
 @pytest.mark.parametrize(
     ("source", "says"),
     [
@@ -248,8 +255,8 @@ def test_a_wrong_generator_is_refused(ask: Callable[[Source], object], source: S
 def test_a_generator_can_be_filtered_by_its_length() -> None:
     items = list(read_source(Source(path="builtin:arithmetic", calculator="calls", where="turns == 4")))
     kept = [item for item in items if isinstance(item, Conversation)]
-    assert len(items) == BUILTIN_SAMPLES
-    assert 0 < len(kept) < BUILTIN_SAMPLES
+    assert len(items) == DEFAULT_BUILTIN_SAMPLES
+    assert 0 < len(kept) < DEFAULT_BUILTIN_SAMPLES
     assert all(len(item.messages) == 4 for item in kept)
 
 
@@ -258,36 +265,38 @@ def test_a_generator_can_be_filtered_by_its_length() -> None:
 
 def test_a_fingerprint_is_of_the_content_not_of_the_name(jsonl: Jsonl) -> None:
     one, same, other = jsonl(GOOD, name="a"), jsonl(GOOD, name="b"), jsonl(GOOD, GOOD, name="c")
-    of = {path: fingerprint(Source(path=str(path))) for path in (one, same, other)}
+    of = {path: source_fingerprint(Source(path=str(path))) for path in (one, same, other)}
     assert of[one] == of[same]
     assert of[one] != of[other]
-    assert of[one] != fingerprint(Source(path=str(one), max_samples=1))
+    assert of[one] != source_fingerprint(Source(path=str(one), max_samples=1))
 
 
 def test_a_generators_fingerprint_knows_its_split_and_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(path="builtin:orders")
-    before = fingerprint(source)
-    assert before != fingerprint(Source(path="builtin:orders", split="held-out"))
-    monkeypatch.setitem(BUILTIN, "builtin:orders", lambda *_: iter([Sample((Message("user", "a"),))] * 9))
-    assert fingerprint(source) != before
+    before = source_fingerprint(source)
+    assert before != source_fingerprint(Source(path="builtin:orders", split="held-out"))
+    monkeypatch.setitem(
+        BUILTIN_GENERATORS, "builtin:orders", lambda *_: iter([GeneratedSample((Message("user", "a"),))] * 9)
+    )
+    assert source_fingerprint(source) != before
 
 
 def test_the_size_of_a_source_is_about_its_bytes(jsonl: Jsonl) -> None:
     path = jsonl(GOOD)
-    assert size_of(Source(path=str(path))) == path.stat().st_size
-    texts = sum(len(prompt + answer) for prompt, answer in itertools.islice(orders("train"), 100))
-    assert texts <= size_of(Source(path="builtin:orders", max_samples=100)) <= 2 * texts
+    assert source_bytes(Source(path=str(path))) == path.stat().st_size
+    texts = sum(len(prompt + answer) for prompt, answer in itertools.islice(generate_orders("train"), 100))
+    assert texts <= source_bytes(Source(path="builtin:orders", max_samples=100)) <= 2 * texts
 
 
 def test_the_number_of_lines_to_expect(jsonl: Jsonl, tmp_path: Path) -> None:
-    assert expected(Source(path=str(jsonl(GOOD, GOOD)), max_samples=1)) == 1
+    assert expected_records(Source(path=str(jsonl(GOOD, GOOD)), max_samples=1)) == 1
     cut = tmp_path / "cut"
     cut.write_text(f"{GOOD}\n{GOOD}")
-    assert expected(Source(path=str(cut))) == 2
-    assert expected(Source(path="builtin:orders")) == BUILTIN_SAMPLES
-    assert expected(Source(path="builtin:orders", max_samples=5)) == 5
-    assert expected(Source(path="builtin:orders", start=5, stop=25, step=2)) == 10
-    assert expected(Source(path=str(jsonl(*[GOOD] * 10)), start=1, stop=9, step=3)) == 3
+    assert expected_records(Source(path=str(cut))) == 2
+    assert expected_records(Source(path="builtin:orders")) == DEFAULT_BUILTIN_SAMPLES
+    assert expected_records(Source(path="builtin:orders", max_samples=5)) == 5
+    assert expected_records(Source(path="builtin:orders", start=5, stop=25, step=2)) == 10
+    assert expected_records(Source(path=str(jsonl(*[GOOD] * 10)), start=1, stop=9, step=3)) == 3
 
 
 # Part of a source
@@ -315,15 +324,15 @@ def test_a_generator_is_sliced_too() -> None:
     assert lines(start=3, stop=9, step=2) == [4, 6, 8]
     assert lines(stop=1500)[-1] == 1500
     assert lines(start=5)[0] == 6
-    assert len(lines(start=5)) == BUILTIN_SAMPLES
+    assert len(lines(start=5)) == DEFAULT_BUILTIN_SAMPLES
 
 
 def test_several_readers_give_the_same_records_and_skipping_parses_nothing(
     jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Source(path=str(jsonl(*(line(("user", str(n)), ("assistant", "b")) for n in range(9)))))
-    one, two = Reader(source), Reader(source)
-    monkeypatch.setattr("whet.data.sources.decode", lambda raw: pytest.fail("parsed"))
+    one, two = SourceReader(source), SourceReader(source)
+    monkeypatch.setattr("whet.data.read.sources.decode_json", lambda raw: pytest.fail("parsed"))
     assert list(one.records()) == list(two.records()) == list(one.records())
     assert all(isinstance(raw.value, bytes) for raw in one.records())
 
@@ -331,7 +340,7 @@ def test_several_readers_give_the_same_records_and_skipping_parses_nothing(
 def test_a_filter_leaves_out_and_a_record_that_it_cannot_judge_is_bad(jsonl: Jsonl) -> None:
     records = [{**json.loads(GOOD), **more} for more in ({"lang": "de"}, {"lang": "en"}, {}, {"lang": 3})]
     items = read(jsonl(*map(json.dumps, records)), where="lower(lang) == 'de'")
-    assert [type(item) for item in items] == [Conversation, LeftOut, BadLine, BadLine]
+    assert [type(item) for item in items] == [Conversation, FilteredRecord, BadRecord, BadRecord]
     assert [item.origin.line for item in items] == [1, 2, 3, 4]
     assert [item.reason for item in items[1:]] == ["filter", "where", "where"]  # type: ignore[union-attr]
     assert "no field 'lang'" in items[2].explanation  # type: ignore[union-attr]
@@ -340,9 +349,9 @@ def test_a_filter_leaves_out_and_a_record_that_it_cannot_judge_is_bad(jsonl: Jso
 def test_what_is_left_out_need_not_be_good_unless_its_turns_are_counted(jsonl: Jsonl) -> None:
     bad = json.dumps({"messages": [], "lang": "en"})
     good = json.dumps({**json.loads(GOOD), "lang": "de"})
-    assert [type(item) for item in read(jsonl(good, bad), where="lang == 'de'")] == [Conversation, LeftOut]
+    assert [type(item) for item in read(jsonl(good, bad), where="lang == 'de'")] == [Conversation, FilteredRecord]
     both = read(jsonl(good, bad), where="turns == 2 and characters == 7 and lang == 'de'")
-    assert [type(item) for item in both] == [Conversation, BadLine]
+    assert [type(item) for item in both] == [Conversation, BadRecord]
 
 
 @pytest.mark.parametrize(
@@ -354,10 +363,12 @@ def test_what_is_left_out_need_not_be_good_unless_its_turns_are_counted(jsonl: J
 )  # fmt: skip
 def test_a_fingerprint_knows_what_changes_what_is_read(jsonl: Jsonl, options: dict[str, Any]) -> None:
     path = str(jsonl(GOOD, GOOD))
-    assert fingerprint(Source(path=path)) != fingerprint(Source(path=path, **options))
+    assert source_fingerprint(Source(path=path)) != source_fingerprint(Source(path=path, **options))
 
 
 def test_a_fingerprint_knows_the_kind_of_file_but_not_how_often_it_is_used(jsonl: Jsonl) -> None:
-    of = {name: fingerprint(Source(path=str(jsonl(GOOD, name=name)))) for name in ("a.jsonl", "a.txt", "b.jsonl")}
+    of = {
+        name: source_fingerprint(Source(path=str(jsonl(GOOD, name=name)))) for name in ("a.jsonl", "a.txt", "b.jsonl")
+    }
     assert of["a.jsonl"] == of["b.jsonl"] != of["a.txt"]
-    assert of["a.jsonl"] == fingerprint(Source(path=str(jsonl(GOOD)), epochs=2.0))
+    assert of["a.jsonl"] == source_fingerprint(Source(path=str(jsonl(GOOD)), epochs=2.0))

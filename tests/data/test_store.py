@@ -9,8 +9,8 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.data.conversation import Origin
-from whet.data.render import Rendered
-from whet.data.store import Store, StoreWriter, count_targets
+from whet.data.prepare.store import Store, StoreWriter, count_targets
+from whet.data.render.renderer import Rendered
 
 from .conftest import MakeStore, write_store
 from .test_indexed import read_by_hand
@@ -59,7 +59,7 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
     def write_json(path: Path, value: object) -> None:
         seen.extend(sorted(file.name for file in tmp_path.iterdir()))
 
-    monkeypatch.setattr("whet.data.store.write_json", write_json)
+    monkeypatch.setattr("whet.data.prepare.store.write_json", write_json)
     StoreWriter(tmp_path, 10).finish({})
     assert seen == ["hashes.npy", "loss.bin", "loss.idx", "origin.npy", "targets.npy", "tokens.bin", "tokens.idx"]
 

@@ -15,25 +15,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whet.model import attention
 from whet.model.config import AdapterConfig
-from whet.model.flops import Span, Work, work_of
-from whet.model.flops_table import table
-from whet.model.lora import add_adapter, language_model
-from whet.model.loss import LossModel
+from whet.model.flops import AttentionCost, StepFlops, count_step_flops, flops_table
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.model.loss.loss_model import LossModel
 
 LENGTHS = (30, 11)
 
 
-def full_pairs(work: Work) -> int:
+def full_pairs(work: StepFlops) -> int:
     """What the reference attention computes beyond pairs that see each other: it multiplies all of them."""
     tokens = np.array(LENGTHS)
-    more = sum(LENGTHS) ** 2 - Span(None, 0, 0).pairs(tokens)
+    more = sum(LENGTHS) ** 2 - AttentionCost(None, 0, 0).pairs(tokens)
     return sum((span.forward + span.backward) * more for span in work.spans)
 
 
 def counted(model: Any, pack: Any, make_documents: Any) -> tuple[int, int]:
     """FLOPs of a step as torch counts them, and as whet does."""
-    attention.install(model, "eager")
-    root = LossModel(language_model(model))
+    attention.install_backend(model, "eager")
+    root = LossModel(unwrap_peft(model))
     batch = pack(make_documents(*LENGTHS))
     own: Any = {
         torch.ops.aten.addmm_: lambda out, a, b, *rest, **options: 2 * a[0] * a[1] * b[1],  # of itself overlooked
@@ -41,7 +40,7 @@ def counted(model: Any, pack: Any, make_documents: Any) -> tuple[int, int]:
     }  # transformers 5.17 multiplies positions and angles as matrices
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
         root(batch).objective.backward()
-    work = work_of(root.language_model)
+    work = count_step_flops(root.language_model)
     return counter.get_total_flops(), work.of(np.array(LENGTHS), len(batch.supervised_at)) + full_pairs(work)
 
 
@@ -97,13 +96,13 @@ def test_layers_below_the_first_trained_one_have_no_backward_pass(
 def test_experts_in_a_list_count_by_how_many_are_chosen(make_model: Callable[..., Any]) -> None:
     """As models with code of their own have them: experts.0, experts.1, …"""
     model = make_model("Qwen3Moe", **MOE)
-    fused = work_of(model)
+    fused = count_step_flops(model)
     for layer in model.model.layers:
         up_down = ((32, 48), (24, 32))
         layer.mlp.experts = torch.nn.ModuleList(
             torch.nn.ModuleList(torch.nn.Linear(*widths, bias=False) for widths in up_down) for _ in range(4)
         )
-    assert work_of(model) == fused
+    assert count_step_flops(model) == fused
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,7 +111,7 @@ def test_pairs_are_those_that_see_each_other(lengths: list[int], window: int | N
     seen = sum(
         1 for length in lengths for query in range(length) for key in range(query + 1) if query - key < (window or 99)
     )
-    assert Span(window, 0, 0).pairs(np.array(lengths, dtype=np.int32)) == seen
+    assert AttentionCost(window, 0, 0).pairs(np.array(lengths, dtype=np.int32)) == seen
 
 
 def test_windows_are_the_models_own(make_model: Callable[..., Any]) -> None:
@@ -120,22 +119,24 @@ def test_windows_are_the_models_own(make_model: Callable[..., Any]) -> None:
 
     window = make_model("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1, num_hidden_layers=3)
     cost = 4 * 4 * 8
-    assert work_of(window).spans == (Span(None, cost, 2 * cost), Span(8, 2 * cost, 4 * cost))
-    assert work_of(make_model("Mistral", sliding_window=8)).spans == (Span(8, 2 * cost, 4 * cost),)
+    assert count_step_flops(window).spans == (AttentionCost(None, cost, 2 * cost), AttentionCost(8, 2 * cost, 4 * cost))
+    assert count_step_flops(make_model("Mistral", sliding_window=8)).spans == (AttentionCost(8, 2 * cost, 4 * cost),)
     sees = sliding_window_overlay(8)
-    assert Span(8, 0, 0).pairs(np.array([20])) == sum(bool(sees(0, 0, q, k)) for q in range(20) for k in range(q + 1))
+    assert AttentionCost(8, 0, 0).pairs(np.array([20])) == sum(
+        bool(sees(0, 0, q, k)) for q in range(20) for k in range(q + 1)
+    )
 
 
 def test_a_million_tokens_in_one_document_do_not_overflow() -> None:
-    assert Span(None, 0, 0).pairs(np.array([2**20], dtype=np.int32)) == 2**19 * (2**20 + 1)
+    assert AttentionCost(None, 0, 0).pairs(np.array([2**20], dtype=np.int32)) == 2**19 * (2**20 + 1)
 
 
 def test_the_table_adds_up(make_model: Callable[..., Any]) -> None:
     model = make_model("Llama", tie_word_embeddings=False)
-    lines = table(model, 10, 0.5).splitlines()
+    lines = flops_table(model, 10, 0.5).splitlines()
     listed = {line.split("  ")[0].strip(): line.split() for line in lines[1:-2]}
     assert listed["model.layers.*.mlp.gate_proj"][1:4] == ["2", f"{2 * 32 * 48:,}", f"{4 * 32 * 48:,}"]
-    forward = Work(work_of(model).per_token // 3, work_of(model).per_target // 3)
+    forward = StepFlops(count_step_flops(model).per_token // 3, count_step_flops(model).per_target // 3)
     attended = 2 * 4 * 4 * 8 * 11 / 2
     assert math.isclose(float(lines[-2].split()[-1].replace(",", "")),
                         forward.per_token + attended + forward.per_target / 2, abs_tol=1)  # fmt: skip

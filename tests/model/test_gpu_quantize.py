@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from whet.model.config import AdapterConfig
-from whet.model.lora import add_adapter, merge
-from whet.model.quantize import dequantized, is_quantized, packed_bytes, quantize_
+from whet.model.lora.peft_adapters import add_adapter, merge_adapter
+from whet.model.quantize import dequantize_weight, is_quantized, quantize_, weight_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_a_cpu() -> None:
     here, there = packed(torch.device("cpu")), packed(CUDA)
     for name, layer in here.named_modules():
         if is_quantized(layer):
-            ours, theirs = dequantized(layer), dequantized(there.get_submodule(name)).cpu()
+            ours, theirs = dequantize_weight(layer), dequantize_weight(there.get_submodule(name)).cpu()
             assert torch.isclose(ours, theirs, rtol=0.01).double().mean() > 0.999
 
 
@@ -50,7 +50,7 @@ def test_nothing_waits_for_the_device() -> None:
     assert len(layers) == 14
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = [dequantized(layer) for layer in layers]
+        found = [dequantize_weight(layer) for layer in layers]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for layer, weight in zip(layers, found, strict=True):
@@ -68,7 +68,7 @@ def test_the_device_holds_one_plain_weight_at_a_time() -> None:
     quantize_(model, CUDA)
     model = model.to(CUDA)
     taken = torch.cuda.memory_allocated() - before
-    assert taken < 1.1 * packed_bytes(model)
+    assert taken < 1.1 * weight_bytes(model)
     assert torch.cuda.max_memory_allocated() - before < taken + 3 * largest
 
 
@@ -83,7 +83,7 @@ def test_a_merge_goes_to_the_host() -> None:
         wanted = model(input_ids=ids).logits.float()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        merged = merge(model)
+        merged = merge_adapter(model)
         assert torch.cuda.max_memory_allocated() - before < 3 * 2 * 1024 * 2048
         assert {parameter.device.type for parameter in merged.parameters()} == {"cpu"}
         found = merged.to(CUDA)(input_ids=ids).logits.float()

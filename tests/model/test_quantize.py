@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.model import attention, quantize
 from whet.model.config import AdapterConfig, ModelConfig
-from whet.model.flops import work_of
-from whet.model.load import load_model
-from whet.model.lora import add_adapter, language_model, merge
-from whet.model.loss import LossModel
+from whet.model.flops import count_step_flops
+from whet.model.load.pretrained import load_model
+from whet.model.lora.peft_adapters import add_adapter, merge_adapter, unwrap_peft
+from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import (
-    dequantized,
+    count_weights,
+    dequantize_linear,
+    dequantize_weight,
+    dequantized_bytes,
     is_quantized,
-    need_bitsandbytes,
-    numbers_in,
-    packed_bytes,
-    plain_bytes,
-    plain_linear,
     quantize_,
-    quantized_part,
+    quantized_share,
+    require_bitsandbytes,
+    weight_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_a_weight_is_the_nearest_of_sixteen_values(make: Any, make_model: Any, d
     compared = 0
     for name, layer in packed.named_modules():
         if is_quantized(layer):
-            found = dequantized(layer)
+            found = dequantize_weight(layer)
             wanted, largest = by_definition(plain.get_submodule(name).weight)
             assert (found.dtype, found.shape) == (dtype, wanted.shape)
             # scales have 8 bits themselves; a number half-way between two values may fall to either side
@@ -81,9 +81,9 @@ def test_a_layer_multiplies_with_the_numbers_that_are_given_back(make: Any) -> N
     for layer in filter(is_quantized, make("Qwen2").modules()):
         torch.nn.init.normal_(layer.bias) if layer.bias is not None else None
         x = torch.randn(5, layer.in_features)
-        wanted = nn.functional.linear(x, dequantized(layer), layer.bias)
+        wanted = nn.functional.linear(x, dequantize_weight(layer), layer.bias)
         assert torch.equal(layer(x), wanted)
-        assert torch.equal(plain_linear(layer)(x), wanted)
+        assert torch.equal(dequantize_linear(layer)(x), wanted)
 
 
 def test_head_embedding_and_norms_stay_as_they_are(make: Any, make_model: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_model_without_such_layers_is_refused(make_model: Any) -> None:
 def test_the_weights_are_those_that_transformers_makes(dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from whet.model.builtin import builtin_folder
+    from whet.model.load.builtin_models import builtin_folder
 
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
@@ -135,13 +135,13 @@ def test_the_weights_are_those_that_transformers_makes(dtype: torch.dtype) -> No
         assert is_quantized(module) == is_quantized(other[name]), name
         if is_quantized(module):
             assert torch.equal(module.weight.data, other[name].weight.data)
-            assert torch.equal(dequantized(module), dequantized(other[name]))
+            assert torch.equal(dequantize_weight(module), dequantize_weight(other[name]))
 
 
 def undone(model: Any) -> Any:
     """The same model with plain layers that hold the numbers of the 4-bit ones."""
     for name in [name for name, module in model.named_modules() if is_quantized(module)]:
-        model.set_submodule(name, plain_linear(model.get_submodule(name)))
+        model.set_submodule(name, dequantize_linear(model.get_submodule(name)))
     return model
 
 
@@ -163,8 +163,8 @@ def test_gradients_are_those_of_plain_layers_with_the_same_numbers(
     batch = pack(make_documents(20, 7))
     traces = []
     for model in (adapted(make(architecture, dtype)), adapted(undone(make(architecture, dtype)))):
-        attention.install(language_model(model), "sdpa")
-        root = LossModel(language_model(model))
+        attention.install_backend(unwrap_peft(model), "sdpa")
+        root = LossModel(unwrap_peft(model))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             with torch.no_grad():
                 measured = root.eval()(batch).loss
@@ -196,13 +196,13 @@ def test_adapters_start_as_beside_plain_weights(make: Any, make_model: Any, dtyp
 def test_each_plain_weight_is_freed_before_the_next_is_packed(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("Llama", torch.float32, **WIDE).requires_grad_(False)
     weights = [weakref.ref(m.weight) for n, m in model.named_modules() if type(m) is nn.Linear and ".layers." in n]
-    alive, original = [], quantize._packed
+    alive, original = [], quantize._to_linear_4bit
 
     def counted(*arguments: Any) -> nn.Module:
         alive.append(sum(weight() is not None for weight in weights))
         return original(*arguments)
 
-    monkeypatch.setattr(quantize, "_packed", counted)
+    monkeypatch.setattr(quantize, "_to_linear_4bit", counted)
     quantize_(model, CPU)
     assert alive == list(range(14, 0, -1))
 
@@ -210,18 +210,18 @@ def test_each_plain_weight_is_freed_before_the_next_is_packed(make_model: Any, m
 def test_flops_are_those_of_the_plain_model(make: Any, make_model: Any) -> None:
     plain = add_adapter(make_model("Llama", torch.float32, **WIDE), AdapterConfig(rank=4), seed=0)
     packed = add_adapter(make(), AdapterConfig(rank=4), seed=0)
-    assert work_of(language_model(packed)) == work_of(language_model(plain))
+    assert count_step_flops(unwrap_peft(packed)) == count_step_flops(unwrap_peft(plain))
 
 
 def test_weights_and_bytes_are_counted(make: Any, make_model: Any) -> None:
     plain, packed = make_model("Llama", torch.bfloat16, **WIDE), make("Llama", torch.bfloat16)
-    assert sum(map(numbers_in, packed.parameters())) == sum(weight.numel() for weight in plain.parameters())
-    assert plain_bytes(packed) == plain_bytes(plain) == packed_bytes(plain)
+    assert sum(map(count_weights, packed.parameters())) == sum(weight.numel() for weight in plain.parameters())
+    assert dequantized_bytes(packed) == dequantized_bytes(plain) == weight_bytes(plain)
     inside = sum(m.in_features * m.out_features for m in packed.modules() if is_quantized(m))
-    assert quantized_part(packed) == pytest.approx(inside / sum(weight.numel() for weight in plain.parameters()))
-    bits = 8 * (packed_bytes(packed) - plain_bytes(plain) + 2 * inside) / inside
+    assert quantized_share(packed) == pytest.approx(inside / sum(weight.numel() for weight in plain.parameters()))
+    bits = 8 * (weight_bytes(packed) - dequantized_bytes(plain) + 2 * inside) / inside
     assert bits == pytest.approx(4 + 8 / 64 + 32 / (64 * 256), abs=0.01)  # a last fp32 scale is not full
-    assert quantized_part(plain) == 0
+    assert quantized_share(plain) == 0
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]], ids=str)
@@ -233,7 +233,7 @@ def test_a_merged_model_is_plain_and_answers_like_the_adapted(make: Any, make_mo
     ids = torch.arange(9)[None]
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
-        merged = merge(model)
+        merged = merge_adapter(model)
         torch.testing.assert_close(merged(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
         other = make_model("Llama", torch.float32, **WIDE)(input_ids=ids).logits
     assert {type(m) for m in merged.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
@@ -242,7 +242,7 @@ def test_a_merged_model_is_plain_and_answers_like_the_adapted(make: Any, make_mo
 
 def test_an_adapter_around_a_layer_is_not_the_layer(make: Any) -> None:
     model = adapted(make())
-    layer = language_model(model).model.layers[0].mlp.up_proj
+    layer = unwrap_peft(model).model.layers[0].mlp.up_proj
     assert is_quantized(layer.base_layer)
     assert not is_quantized(layer)
     assert not is_quantized(nn.Linear(2, 2))
@@ -253,7 +253,7 @@ def test_without_bitsandbytes_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(WhetError, match=r"pip install 'whet\[quantize\]'"):
-        need_bitsandbytes()
+        require_bitsandbytes()
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "quantize=nf4", "adapter.rank=4")
     assert ended.code == 1
     assert "whet[quantize]" in ended.err

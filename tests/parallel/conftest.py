@@ -12,8 +12,8 @@ import torch
 
 from whet.model import attention
 from whet.model.config import AdapterConfig
-from whet.model.lora import add_adapter, language_model
-from whet.model.loss import LossModel
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.model.loss.loss_model import LossModel
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -33,13 +33,13 @@ def make_root() -> Callable[..., LossModel]:
         config = getattr(transformers, f"{architecture}Config")(**{**_SHAPE, **settings})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-        attention.install(model, backend)
+        attention.install_backend(model, backend)
         if dropout is not None:
             model = add_adapter(model, AdapterConfig(rank=4, dropout=dropout), seed=0).to(dtype)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.1)  # zero at first: the dropout would not be seen
-        return LossModel(language_model(model)).train()
+        return LossModel(unwrap_peft(model)).train()
 
     return make
 

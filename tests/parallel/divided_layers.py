@@ -17,18 +17,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from whet.core.distributed import init_distributed
 from whet.core.errors import WhetError
-from whet.core.ranks import start_ranks
+from whet.execution.compile import compile_count
+from whet.execution.transform import transform_layers
 from whet.model import attention
-from whet.model.loss import LossModel
-from whet.model.precision import HonestDouble
-from whet.parallel.agree import agree
-from whet.parallel.apply import apply
-from whet.parallel.compile import compile_count
+from whet.model.loss.loss_model import LossModel
+from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
-from whet.parallel.mesh import Mesh, arrange
-from whet.parallel.shard import local, shard_
-from whet.parallel.tensor import try_out
+from whet.parallel.ddp import sync_replicated_gradients
+from whet.parallel.fsdp import apply_fsdp, local_tensor
+from whet.parallel.mesh import Mesh, build_mesh
+from whet.parallel.tensor_parallel import verify_tensor_parallel
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -68,15 +68,15 @@ def make(family: str, **settings: Any) -> LossModel:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     for weight in model.parameters():
         weight.data += 0.05 * torch.randn(weight.shape)  # biases and norms too
-    attention.install(model, "eager")
+    attention.install_backend(model, "eager")
     return LossModel(model)
 
 
 def gradients(root: LossModel) -> dict[str, torch.Tensor]:
-    with HonestDouble():
+    with KeepFloat64():
         result = root(batch())
     result.objective.backward()
-    agree(root)
+    sync_replicated_gradients(root)
     found = {"": result.loss}
     for name, weight in root.named_parameters():
         grad = weight.grad
@@ -90,8 +90,8 @@ def differs(family: str, mesh: Mesh) -> str | float:
     wanted = gradients(make(family, **FAMILIES[family]))
     root = make(family, **FAMILIES[family])
     try:
-        shard_(root, mesh, torch.float64)
-        try_out(root)
+        apply_fsdp(root, mesh, torch.float64)
+        verify_tensor_parallel(root)
     except WhetError as error:
         return str(error)
     found = gradients(root)
@@ -102,8 +102,8 @@ def graphs(mesh: Mesh | None) -> int:
     """How many graphs a step of compiled layers takes."""
     root, before = make("Llama"), compile_count()
     if mesh is not None:
-        shard_(root, mesh, torch.float64)
-    apply(root.language_model, ParallelConfig(), compile=True, backend="aot_eager")
+        apply_fsdp(root, mesh, torch.float64)
+    transform_layers(root.language_model, ParallelConfig(), compile=True, backend="aot_eager")
     gradients(root)
     torch.compiler.reset()
     return compile_count() - before
@@ -112,8 +112,8 @@ def graphs(mesh: Mesh | None) -> int:
 def sums(mesh: Mesh) -> int:
     """How often states are summed over the processes, forth and back, in each layer."""
     root = make("Llama")
-    shard_(root, mesh, torch.float64)
-    with CountSums() as count, HonestDouble():
+    apply_fsdp(root, mesh, torch.float64)
+    with CountSums() as count, KeepFloat64():
         root(batch()).objective.backward()
     return count.sums // SHAPE["num_hidden_layers"]
 
@@ -124,8 +124,8 @@ def left_open(mesh: Mesh) -> list[str]:
     found = []
     for kind in ("none", "selective", "full"):
         root = make("Llama")
-        apply(root.language_model, ParallelConfig(recompute=kind), compile=False)  # type: ignore[arg-type]
-        shard_(root, mesh, torch.float64)
+        transform_layers(root.language_model, ParallelConfig(recompute=kind), compile=False)  # type: ignore[arg-type]
+        apply_fsdp(root, mesh, torch.float64)
         gradients(root)
         doors = {name: getattr(module, "door", None) for name, module in root.named_modules()}
         found += [f"{kind}: {name}" for name, door in doors.items() if door is not None and door._inside is not None]
@@ -145,9 +145,9 @@ def refusal(mesh: Mesh) -> str:
     root = make("Llama")
     first: Any = root.language_model.get_submodule("model.layers.0.mlp.up_proj")
     first.register_forward_hook(lambda module, inputs, output: output.view(-1, SHAPE["intermediate_size"]))
-    shard_(root, mesh, torch.float64)
+    apply_fsdp(root, mesh, torch.float64)
     try:
-        try_out(root)
+        verify_tensor_parallel(root)
     except WhetError as error:
         return str(error)
     return ""
@@ -157,14 +157,16 @@ def held(mesh: Mesh) -> list[float]:
     """The part of each linear layer's weight that this process holds."""
     root = make("Llama")
     whole = {name: weight.numel() for name, weight in root.named_parameters()}
-    shard_(root, mesh, torch.float64)
+    apply_fsdp(root, mesh, torch.float64)
     names = [f"{name}.weight" for name, module in root.named_modules() if isinstance(module, nn.Linear)]
-    return sorted({local(root.get_parameter(name)).numel() / whole[name] for name in names if "head" not in name})
+    return sorted(
+        {local_tensor(root.get_parameter(name)).numel() / whole[name] for name in names if "head" not in name}
+    )
 
 
 def main(folder: Path) -> None:
-    ranks = start_ranks()
-    mesh = arrange(ParallelConfig(tensor=2), ranks)
+    ranks = init_distributed()
+    mesh = build_mesh(ParallelConfig(tensor=2), ranks)
     found = {
         "differs": {family: differs(family, mesh) for family in FAMILIES},
         "graphs": [graphs(None), graphs(mesh)],

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from whet.core.ranks import start_ranks
-from whet.model.attention import Ask, described, eager, per_document_sdpa
-from whet.parallel.ulysses import across
+from whet.core.distributed import init_distributed
+from whet.model.attention import AttentionSpec, document_kwargs, eager_attention_forward, sdpa_attention_forward
+from whet.parallel.ulysses import ulysses_attention
 
 HEADS = ((4, 2), (9, 3), (3, 1), (8, 8), (6, 2), (5, 5), (14, 2), (1, 1))
 """Query heads, key heads: divided, divided after copying, or with heads of zeros behind."""
@@ -18,13 +18,17 @@ WIDTH, VALUE = 6, 4
 
 
 def main() -> None:
-    ranks = start_ranks()
+    ranks = init_distributed()
     group = dist.new_group(list(range(ranks.world)))
     wide = EDGES[-1] // ranks.world
     here = slice(ranks.rank * wide, (ranks.rank + 1) * wide)
-    documents = described(torch.tensor(EDGES, dtype=torch.int32), 24, EDGES)["documents"]
+    documents = document_kwargs(torch.tensor(EDGES, dtype=torch.int32), 24, EDGES)["documents"]
     for number, (heads, keys) in enumerate(HEADS):
-        for backend, asked in ((eager, {"sinks": True}), (eager, {"window": 4}), (per_document_sdpa, {})):
+        for backend, asked in (
+            (eager_attention_forward, {"sinks": True}),
+            (eager_attention_forward, {"window": 4}),
+            (sdpa_attention_forward, {}),
+        ):
             torch.manual_seed(number)
             shapes = ((heads, WIDTH), (keys, WIDTH), (keys, VALUE))
             whole = [torch.randn(1, n, EDGES[-1], size, dtype=torch.float64).requires_grad_() for n, size in shapes]
@@ -32,9 +36,9 @@ def main() -> None:
             sinks = [torch.randn(heads, dtype=torch.float64).requires_grad_() for _ in range(1)]
             sinks.append(sinks[0].detach().clone().requires_grad_())
             weigh = torch.randn(1, EDGES[-1], heads, VALUE, dtype=torch.float64)
-            ask = [Ask(0.5, asked.get("window"), None, sink if "sinks" in asked else None) for sink in sinks]
+            ask = [AttentionSpec(0.5, asked.get("window"), None, sink if "sinks" in asked else None) for sink in sinks]
             wanted = backend(*whole, ask[0], documents)
-            found = across(group)(backend)(*parts, ask[1], documents)
+            found = ulysses_attention(group)(backend)(*parts, ask[1], documents)
             (wanted * weigh).sum().backward()
             (found * weigh[:, here]).sum().backward()
             close(found, wanted[:, here])

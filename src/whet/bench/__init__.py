@@ -1,1 +1,1 @@
-"""Speed and memory beside other tools: the same model shape, conversations and settings, a process for each."""
+"""`whet bench`: speed and memory compared with other tools, each in a process of its own."""

@@ -1,1 +1,1 @@
-"""Saving a run, continuing it, and shipping what it made."""
+"""Checkpoints of a run: saving, loading, retention."""

@@ -1,4 +1,4 @@
-"""The knobs of saving and shipping."""
+"""Settings of checkpointing and of the export at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay on disk. Numbers only."""
+"""Which checkpoints are kept on disk: the newest, the best, every n-th. Pure functions of step numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Retention:
         """Of the complete checkpoints after `steps`, those that stay. Of equal scores the earlier step is better."""
         known = sorted(set(steps))
         newest = known[-max(1, self.last) :]
-        ranked = ranking(known, scores, lower_is_better)
+        ranked = rank_by_score(known, scores, lower_is_better)
         periodic = [step for step in known if self.every and step % self.every == 0]
         return {*newest, *ranked[: self.best], *periodic}
 
@@ -30,7 +30,7 @@ class Retention:
         return min(steps, self.last + self.best + (steps // self.every if self.every else 0))
 
 
-def ranking(steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True) -> list[int]:
+def rank_by_score(steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True) -> list[int]:
     """Those of `steps` that have a score, the best first."""
     scored = sorted(step for step in steps if step in scores)
     return sorted(scored, key=lambda step: scores[step] if lower_is_better else -scores[step])

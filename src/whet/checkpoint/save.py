@@ -1,8 +1,4 @@
-"""Saving checkpoints while training goes on.
-
-A save copies weights and optimizer to the host's memory and returns; a thread writes the copies. Files are written
-beside, synced, hashed; the manifest comes last, then a rename, then `latest` moves and retention deletes.
-"""
+"""Save checkpoints asynchronously: copy to host memory, write in a background thread, hash, commit by rename."""
 
 from __future__ import annotations
 
@@ -20,29 +16,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from whet.checkpoint import place
-from whet.checkpoint.manifest import Files, hash_files, write_manifest
-from whet.checkpoint.packed import unpacked
-from whet.checkpoint.quiet import quiet
-from whet.checkpoint.retention import Retention, ranking
-from whet.checkpoint.stage import Staging
-from whet.checkpoint.tensors import optimizer_tensors, weights
-from whet.checkpoint.write import Writer
+from whet.checkpoint import directory
+from whet.checkpoint.dcp_storage import ParallelStorageWriter, ignore_single_process_warning, unwrap_errors
+from whet.checkpoint.host_staging import HostStaging
+from whet.checkpoint.manifest import FileRecords, hash_files, write_manifest
+from whet.checkpoint.retention import Retention, rank_by_score
+from whet.checkpoint.state_dict import model_tensors, optimizer_tensors
 from whet.core.console import warn
+from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, WhetError, disk_error
-from whet.core.files import atomic_write, need_space, put_in_place
-from whet.core.ranks import Ranks
-from whet.core.threads import give_up
-from whet.parallel.shard import give_back, local, parts_of
+from whet.core.files import atomic_write, replace_folder, require_disk_space
+from whet.core.signals import abandon_thread
+from whet.parallel.fsdp import local_tensor, reshard, shard_count
 
-_PATIENCE_S = 30.0
-_WITH_OPTIMIZER = 2
+# Saving checkpoints while training goes on.
+#
+# A save copies weights and optimizer to the host's memory and returns; a thread writes the copies. Files are written
+# beside, synced, hashed; the manifest comes last, then a rename, then `latest` moves and retention deletes.
+
+_ABORT_TIMEOUT_S = 30.0
+_KEPT_OPTIMIZER_STATES = 2
 
 T = TypeVar("T")
-Parts = dict[str, dict[str, Tensor]]
+StateDicts = dict[str, dict[str, Tensor]]
 
 
-class Saver:
+class CheckpointSaver:
     """Of one run; every rank has one and calls the same methods in the same order.
 
     What goes wrong in the thread is raised by the next `save` or `wait`, on every rank. Leaving the `with` block waits
@@ -61,7 +60,7 @@ class Saver:
         self._retention, self._optimizers = retention or Retention(), optimizers
         self._about, self._known_about = about, dict[str, Any]()
         self._lower_is_better = lower_is_better
-        self._staging = Staging()
+        self._staging = HostStaging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._scores: dict[int, float] = {}
@@ -73,15 +72,15 @@ class Saver:
         # Its own group: collectives of the thread and of training may be under way at the same time.
         patience = datetime.timedelta(seconds=patience_s)
         self._group = dist.new_group(backend="gloo", timeout=patience) if ranks.world > 1 else None
-        quiet()
+        ignore_single_process_warning()
         if ranks.is_first:
-            place.clear_leftovers(folder)
+            directory.remove_incomplete(folder)
 
     def get_ready(self) -> None:
         """Make room on the host ahead of the first save, beside the training; the optimizer has taken a step."""
         if self._ranks.device.type == "cuda":
-            give_back(self._model)
-            tensors = {**weights(self._model), **optimizer_tensors(self._model, self._optimizer)}
+            reshard(self._model)
+            tensors = {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
             # All look before one takes: what a neighbour has taken would be missing, and be asked for once more.
             if all(self._ranks.gather([self._staging.has_room_for(tensors)])):
                 self._staging.prepare(tensors)
@@ -90,9 +89,9 @@ class Saver:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
         began = self.last_saved = time.monotonic()
         self.wait()
-        give_back(self._model)
-        parts: Parts = {
-            "model": weights(self._model),
+        reshard(self._model)
+        parts: StateDicts = {
+            "model": model_tensors(self._model),
             "optimizer": optimizer_tensors(self._model, self._optimizer),
         }
         if self._staging.has_room_for({**parts["model"], **parts["optimizer"]}):
@@ -129,7 +128,7 @@ class Saver:
         if self._ranks.is_first:
             self._tidy()
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -138,37 +137,39 @@ class Saver:
             if self._ranks.is_first:
                 self._tidy()
         elif self._thread is not None:
-            give_up(self._thread, _PATIENCE_S)
+            abandon_thread(self._thread, _ABORT_TIMEOUT_S)
         if self._thread is None or not self._thread.is_alive():
             self._staging.close()
 
-    def _try_to_write(self, step: int, parts: Parts, state: dict[str, Any]) -> None:
+    def _try_to_write(self, step: int, parts: StateDicts, state: dict[str, Any]) -> None:
         began = time.monotonic()
-        temporary = self._folder / f".{place.name_of(step)}.writing"
+        temporary = self._folder / f".{directory.checkpoint_name(step)}.writing"
         try:
             self._write(step, parts, state, temporary)
             self.written_s = time.monotonic() - began
         except BaseException as error:  # torch's CheckpointException is no Exception
-            asked = next((each for each in unpacked(error) if isinstance(each, KeyboardInterrupt)), None)
+            asked = next((each for each in unwrap_errors(error) if isinstance(each, KeyboardInterrupt)), None)
             if asked is not None:  # without room for a copy, this is the main thread
                 raise asked from None
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             self._error = self._in_words(error, step)
 
-    def _write(self, step: int, parts: Parts, state: dict[str, Any], temporary: Path) -> None:
-        size = sum(local(each).nbytes * parts_of(each) for tensors in parts.values() for each in tensors.values())
+    def _write(self, step: int, parts: StateDicts, state: dict[str, Any], temporary: Path) -> None:
+        size = sum(
+            local_tensor(each).nbytes * shard_count(each) for tensors in parts.values() for each in tensors.values()
+        )
         self._first_does(lambda: self._make_room(temporary, list(parts), size))
         for part, tensors in parts.items():
-            writer = Writer(temporary / part)
+            writer = ParallelStorageWriter(temporary / part)
             dcp_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-        files: Files = {}
+        files: FileRecords = {}
         for found in self._all_do(lambda: hash_files(temporary, self._my_files(temporary))):
             files |= found
         self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
 
     def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
-        need_space(self._folder, size + 2**20, "a checkpoint")
+        require_disk_space(self._folder, size + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
         for part in parts:
             (temporary / part).mkdir(parents=True)
@@ -178,27 +179,29 @@ class Saver:
         mine = list(temporary.glob(f"*/__{self._ranks.rank}_*"))
         return mine + (list(temporary.glob("*/.metadata")) if self._ranks.is_first else [])
 
-    def _complete(self, step: int, parts: list[str], files: Files, state: dict[str, Any], temporary: Path) -> None:
+    def _complete(
+        self, step: int, parts: list[str], files: FileRecords, state: dict[str, Any], temporary: Path
+    ) -> None:
         if not self._known_about:
             self._known_about = dict(self._about())
         content = {"step": step, "parts": parts, "world": self._ranks.world, **self._known_about}
         content["blocked_s"] = round(self.blocked_s, 3)
         write_manifest(temporary, {**content, "state": state, "files": files})
-        put_in_place(temporary, self._folder / place.name_of(step))
-        atomic_write(self._folder / "latest", place.name_of(step) + "\n")
+        replace_folder(temporary, self._folder / directory.checkpoint_name(step))
+        atomic_write(self._folder / "latest", directory.checkpoint_name(step) + "\n")
         self._tidy()
 
     def _tidy(self) -> None:
         """Name the best, delete what nobody wants to keep."""
         with self._tidying:
-            there = place.steps_in(self._folder)
-            best = ranking(there, self._scores, self._lower_is_better)
+            there = directory.list_steps(self._folder)
+            best = rank_by_score(there, self._scores, self._lower_is_better)
             if best:
-                place.name_best(self._folder, best[0])
+                directory.mark_best(self._folder, best[0])
             kept = self._retention.keeps(there, self._scores, self._lower_is_better)
-            place.delete(self._folder, [step for step in there if step not in kept])
+            directory.delete_checkpoints(self._folder, [step for step in there if step not in kept])
             if self._optimizers == "newest":
-                place.drop_optimizer(self._folder, sorted(kept)[:-_WITH_OPTIMIZER])
+                directory.drop_optimizer_state(self._folder, sorted(kept)[:-_KEPT_OPTIMIZER_STATES])
 
     def _first_does(self, work: Callable[[], None]) -> None:
         self._all_do(work if self._ranks.is_first else lambda: None)

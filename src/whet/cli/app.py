@@ -26,8 +26,7 @@ from whet.cli import (
     train,
 )
 from whet.core.errors import USAGE
-from whet.core.parent import end_with_parent, is_torchruns
-from whet.core.threads import end_process
+from whet.core.signals import exit_process, started_by_torchrun, terminate_with_parent
 
 app = typer.Typer(
     name="whet",
@@ -41,7 +40,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"whet {__version__}")
         raise typer.Exit
@@ -50,7 +49,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def whet(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Fine-tune language models on conversations."""
@@ -77,15 +76,15 @@ app.add_typer(import_.app)
 
 def main() -> None:
     """The entry point."""
-    if is_torchruns():
-        end_with_parent()
+    if started_by_torchrun():
+        terminate_with_parent()
     try:
-        _run()
+        _run_app()
     except SystemExit as ended:
-        end_process(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        exit_process(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
 
 
-def _run() -> None:
+def _run_app() -> None:
     """With --json, wrong usage too is one JSON object on stdout."""
     if "--json" not in sys.argv[1:]:
         app()
@@ -97,7 +96,7 @@ def _run() -> None:
             raise
         from whet.core import console
 
-        console.show_error(f"error: {error.format_message()}")
-        console.write_result({"error": error.format_message(), "exit_code": USAGE})
+        console.print_error(f"error: {error.format_message()}")
+        console.print_json({"error": error.format_message(), "exit_code": USAGE})
         sys.exit(USAGE)
     sys.exit(code if isinstance(code, int) else 0)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
 
 
-class Mode(StrEnum):
+class BenchMode(StrEnum):
     """What is trained."""
 
     FULL = "full"
@@ -19,7 +19,7 @@ class Mode(StrEnum):
     QLORA = "qlora"
 
 
-class Precision(StrEnum):
+class BenchPrecision(StrEnum):
     """What is computed in."""
 
     BF16 = "bf16"
@@ -27,16 +27,16 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
-class Recompute(StrEnum):
+class BenchRecompute(StrEnum):
     """What is computed again in the backward pass."""
 
     NONE = "none"
     FULL = "full"
 
 
-@verb
+@cli_command
 def bench(
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     model: Annotated[
         str,
         typer.Option(
@@ -44,8 +44,8 @@ def bench(
         ),
     ] = "smollm-135m",
     mode: Annotated[
-        Mode, typer.Option(help="Train every weight, or LoRA (r 16) beside frozen or 4-bit ones.")
-    ] = Mode.FULL,
+        BenchMode, typer.Option(help="Train every weight, or LoRA (r 16) beside frozen or 4-bit ones.")
+    ] = BenchMode.FULL,
     peers: Annotated[
         str,
         typer.Option(
@@ -66,17 +66,19 @@ def bench(
         typer.Option(min=1, help="Steps at the start that are not counted; absent: a third of them, at most 8."),
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="Absent: bf16 on an accelerator, fp32 on a CPU.", show_default=False)
+        BenchPrecision | None, typer.Option(help="Absent: bf16 on an accelerator, fp32 on a CPU.", show_default=False)
     ] = None,
-    recompute: Annotated[Recompute, typer.Option(help="Save memory by computing layers again.")] = Recompute.NONE,
+    recompute: Annotated[
+        BenchRecompute, typer.Option(help="Save memory by computing layers again.")
+    ] = BenchRecompute.NONE,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="A tokenizer with a chat template; absent: SmolLM2's.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where all of it goes; absent: bench/MODEL-MODE.")
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Measure speed and memory on this machine, beside other tools.
 
@@ -86,23 +88,23 @@ def bench(
     import torch
 
     from whet.bench.contenders import parse_peers
-    from whet.bench.run import bench as measure
-    from whet.bench.table import markdown
-    from whet.bench.terms import Terms
-    from whet.recipe.data import hush_libraries
+    from whet.bench.results import results_markdown
+    from whet.bench.runner import run_benchmark as measure
+    from whet.bench.workload import BenchSettings
+    from whet.core.console import silence_libraries
 
-    hush_libraries()
+    silence_libraries()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator.type if accelerator else "cpu"
     count = steps or (24 if accelerator else 12)
-    terms = Terms(
+    terms = BenchSettings(
         model=model, mode=mode.value, data=data, rows=rows, length=length, steps=count,
         warm=warm or max(1, min(8, count // 3)),
-        precision=(precision or (Precision.BF16 if accelerator else Precision.FP32)).value,
+        precision=(precision or (BenchPrecision.BF16 if accelerator else BenchPrecision.FP32)).value,
         recompute=recompute.value, tokenizer=tokenizer, device=device,
     )  # fmt: skip
     folder = out or Path("bench") / f"{Path(model).stem}-{mode.value}"
     result = measure(terms, parse_peers(peers), folder.expanduser().absolute(), overrides or [])
     if not as_json:
-        typer.echo(markdown(result), nl=False)
+        typer.echo(results_markdown(result), nl=False)
     return result

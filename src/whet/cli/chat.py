@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from whet.cli.common import Json, Quiet, verb
+from whet.cli.common import JsonOption, QuietOption, cli_command
 
 if TYPE_CHECKING:
-    from whet.infer.chat import Speaker
-    from whet.recipe.talk import Party
+    from whet.inference.chat import ChatModel
+    from whet.run.chat_models import ChatModels
 
 
-@verb
+@cli_command
 def chat(
     model: Annotated[
         str,
@@ -59,14 +59,14 @@ def chat(
         Literal["auto", "4bit", "spread"],
         typer.Option("--load", help="For large models: 4 bits a weight, or spread over all GPUs."),
     ] = "auto",
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any] | None:
     """Talk to a model in the terminal."""
     from whet.core.errors import WhetError
-    from whet.infer.sampling import Sampling
-    from whet.recipe.adapters import parse_named
-    from whet.recipe.talk import Wanted, ask_all, ask_nothing, gather
+    from whet.inference.adapters import parse_adapter_options
+    from whet.inference.sampling import Sampling
+    from whet.run.chat_models import ChatRequest, answer_conversations, generate_unconditional, load_chat_models
 
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts)) if value is not None]
     given += ["--unconditional"] * unconditional
@@ -75,68 +75,68 @@ def chat(
     if as_json and not given:
         raise WhetError("--json needs something to answer: add --prompt TEXT, --prompts FILE or --unconditional")
     sampling = Sampling(temperature, top_k, seed, max_new_tokens, top_p, min_p, repetition_penalty, tuple(stop or ()))
-    wanted = Wanted(model, sampling, against, parse_named(adapter or []), load, calculator, system)
+    wanted = ChatRequest(model, sampling, against, parse_adapter_options(adapter or []), load, calculator, system)
     if prompts is not None:
-        from whet.infer.prompts import read_prompts
+        from whet.inference.chat import read_prompts
 
         questions = read_prompts(prompts)
-        answers = ask_all(gather(wanted), questions, explain)
+        answers = answer_conversations(load_chat_models(wanted), questions, explain)
         for question, answer in zip(questions, answers, strict=True):
             answer["prompt"] = question[-1]["content"]
             if not as_json:
                 typer.echo(f"you › {answer['prompt']}")
-                _print(answer, against is not None, "model")
+                _print_answers(answer, against is not None, "model")
         return {"model": model, "answers": answers}
-    party = gather(wanted)
+    party = load_chat_models(wanted)
     if prompt is not None:
-        return _prompted(party, prompt, explain, as_json)
+        return _answer_prompt(party, prompt, explain, as_json)
     if unconditional:
-        result = ask_nothing(party, explain)
+        result = generate_unconditional(party, explain)
         if not as_json:
-            _print(result, against is not None)
+            _print_answers(result, against is not None)
         return result
-    from whet.infer.chat import ChatSession
-    from whet.infer.converse import Table, converse
+    from whet.inference.chat import ChatSession
+    from whet.inference.terminal import TerminalChat, run_terminal_chat
 
     beside = None if party.beside is None else ChatSession(party.beside, system)
-    converse(Table(ChatSession(party.speaker, system), beside, party.adapters, party.load, explain))
+    run_terminal_chat(TerminalChat(ChatSession(party.speaker, system), beside, party.adapters, party.load, explain))
     return None
 
 
-def _prompted(party: Party, prompt: str, explain: bool, as_json: bool) -> dict[str, Any]:
+def _answer_prompt(party: ChatModels, prompt: str, explain: bool, as_json: bool) -> dict[str, Any]:
     """The answer is written as it comes, and nothing but the answer, unless two are compared."""
-    from whet.recipe.talk import ask_once
+    from whet.run.chat_models import answer_message
 
-    speaking: list[Speaker] = []
+    speaking: list[ChatModel] = []
 
-    def show(speaker: Speaker, piece: str) -> None:
+    def show(speaker: ChatModel, piece: str) -> None:
         if party.beside is not None and speaker not in speaking:
             sys.stdout.write(f"{chr(10) * bool(speaking)}{speaker.name} › ")
             speaking.append(speaker)
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    result = ask_once(party, prompt, explain, None if as_json else show)
+    result = answer_message(party, prompt, explain, None if as_json else show)
     if not as_json:
         sys.stdout.write("\n")
-        _notes(result)
+        _print_notes(result)
     return result
 
 
-def _print(result: dict[str, Any], labelled: bool, name: str = "") -> None:
+def _print_answers(result: dict[str, Any], labelled: bool, name: str = "") -> None:
     for each in (result, *([result["against"]] if "against" in result else [])):
         label = f"{each['model'] if labelled else name} › " if labelled or name else ""
         typer.echo(f"{label}{each['answer']}")
-    _notes(result)
+    _print_notes(result)
 
 
-def _notes(result: dict[str, Any]) -> None:
+def _print_notes(result: dict[str, Any]) -> None:
     """What is no answer goes to stderr."""
-    from whet.core.console import say
+    from whet.core.console import info
 
     for each in (result, *([result["against"]] if "against" in result else [])):
         if each["stopped"] == "length":
-            say(f"{each['model']}: cut after {each['tokens']} tokens; --max-new-tokens sets the limit", style="dim")
+            info(f"{each['model']}: cut after {each['tokens']} tokens; --max-new-tokens sets the limit", style="dim")
         for token in each.get("explain", ()):
             others = "  ".join(f"{choice['token']!r} {choice['probability']:.1%}" for choice in token["likeliest"])
             typer.echo(f"{token['probability']:7.1%} {token['token']!r:<18} {others}")

@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
 
 if TYPE_CHECKING:
-    from whet.recipe.finding import Finding
+    from whet.preflight.data_checks import Finding
 
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
 
 
-@verb
-def check(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> dict[str, Any]:
+@cli_command
+def check(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, quiet: QuietOption = False, as_json: JsonOption = False
+) -> dict[str, Any]:
     """Prove, before you train, that what will be trained on is what you meant.
 
     Looks at data, template, masks, ends of turns, cuts, copies, the tokenizer and the real model. Exit code 1 if there
     is a fault; warnings alone are exit code 0.
     """
     from whet.config import read_config
-    from whet.core.console import say_item
+    from whet.core.console import info_item
     from whet.core.errors import DONE, INPUT
-    from whet.recipe.check import check as check_all
-    from whet.recipe.start import from_run
+    from whet.preflight.run_checks import run_checks as check_all
+    from whet.run.model_reference import resolve_model_reference
 
     def tell(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]
-        say_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
+        info_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
-    findings = check_all(from_run(read_config(recipe, overrides or [])), tell)
+    findings = check_all(resolve_model_reference(read_config(recipe, overrides or [])), tell)
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
-    counts = f"{_count(faults, 'fault')}, {_count(warnings, 'warning')}, {len(findings)} checks"
-    say_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)
+    counts = f"{_pluralise(faults, 'fault')}, {_pluralise(warnings, 'warning')}, {len(findings)} checks"
+    info_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)
     return {
         "verdict": "fault" if faults else "pass",
         "faults": faults,
@@ -42,5 +44,5 @@ def check(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False, as_
     }
 
 
-def _count(number: int, what: str) -> str:
+def _pluralise(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -16,18 +16,18 @@ from whet.core.errors import INTERRUPTED, STOPPED, CancelledError, RunFailedErro
 
 P = ParamSpec("P")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors; --json gives the result.")]
-Recipe = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors; --json gives the result.")]
+RecipeArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
 ]
-Overrides = Annotated[
+OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Change single settings, such as train.steps=100.", show_default=False),
 ]
 
 
-def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
+def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
     """Make a command of a function that returns its result: JSON, quietness and errors are handled here."""
 
     @functools.wraps(function)
@@ -36,7 +36,7 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
 
         as_json = bool(kwargs.get("as_json"))
         if kwargs.get("quiet"):
-            console.be_quiet()
+            console.set_quiet()
         try:
             result = function(*args, **kwargs)
         except KeyboardInterrupt:
@@ -54,8 +54,8 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
                 as_json,
             )
         else:
-            if as_json and result is not None and _rank() == 0:
-                console.write_result(result)
+            if as_json and result is not None and _global_rank() == 0:
+                console.print_json(result)
             if result is not None and result.get("exit_code"):
                 raise typer.Exit(result["exit_code"])
 
@@ -64,17 +64,17 @@ def verb(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
 
 def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
-    from whet.core.last_words import leave_to_launcher
+    from whet.core.error_report import write_torchelastic_error
 
-    rank = _rank()
-    leave_to_launcher(str(error))
+    rank = _global_rank()
+    write_torchelastic_error(str(error))
     label = "" if error.exit_code in (STOPPED, INTERRUPTED) else "error: "
-    console.show_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
+    console.print_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
     if as_json and rank == 0:
-        console.write_result({"error": str(error), "exit_code": error.exit_code})
+        console.print_json({"error": str(error), "exit_code": error.exit_code})
     sys.stdout.flush()
     raise typer.Exit(error.exit_code) from None
 
 
-def _rank() -> int:
+def _global_rank() -> int:
     return int(os.environ.get("RANK", "0"))

@@ -6,23 +6,23 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, verb
+from whet.cli.common import JsonOption, cli_command
 
 
-@verb
+@cli_command
 def config(
     prefix: Annotated[str, typer.Argument(metavar="[KEY]", help="Only keys that start so, such as train.")] = "",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Explain every setting: its type, its default, and what it does."""
     from rich.console import Console
     from rich.table import Table
 
     from whet.config import Config
-    from whet.core.config import knobs
+    from whet.core.config import list_settings
     from whet.core.errors import WhetError
 
-    found = [knob for knob in knobs(Config) if knob.key.startswith(prefix)]
+    found = [knob for knob in list_settings(Config) if knob.key.startswith(prefix)]
     if not found:
         raise WhetError(f"no setting starts with '{prefix}'; `whet config` lists them all")
     if not as_json:

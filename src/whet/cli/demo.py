@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Quiet, verb
+from whet.cli.common import JsonOption, QuietOption, cli_command
 
 
-@verb
+@cli_command
 def demo(
     folder: Annotated[Path, typer.Option("--dir", help="Where the demo's run lives.")] = Path("runs/demo"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier demo and run again.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Fine-tune a small real model on this machine, and see that it learned.
 
@@ -25,14 +25,13 @@ def demo(
     the result scored again, exported, and shown before and after. Ctrl-C stops it; the next start continues.
     """
     from whet.config import read_config
-    from whet.core.console import say
-    from whet.core.imports import importing
-    from whet.core.run import RunFolder, read_status
-    from whet.watch.curve import loss_curve
-    from whet.watch.report import write_report
-    from whet.watch.run import RunView
-    from whet.watch.summary import result
-    from whet.watch.table import before_after
+    from whet.core.console import info
+    from whet.core.imports import import_without_gc
+    from whet.core.run_folder import RunFolder, read_status
+    from whet.report.html_report import write_report
+    from whet.report.run_view import RunView
+    from whet.report.summary import result_json
+    from whet.report.terminal_report import before_after_table, draw_loss_curve
 
     recipe = Path(str(importlib.resources.files("whet") / "recipes" / "demo.yaml"))
     config = read_config(recipe).at(folder)
@@ -40,18 +39,18 @@ def demo(
         RunFolder(folder).close()  # not while another process works in it
         shutil.rmtree(folder)
     if read_status(folder).get("state") != "finished":
-        with importing():
-            from whet.recipe.train import train
-        train(config, resume=True)
+        with import_without_gc():
+            from whet.run.lifecycle import run_training
+        run_training(config, resume=True)
     view = RunView.read(folder)
     page = write_report(folder)
-    say(loss_curve(view.losses))
-    say(before_after(view))
-    outcome = result(view)
-    say(
+    info(draw_loss_curve(view.losses))
+    info(before_after_table(view))
+    outcome = result_json(view)
+    info(
         f"held-out orders answered exactly right: {outcome['before']:.2f} before, {outcome['after']:.2f} after "
         f"{outcome['steps']} steps ({outcome['tokens']:,} tokens, {outcome['train_s']:.0f} s of training)",
         style="bold",
     )
-    say(f"talk to it:  whet chat {folder}\nreport:      {page}\nexport:      {outcome['export']}")
+    info(f"talk to it:  whet chat {folder}\nreport:      {page}\nexport:      {outcome['export']}")
     return outcome

@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
 
 
-@verb
+@cli_command
 def evaluate(
     model: Annotated[
         str,
         typer.Argument(metavar="RUN|MODEL", help="A run folder, RUN@STEP, a model folder, a hub id, builtin:smollm2."),
     ],
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     tasks: Annotated[
         str | None, typer.Option(help="Names and files, such as orders,my.jsonl:number, or a YAML list of tasks.")
     ] = None,
@@ -28,20 +28,20 @@ def evaluate(
         str | None, typer.Option("--lm-eval", help="Tasks for EleutherAI's lm-eval, run on the exported model.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="A file for the result with all answers.")] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Measure a run or a model: loss, perplexity, bits per byte, token accuracy, and tasks with how sure they are."""
-    from whet.infer.compare import lines
-    from whet.recipe.evaluate import Question
-    from whet.recipe.evaluate import evaluate as answer
-    from whet.recipe.lm_eval import run_lm_eval
+    from whet.inference.comparison import format_results
+    from whet.run.eval_command import EvaluationRequest
+    from whet.run.eval_command import evaluate as answer
+    from whet.run.lm_eval_harness import run_lm_eval
 
     if lm_eval is not None:
         result = run_lm_eval(model, lm_eval, overrides or [])
     else:
-        result = answer(Question(model, overrides or [], tasks, data, against, base, out))
+        result = answer(EvaluationRequest(model, overrides or [], tasks, data, against, base, out))
     if not as_json:
-        for line in lines(result):
+        for line in format_results(result):
             typer.echo(line)
     return result

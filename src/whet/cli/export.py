@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Quiet, verb
+from whet.cli.common import JsonOption, QuietOption, cli_command
 
 
-class Kind(StrEnum):
+class ExportKind(StrEnum):
     """What an export can be."""
 
     MERGED = "merged"
@@ -21,7 +21,7 @@ class Kind(StrEnum):
     MEGATRON = "megatron"
 
 
-class Dtype(StrEnum):
+class ExportDtype(StrEnum):
     """In which numbers."""
 
     F64 = "f64"
@@ -32,19 +32,19 @@ class Dtype(StrEnum):
     EXACT = "exact"
 
 
-@verb
+@cli_command
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP, RUN@best.")],
     to: Annotated[
-        Kind,
+        ExportKind,
         typer.Option(
             "--to",
             help="merged (also called hf): a plain model folder; adapter: the adapter alone; gguf: a file for "
             "llama.cpp; megatron: a checkpoint for Megatron-Core.",
         ),
-    ] = Kind.MERGED,
+    ] = ExportKind.MERGED,
     dtype: Annotated[
-        Dtype | None,
+        ExportDtype | None,
         typer.Option(
             "--dtype",
             help="The numbers to write; those that training computed in if absent; exact: those it kept weights in.",
@@ -60,14 +60,14 @@ def export(
     check: Annotated[
         Path | None, typer.Option("--check", help="Write nothing: compare this export with the run once more.")
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Write a run's model in a form that others load, load it back and compare it."""
-    from whet.recipe.ship import Wish, check_export, export_run
+    from whet.run.export_run import ExportRequest, check_export, export_run
 
     if check is not None:
         return {"export": str(check), "certificate": check_export(run, check).as_dict()}
-    wish = Wish(to.value, dtype and dtype.value, out, int(shard_size * 1e9), tensor_parallel)
+    wish = ExportRequest(to.value, dtype and dtype.value, out, int(shard_size * 1e9), tensor_parallel)
     folder, certificate = export_run(run, wish)
     return {"export": str(folder), "certificate": certificate.as_dict()}

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Quiet, verb
+from whet.cli.common import JsonOption, QuietOption, cli_command
 
 app = typer.Typer(name="import", help="Take over what other programs made.", no_args_is_help=True)
 
 
-class Kind(StrEnum):
+class ImportKind(StrEnum):
     """Whose checkpoint it is."""
 
     NEOX = "neox"
@@ -23,9 +23,9 @@ class Kind(StrEnum):
 
 
 @app.command()
-@verb
+@cli_command
 def checkpoint(
-    kind: Annotated[Kind, typer.Argument(metavar="neox|nanochat|mindspeed|dcp", help="Whose checkpoint it is.")],
+    kind: Annotated[ImportKind, typer.Argument(metavar="neox|nanochat|mindspeed|dcp", help="Whose checkpoint it is.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Its folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="The model folder to write.")],
     config: Annotated[
@@ -37,10 +37,10 @@ def checkpoint(
     average_norms: Annotated[
         bool, typer.Option("--average-norms", help="Average norms that differ between tensor-parallel ranks.")
     ] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Write a checkpoint of another program as a model folder, load it back and compare it."""
-    from whet.recipe.import_checkpoint import import_checkpoint
+    from whet.convert.import_checkpoint import import_checkpoint
 
     return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms)

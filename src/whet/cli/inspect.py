@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
 
 
-@verb
+@cli_command
 def inspect(
     what: Annotated[
         Path, typer.Argument(metavar="STORE|CONFIG|RUN|FILE.bin", help="What to look into.", show_default=False)
     ],
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     limit: Annotated[int, typer.Option(min=0, help="How many documents.")] = 3,
     start: Annotated[int, typer.Option(min=0, help="The number of the first one.")] = 0,
     pieces: Annotated[bool, typer.Option("--pieces", help="Each token by itself: id, piece, learned or not.")] = False,
@@ -29,14 +29,14 @@ def inspect(
         Path | None, typer.Option(metavar="PATH", help="For a .bin file: a tokenizer.json, a .model, or their folder.")
     ] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Look into the validation data instead.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Look at what the model will see: text, pieces and ids, with what is learned in colour.
 
     Without colour, what is learned stands between ⟦ and ⟧.
     """
-    from whet.recipe import inspect as inspection
+    from whet.preflight import inspect_data as inspection
 
     target = inspection.open_target(what, overrides or [], tokenizer, validation)
     if batch is not None:

@@ -8,24 +8,24 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
 
 
-class Where(StrEnum):
+class LaunchTarget(StrEnum):
     """What starts the processes."""
 
     LOCAL = "local"
 
 
-@verb
+@cli_command
 def launch(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    on: Annotated[Where, typer.Option(help="Where: on this machine.")] = Where.LOCAL,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    on: Annotated[LaunchTarget, typer.Option(help="Where: on this machine.")] = LaunchTarget.LOCAL,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Train on all devices of this machine, or of several, and start again after a crash.
 
@@ -33,24 +33,25 @@ def launch(
     (launch.nodes, launch.rendezvous) the same command is started on each. Ctrl-C, SIGTERM and SIGUSR1 save and stop.
     """
     from whet.config import read_config
-    from whet.core.console import say, show_error
+    from whet.core.console import info, print_error
     from whet.core.errors import FAILED, INTERRUPTED, STOPPED
-    from whet.fleet.job import make_job
-    from whet.fleet.supervise import supervise
-    from whet.fleet.torchrun import shown
+    from whet.launch.local import format_command, make_launch_job
+    from whet.launch.supervise import supervise
 
     config = read_config(recipe, overrides or [])
-    job = make_job(recipe, tuple(overrides or ()), config.folder, config.run.name or "", config.launch, resume, quiet)
+    job = make_launch_job(
+        recipe, tuple(overrides or ()), config.folder, config.run.name or "", config.launch, resume, quiet
+    )
     if dry_run:
-        line = shown(job, resume)
+        line = format_command(job, resume)
         if not as_json:
             typer.echo(line)
         return {"command": line, "processes": job.nodes * job.processes}
     outcome = supervise(job)
     if outcome.exit_code in (STOPPED, INTERRUPTED):
-        say(outcome.reason)
+        info(outcome.reason)
     elif outcome.exit_code == FAILED:  # what is wrong with the input, the run has said itself
-        show_error(f"error: {outcome.reason}")
+        print_error(f"error: {outcome.reason}")
     return {
         "run": str(config.folder),
         "exit_code": outcome.exit_code,

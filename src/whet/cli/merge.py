@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Quiet, verb
+from whet.cli.common import JsonOption, QuietOption, cli_command
 
 
-class How(StrEnum):
+class MergeMethod(StrEnum):
     """How several adapters become one."""
 
     CAT = "cat"
     LINEAR = "linear"
 
 
-@verb
+@cli_command
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The model that they were trained on.")],
     adapter: Annotated[
@@ -26,12 +26,13 @@ def merge(
     ],
     out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
     how: Annotated[
-        How, typer.Option("--how", help="cat: the sum of what each does. linear: the small matrices are averaged.")
-    ] = How.CAT,
-    quiet: Quiet = False,
-    as_json: Json = False,
+        MergeMethod,
+        typer.Option("--how", help="cat: the sum of what each does. linear: the small matrices are averaged."),
+    ] = MergeMethod.CAT,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Merge adapters into their base: a plain model folder, loaded back and compared."""
-    from whet.recipe.merge import merge_folders
+    from whet.run.merge import merge_adapter_folders
 
-    return merge_folders(base, adapter, how.value, out)
+    return merge_adapter_folders(base, adapter, how.value, out)

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, Recipe, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
 
 
-@verb
+@cli_command
 def prepare(
-    recipe: Recipe,
-    overrides: Overrides = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Make part I of N (from 0), on one of N machines.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Join the parts that the machines have made.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Turn raw data into tokens with loss masks, and account for every conversation.
 
@@ -28,26 +28,26 @@ def prepare(
     a folder (data.store, or the environment variable WHET_CACHE), then once with --merge.
     """
     from whet.config import read_config
-    from whet.core.console import say
+    from whet.core.console import info
     from whet.core.errors import WhetError
-    from whet.recipe.data import prepare_data, prepare_part, require_parts
-    from whet.recipe.start import from_run
+    from whet.run.data import prepare_data, prepare_data_shard, require_data_shards
+    from whet.run.model_reference import resolve_model_reference
 
-    config = from_run(read_config(recipe, overrides or []))
+    config = resolve_model_reference(read_config(recipe, overrides or []))
     if shard is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", shard)
         if match is None or int(match[1]) >= int(match[2]) or merge:
             raise WhetError(f"--shard {shard}: write I/N with I from 0 to N − 1, such as 0/4, and without --merge")
-        folders = prepare_part(config, int(match[1]), int(match[2]))
-        say(f"part {shard} is made. When all are, run the same with --merge")
+        folders = prepare_data_shard(config, int(match[1]), int(match[2]))
+        info(f"part {shard} is made. When all are, run the same with --merge")
         return {"shard": shard, "stores": folders}
     if merge:
-        require_parts(config)
+        require_data_shards(config)
     began = time.perf_counter()
     data = prepare_data(config)
     seconds = time.perf_counter() - began
     ledger = data.ledger()
-    result = summarise(ledger["sources"])
+    result = sum_ledger(ledger["sources"])
     result |= {
         "store": str(data.train.store.folder),
         "stores": ledger["stores"],
@@ -56,11 +56,11 @@ def prepare(
         "reused": data.train.reused,
         "ledger": ledger["sources"],
     }
-    _tell(result, say)
+    _print_summary(result, info)
     return result
 
 
-def _tell(result: dict[str, Any], say: Any) -> None:
+def _print_summary(result: dict[str, Any], say: Any) -> None:
     counts = result["conversations"]
     say(
         f"{counts['kept']:,} of {counts['in']:,} conversations kept, {counts['dropped']:,} dropped, "
@@ -79,7 +79,7 @@ def _tell(result: dict[str, Any], say: Any) -> None:
     say(f"store: {result['store']}" + (" (was there already)" if result["reused"] else ""))
 
 
-def summarise(accounts: list[dict[str, Any]]) -> dict[str, Any]:
+def sum_ledger(accounts: list[dict[str, Any]]) -> dict[str, Any]:
     """The accounts of all sources in one."""
     reasons: dict[str, int] = {}
     notes: dict[str, int] = {}

@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Quiet, verb
+from whet.cli.common import JsonOption, QuietOption, cli_command
 
 
-@verb
+@cli_command
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Write report.html for a run: curves, scores, samples and the ledger on one page that opens offline."""
-    from whet.core.console import say
-    from whet.watch.report import write_report
+    from whet.core.console import info
+    from whet.report.html_report import write_report
 
     page = write_report(run)
-    say(f"report: {page}")
+    info(f"report: {page}")
     return {"report": str(page)}

@@ -7,18 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import Json, Overrides, Quiet, verb
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
 from whet.core.errors import StoppedError, UsageError
-from whet.core.interrupt import AskedToStop, terminate_like_ctrl_c
+from whet.core.signals import StopRequested, raise_on_stop_signals
 
 
-@verb
+@cli_command
 def train(
     recipe: Annotated[
         Path | None,
         typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
     ] = None,
-    overrides: Overrides = None,
+    overrides: OverridesArgument = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
     until: Annotated[
         int | None,
@@ -34,8 +34,8 @@ def train(
         Path | None,
         typer.Option("--replay", metavar="FILE", help="Run a faulty step of a run again: RUN/faults/step-NNNNNN.json."),
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Fine-tune a model as a recipe says.
 
@@ -47,9 +47,9 @@ def train(
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
     try:
-        with terminate_like_ctrl_c():  # from here on: importing takes seconds, too
+        with raise_on_stop_signals():  # from here on: importing takes seconds, too
             return _train(recipe, overrides or [], resume, until, smoke, dry_run)
-    except AskedToStop:
+    except StopRequested:
         raise StoppedError("asked to stop. Start it again to continue (whet train: with --resume)") from None
 
 
@@ -57,57 +57,57 @@ def _train(
     recipe: Path, overrides: list[str], resume: bool, until: int | None, smoke: bool, dry_run: bool
 ) -> dict[str, Any]:
     from whet.config import read_config
-    from whet.core.console import say
-    from whet.core.imports import importing
-    from whet.core.ranks import who_am_i
-    from whet.core.run import read_status
-    from whet.model.read_ahead import read_ahead
-    from whet.watch.report import write_report
-    from whet.watch.run import RunView
-    from whet.watch.summary import result
-    from whet.watch.table import score_line
+    from whet.core.console import info
+    from whet.core.distributed import get_rank_and_world_size
+    from whet.core.imports import import_without_gc
+    from whet.core.run_folder import read_status
+    from whet.model.load.weight_files import prefetch_weights
+    from whet.report.html_report import write_report
+    from whet.report.run_view import RunView
+    from whet.report.summary import result_json
+    from whet.report.terminal_report import score_line
 
     if (resume or until) and (smoke or dry_run):
         raise UsageError("--smoke and --dry-run begin anew each time and go to their end: no --resume, no --until")
     if smoke and dry_run:
         raise UsageError("--smoke, --dry-run: give one of them")
     config = read_config(recipe, overrides)
-    read_ahead(config.model.path, config.model.revision)
-    with importing():  # after the recipe was read: this takes seconds
-        from whet.recipe import trial
-        from whet.recipe.start import from_run
-        from whet.recipe.train import train as run
+    prefetch_weights(config.model.path, config.model.revision)
+    with import_without_gc():  # after the recipe was read: this takes seconds
+        from whet.run import trial
+        from whet.run.lifecycle import run_training as run
+        from whet.run.model_reference import resolve_model_reference
 
-    config = from_run(config)
+    config = resolve_model_reference(config)
     if smoke:
-        config = trial.smoke(config)
+        config = trial.smoke_config(config)
     if dry_run:
-        config = trial.dry(config)
-    first = who_am_i()[0] == 0
+        config = trial.dry_run_config(config)
+    first = get_rank_and_world_size()[0] == 0
     if first and (smoke or dry_run):
-        trial.make_way(config.folder)
+        trial.delete_previous_trial(config.folder)
     finished = resume and read_status(config.folder).get("state") == "finished"
     run(config, resume, until, keeps=not dry_run)
     if not first:
         return {}
     view = RunView.read(config.folder)
-    found = result(view) | {"trial": "smoke" if smoke else "dry-run" if dry_run else None}
-    say(score_line(view))
+    found = result_json(view) | {"trial": "smoke" if smoke else "dry-run" if dry_run else None}
+    info(score_line(view))
     if dry_run:
-        say(f"dry run done: nothing was kept but the metrics in {view.folder}")
+        info(f"dry run done: nothing was kept but the metrics in {view.folder}")
     elif smoke:
-        trial.drop_weights(config.folder)
+        trial.delete_weights(config.folder)
         found["export"] = None
-        say(f"smoke test passed: prepared, trained, measured, saved, exported ({view.folder}, its weights deleted)")
+        info(f"smoke test passed: prepared, trained, measured, saved, exported ({view.folder}, its weights deleted)")
     else:
         page = view.folder / "report.html" if finished else write_report(config.folder)
-        say(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
+        info(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
     return found
 
 
 def _replay(file: Path, alone: bool) -> dict[str, Any]:
     if not alone:
         raise UsageError("--replay: the file names its run and thereby all settings; leave out everything else")
-    from whet.recipe.replay import replay
+    from whet.run.replay import replay_batch
 
-    return replay(file)
+    return replay_batch(file)

@@ -1,1 +1,1 @@
-"""What every other package stands on: errors, files, configuration, ranks, the console."""
+"""Errors, files, configuration, console, distributed processes: what every other package builds on."""

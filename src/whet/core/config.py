@@ -34,11 +34,11 @@ class Section(BaseModel):
         for group in self.alternatives:
             given = [key for key in group if getattr(self, key) is not None]
             if len(given) > 1:
-                raise impossible(given[1], f"{' and '.join(given)} are alternatives: give one of them")
+                raise config_error(given[1], f"{' and '.join(given)} are alternatives: give one of them")
         return self
 
 
-def impossible(key: str, reason: str) -> PydanticCustomError:
+def config_error(key: str, reason: str) -> PydanticCustomError:
     """The error of a validator: values that are fine alone and impossible together. `key` is where to look."""
     return PydanticCustomError("impossible", "{reason}", {"key": key, "reason": reason})
 
@@ -48,23 +48,23 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
     """Read a recipe and what it extends, apply KEY=VALUE overrides, validate."""
-    tree = _read_recipe(path, root, ()) if path else Node({}, "defaults")
+    tree = _read_with_parents(path, root, ()) if path else Node({}, "defaults")
     given = Node({}, "command line")
     for text in overrides:  # joined first: two alternatives on one command line are an error, not the last one's win
-        given = _merge(given, _parse_override(text), None)
-    return validate(root, _merge(tree, given, root))
+        given = _merge_nodes(given, _parse_override(text), None)
+    return validate_config(root, _merge_nodes(tree, given, root))
 
 
-def validate(root: type[AnySection], tree: Node) -> AnySection:
+def validate_config(root: type[AnySection], tree: Node) -> AnySection:
     """The typed section for a tree, or one WhetError that lists every fault with its place."""
     try:
         return root.model_validate(tree.plain())
     except ValidationError as error:
-        faults = dict.fromkeys(_explain(root, tree, detail) for detail in error.errors(include_url=False))
+        faults = dict.fromkeys(_describe_error(root, tree, detail) for detail in error.errors(include_url=False))
         raise WhetError("\n".join(faults)) from None
 
 
-def _read_recipe(path: Path, root: type[Section], seen: tuple[Path, ...]) -> Node:
+def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...]) -> Node:
     tree = read_yaml(path)
     assert isinstance(tree.value, dict)
     parents = tree.value.pop("extends", None)
@@ -80,8 +80,8 @@ def _read_recipe(path: Path, root: type[Section], seen: tuple[Path, ...]) -> Nod
             raise WhetError(f"{parents.place}: {name} extends itself in a circle")
         if not parent.exists():
             raise WhetError(f"{parents.place}: extends {name}: no such file ({parent}). Paths are relative to {path}")
-        base = _merge(base, _read_recipe(parent, root, (*seen, path.resolve())), root)
-    return _merge(base, tree, root)
+        base = _merge_nodes(base, _read_with_parents(parent, root, (*seen, path.resolve())), root)
+    return _merge_nodes(base, tree, root)
 
 
 def _parse_override(text: str) -> Node:
@@ -96,14 +96,14 @@ def _parse_override(text: str) -> Node:
     return node
 
 
-def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
+def _merge_nodes(base: Node, over: Node, section: type[Section] | None) -> Node:
     """`over` laid on `base`: mappings merge key by key, all else is replaced; numbers index into lists."""
     if isinstance(base.value, list) and isinstance(over.value, dict) and _are_indices(over.value):
         items = list(base.value)
         for key, node in over.value.items():
             if int(key) >= len(items):
                 raise WhetError(f"{node.place}: there is no item {key}: the list has {len(items)} (counted from 0)")
-            items[int(key)] = _merge(items[int(key)], node, section)
+            items[int(key)] = _merge_nodes(items[int(key)], node, section)
         return Node(items, base.place)
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
@@ -113,7 +113,7 @@ def _merge(base: Node, over: Node, section: type[Section] | None) -> Node:
             merged = {key: node for key, node in merged.items() if key not in group or key in over.value}
     for key, node in over.value.items():
         field = section.model_fields.get(key) if section else None
-        merged[key] = _merge(merged[key], node, _subsection(field)) if key in merged else node
+        merged[key] = _merge_nodes(merged[key], node, _section_type(field)) if key in merged else node
     return Node(merged, base.place)
 
 
@@ -121,7 +121,7 @@ def _are_indices(keys: dict[str, Node]) -> bool:
     return bool(keys) and all(key.isascii() and key.isdecimal() for key in keys)
 
 
-def _subsection(field: FieldInfo | None) -> type[Section] | None:
+def _section_type(field: FieldInfo | None) -> type[Section] | None:
     """The section type of a field: of itself, of the optional, or of the items of the list."""
     options = [field.annotation] if field else []
     while options:
@@ -135,39 +135,39 @@ def _subsection(field: FieldInfo | None) -> type[Section] | None:
 # Explaining what is wrong
 
 
-def _explain(root: type[Section], tree: Node, detail: ErrorDetails) -> str:
+def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> str:
     path = tuple(detail["loc"])
     context = detail.get("ctx", {})
     if detail["type"] == "impossible":
         path = (*path, *context["key"].split("."))
-        return f"{tree.at(path).place}: {_dotted(path)}: {context['reason']}"
+        return f"{tree.at(path).place}: {_format_path(path)}: {context['reason']}"
     if detail["type"] == "missing":
-        return f"{tree.at(path).place}: {_dotted(path)} is missing. {_sentence(_field(root, path))}"
+        return f"{tree.at(path).place}: {_format_path(path)} is missing. {_description(_find_field(root, path))}"
     section = _section_at(root, path[:-1])
     if detail["type"] == "extra_forbidden" and section is not None:
         value = tree.at(path).plain()
-        return f"{tree.at(path).place}: unknown key {_dotted(path)} (value {value!r}). {_nearest(root, section, path)}"
-    while path and _field(root, path) is None:  # pydantic adds the branch of a union to the path
+        return f"{tree.at(path).place}: unknown key {_format_path(path)} (value {value!r}). {_suggest_key(root, section, path)}"
+    while path and _find_field(root, path) is None:  # pydantic adds the branch of a union to the path
         path = path[:-1]
-    field, node = _field(root, path), tree.at(path)
+    field, node = _find_field(root, path), tree.at(path)
     wanted = describe_type(field.annotation) if field else "something else"
-    limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_limit(detail["type"]) else ""
-    return f"{node.place}: {_dotted(path)}: {node.plain()!r} does not fit{limit}: expected {wanted}. {_sentence(field)}"
+    limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_range_error(detail["type"]) else ""
+    return f"{node.place}: {_format_path(path)}: {node.plain()!r} does not fit{limit}: expected {wanted}. {_description(field)}"
 
 
-def _is_limit(kind: str) -> bool:
+def _is_range_error(kind: str) -> bool:
     return kind.startswith(("greater_than", "less_than", "too_short", "too_long", "multiple_of", "finite"))
 
 
-def _dotted(path: tuple[str | int, ...]) -> str:
+def _format_path(path: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in path) or "the recipe"
 
 
-def _sentence(field: FieldInfo | None) -> str:
+def _description(field: FieldInfo | None) -> str:
     return (field.description or "") if field else ""
 
 
-def _field(root: type[Section], path: tuple[str | int, ...]) -> FieldInfo | None:
+def _find_field(root: type[Section], path: tuple[str | int, ...]) -> FieldInfo | None:
     section, field = root, None
     for key in path:
         if isinstance(key, int):
@@ -175,20 +175,20 @@ def _field(root: type[Section], path: tuple[str | int, ...]) -> FieldInfo | None
         if key not in section.model_fields:
             return None
         field = section.model_fields[key]
-        section = _subsection(field) or Section
+        section = _section_type(field) or Section
     return field
 
 
 def _section_at(root: type[Section], path: tuple[str | int, ...]) -> type[Section] | None:
-    return _subsection(_field(root, path)) if path else root
+    return _section_type(_find_field(root, path)) if path else root
 
 
-def _nearest(root: type[Section], section: type[Section], path: tuple[str | int, ...]) -> str:
+def _suggest_key(root: type[Section], section: type[Section], path: tuple[str | int, ...]) -> str:
     wrong, above = str(path[-1]), path[:-1]
     close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
     if close:
-        return f"Did you mean {_dotted((*above, close[0]))}?"
-    elsewhere = [knob.key for knob in knobs(root) if knob.key.rpartition(".")[2] == wrong]
+        return f"Did you mean {_format_path((*above, close[0]))}?"
+    elsewhere = [knob.key for knob in list_settings(root) if knob.key.rpartition(".")[2] == wrong]
     if elsewhere:
         return f"Did you mean {' or '.join(elsewhere)}?"
     if not section.model_fields:
@@ -200,7 +200,7 @@ def _nearest(root: type[Section], section: type[Section], path: tuple[str | int,
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class Setting:
     """One key of the configuration, for `whet config` and the docs."""
 
     key: str
@@ -209,20 +209,22 @@ class Knob:
     sentence: str
 
 
-def knobs(root: type[Section], above: str = "") -> Iterator[Knob]:
+def list_settings(root: type[Section], above: str = "") -> Iterator[Setting]:
     """Every knob below `root` in the order of declaration; lists show their items under `[]`."""
     for name, field in root.model_fields.items():
-        key, sub = f"{above}{name}", _subsection(field)
+        key, sub = f"{above}{name}", _section_type(field)
         if sub is None:
-            yield Knob(key, describe_type(field.annotation), _show_default(field), _sentence(field))
+            yield Setting(key, describe_type(field.annotation), _format_default(field), _description(field))
         else:
             is_list = typing.get_origin(_without_none(field.annotation)) is list
             if field.description:
-                yield Knob(key, "list of sections" if is_list else "section", _show_default(field), field.description)
-            yield from knobs(sub, f"{key}[]." if is_list else f"{key}.")
+                yield Setting(
+                    key, "list of sections" if is_list else "section", _format_default(field), field.description
+                )
+            yield from list_settings(sub, f"{key}[]." if is_list else f"{key}.")
 
 
-def _show_default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,26 +18,26 @@ from rich.table import Table
 from rich.text import Text
 
 _console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
-_silent = False
-_LINE_EVERY_S = 20.0  # in a log file
+_quiet = False
+_LOG_INTERVAL_S = 20.0  # in a log file
 
 
-def be_quiet() -> None:
+def set_quiet() -> None:
     """Say nothing from now on (another rank speaks, or the user asked for silence); errors are still shown."""
-    global _silent
-    _silent = True
+    global _quiet
+    _quiet = True
 
 
-def say(*parts: Any, style: str | None = None, markup: bool = False) -> None:
+def info(*parts: Any, style: str | None = None, markup: bool = False) -> None:
     """One line, or one rich renderable, to the person watching."""
-    if not _silent:
+    if not _quiet:
         _console.print(*parts, style=style, markup=markup)
 
 
-def say_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
+def info_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
     """A line with a sign and a title in `style`; on a terminal its further lines are indented. `always`: also to those
     who asked for silence."""
-    if _silent and not always:
+    if _quiet and not always:
         return
     line = Text.assemble((f"{title}: ", style), text)
     if not _console.is_terminal:
@@ -47,22 +50,22 @@ def say_item(sign: str, title: str, text: str, style: str = "", always: bool = F
 
 def warn(text: str) -> None:
     """Something that the user should know and that does not stop the work."""
-    if not _silent:
+    if not _quiet:
         _console.print(f"warning: {text}", style="yellow", markup=False)
 
 
-def show_error(text: str) -> None:
+def print_error(text: str) -> None:
     """The paragraph a person reads when whet gives up; it is shown even to those who asked for silence."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="bold red", markup=False)
 
 
-def write_result(value: dict[str, Any]) -> None:
+def print_json(value: dict[str, Any]) -> None:
     """The one JSON object of a command called with --json."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
-class Bar:
+class ProgressBar:
     """A progress bar with a note behind it."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
@@ -72,7 +75,7 @@ class Bar:
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self._progress.update(self._task, advance=n, note=note)
-        if not _console.is_terminal and not _silent and time.monotonic() - self._said > _LINE_EVERY_S:
+        if not _console.is_terminal and not _quiet and time.monotonic() - self._said > _LOG_INTERVAL_S:
             self._said = time.monotonic()
             task = self._progress.tasks[self._task]
             of = f"/{task.total:g}" if task.total else ""
@@ -85,11 +88,11 @@ class Bar:
         """Since this process began, and what is left at the pace so far."""
         gone = self._said - self._began
         since = done - self._at_start
-        left = f", {_clock(gone / since * (total - done))} left" if total and since else ""
-        return f"{_clock(gone)}{left}"
+        left = f", {_format_duration(gone / since * (total - done))} left" if total and since else ""
+        return f"{_format_duration(gone)}{left}"
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """As 0:05 or 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -97,7 +100,7 @@ def _clock(seconds: float) -> str:
 
 
 @contextmanager
-def progress(title: str, total: int | None, done: int = 0) -> Iterator[Bar]:
+def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressBar]:
     """A bar for long work; on a terminal it moves and vanishes, in a log file it leaves a line now and then."""
     columns = (
         TextColumn("{task.description}"),
@@ -106,5 +109,18 @@ def progress(title: str, total: int | None, done: int = 0) -> Iterator[Bar]:
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=_console, disable=_silent, transient=_console.is_terminal) as display:
-        yield Bar(display, display.add_task(title, total=total, completed=done, note=""))
+    with Progress(*columns, console=_console, disable=_quiet, transient=_console.is_terminal) as display:
+        yield ProgressBar(display, display.add_task(title, total=total, completed=done, note=""))
+
+
+def silence_libraries() -> None:
+    """Progress bars and advice of the libraries below would drown what whet has to say."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("torch.distributed", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|transformers|peft")

@@ -53,7 +53,7 @@ _DISK_ERRORS = {
 }
 
 
-_DISK_TEXTS = (
+_DISK_ERROR_TEXTS = (
     (errno.ENOSPC, "No space left on device"),
     (errno.ENOSPC, "inline_container"),  # torch.save on a full disk: "enforce fail at inline_container.cc"
     (errno.EROFS, "Read-only file system"),
@@ -70,15 +70,15 @@ def disk_error(error: BaseException, doing: str, place: str | Path) -> WhetError
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _DISK_ERRORS:
-            return _disk_message(seen.errno, doing, seen.filename or place)
+            return _make_disk_error(seen.errno, doing, seen.filename or place)
         seen = seen.__cause__ or seen.__context__
-    for code, text in _DISK_TEXTS:
+    for code, text in _DISK_ERROR_TEXTS:
         if text in str(error):
-            return _disk_message(code, doing, place)
+            return _make_disk_error(code, doing, place)
     return None
 
 
-def _disk_message(code: int, doing: str, place: str | Path) -> WhetError:
+def _make_disk_error(code: int, doing: str, place: str | Path) -> WhetError:
     remedy = {
         errno.ENOSPC: "Free some space, or choose a folder on another disk",
         errno.EDQUOT: "Free some space, or choose a folder on another disk",
@@ -89,3 +89,11 @@ def _disk_message(code: int, doing: str, place: str | Path) -> WhetError:
         f"{place}: {_DISK_ERRORS[code]} while {doing}. {remedy} (run.dir for runs, the environment variable "
         "WHET_CACHE for prepared data and models). Nothing half-written was left behind."
     )
+
+
+class BadRecordError(Exception):
+    """A record that cannot be used; the text says why and what to do. The origin is added by the reader."""
+
+    def __init__(self, reason: str, explanation: str) -> None:
+        super().__init__(explanation)
+        self.reason = reason

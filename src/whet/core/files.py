@@ -27,7 +27,7 @@ def cache_dir() -> Path:
 def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
     """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -57,7 +57,7 @@ def read_json(path: Path) -> Any:
         raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None
 
 
-def _temporary(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """A name beside `path` that tells host and process, after clearing away what dead processes of this host left."""
     mine = f".{path.name}.{socket.gethostname()}-"
     for left in path.parent.glob(f"{glob.escape(mine)}*"):
@@ -74,25 +74,25 @@ def _temporary(path: Path) -> Path:
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary sibling folder that becomes `path` if the block succeeds and vanishes if it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        put_in_place(temporary, path)
+        replace_folder(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
+def replace_folder(temporary: Path, path: Path) -> None:
     """Rename a finished folder to its name, replacing an older one."""
     for file in temporary.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
     for folder in (*(entry for entry in temporary.rglob("*") if entry.is_dir()), temporary):
-        sync_folder(folder)
+        fsync_folder(folder)
     if path.exists():
         old = path.with_name(f".{path.name}.old-{os.getpid()}")
         path.rename(old)
@@ -100,10 +100,10 @@ def put_in_place(temporary: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(path)
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Have the names in a folder on the disk too: a power cut after a rename would undo it. Some systems cannot."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
@@ -114,7 +114,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def waiting_lock(path: Path, now_waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+def file_lock(path: Path, now_waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Only one process at a time is inside; the others wait, after `now_waiting` was called. Ranks need no collective
     to share one preparation."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def waiting_lock(path: Path, now_waiting: Callable[[], None] = lambda: None) -> 
         file.close()
 
 
-def need_space(path: Path, size: int, doing: str) -> None:
+def require_disk_space(path: Path, size: int, doing: str) -> None:
     """Refuse early, with the numbers, when the disk under `path` has no room for `size` bytes."""
     there = path
     while not there.exists():
@@ -164,7 +164,7 @@ def hash_json(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
 
-class JsonLines:
+class JsonLinesWriter:
     """An append-only file of JSON objects, one a line, whose length can be recorded and restored."""
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
@@ -192,7 +192,7 @@ class JsonLines:
         self._file.close()
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
     """Append one object to a file that others append to as well: in one write, so that lines are not mixed up."""
     line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -226,43 +226,43 @@ class FolderLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            owner = _owner(self._file.read().strip())
+            owner = _describe_owner(self._file.read().strip())
             raise WhetError(
-                f"{folder}: in use by {owner}{_last_sign(folder)}. Wait for it, stop it (touch {folder / 'stop'}), or "
+                f"{folder}: in use by {owner}{_describe_heartbeat(folder)}. Wait for it, stop it (touch {folder / 'stop'}), or "
                 "give this run another folder: run.dir=FOLDER"
             ) from None
         self._file.truncate(0)
-        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {_moment(time.time())}\n")
+        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {_timestamp(time.time())}\n")
         self._file.flush()
 
     def release(self) -> None:
         self._file.close()
 
 
-def _moment(seconds: float) -> str:
+def _timestamp(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
 
 
-def _owner(text: str) -> str:
+def _describe_owner(text: str) -> str:
     """The owner as the lock's file names it, with the age of its claim."""
     name, since, moment = text.partition(" since ")
     try:
         began = datetime.datetime.fromisoformat(moment).timestamp()
     except ValueError:
         return text or "another process"
-    return f"{name}{since}{moment} ({age(time.time() - began)})"
+    return f"{name}{since}{moment} ({format_age(time.time() - began)})"
 
 
-def _last_sign(folder: Path) -> str:
+def _describe_heartbeat(folder: Path) -> str:
     """When the owner, who may be on a machine that cannot be asked, was last seen alive."""
     try:
         beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return f"; its last sign of life was {age(time.time() - beat)}"
+    return f"; its last sign of life was {format_age(time.time() - beat)}"
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """A length of time in the past, in a person's words."""
     seconds = max(0, round(seconds))
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def import_without_gc() -> Iterator[None]:
     """Nothing that an import makes is garbage, so nobody looks for garbage in it: neither now, which saves a sixth of
     the time that torch and transformers take, nor at any later collection, which would take a quarter of a second."""
     was_on = gc.isenabled()

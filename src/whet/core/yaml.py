@@ -71,7 +71,7 @@ def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
     """Parse one YAML document. `name` is the place given in errors, with a line number if `numbered`."""
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
-        return _convert(document, name, numbered) if document is not None else Node(None, name)
+        return _convert_node(document, name, numbered) if document is not None else Node(None, name)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark and numbered else name
@@ -81,31 +81,31 @@ def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
         raise WhetError(f"{name}: not valid YAML: {error}") from None
 
 
-def _convert(node: yaml.Node, name: str, numbered: bool) -> Node:
+def _convert_node(node: yaml.Node, name: str, numbered: bool) -> Node:
     place = f"{name}:{node.start_mark.line + 1}" if numbered else name
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise WhetError(f"{place}: a key must be plain text")
-            key = _expand(str(key_node.value), place)
-            value = _convert(value_node, name, numbered)
+            key = _expand_variables(str(key_node.value), place)
+            value = _convert_node(value_node, name, numbered)
             key_place = f"{name}:{key_node.start_mark.line + 1}" if numbered else name
             if key in mapping:
                 raise WhetError(f"{key_place}: the key '{key}' is given twice (first at {mapping[key].place})")
             mapping[key] = Node(value.value, key_place)
         return Node(mapping, place)
     if isinstance(node, yaml.SequenceNode):
-        return Node([_convert(item, name, numbered) for item in node.value], place)
+        return Node([_convert_node(item, name, numbered) for item in node.value], place)
     assert isinstance(node, yaml.ScalarNode)
-    text = _expand(str(node.value), place)
-    return Node(text if node.style in ("'", '"', "|", ">") else _scalar(text), place)
+    text = _expand_variables(str(node.value), place)
+    return Node(text if node.style in ("'", '"', "|", ">") else _parse_scalar(text), place)
 
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 
 
-def _expand(text: str, place: str) -> str:
+def _expand_variables(text: str, place: str) -> str:
     def value(match: re.Match[str]) -> str:
         found = os.environ.get(match["name"], match["default"])
         if found is None:
@@ -120,19 +120,19 @@ def _expand(text: str, place: str) -> str:
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
-_WORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
-_SPECIAL = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+_KEYWORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_SPECIAL_FLOATS = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 
 
-def _scalar(text: str) -> Scalar:
+def _parse_scalar(text: str) -> Scalar:
     lowered = text.lower()
-    if lowered in _WORDS:
-        return _WORDS[lowered]
+    if lowered in _KEYWORDS:
+        return _KEYWORDS[lowered]
     if _INT.match(text):
         return int(text.replace("_", ""))
     if _FLOAT.match(text):
         return float(text.replace("_", ""))
-    return _SPECIAL.get(lowered, text)
+    return _SPECIAL_FLOATS.get(lowered, text)
 
 
 def dump_yaml(value: Any) -> str:
@@ -145,7 +145,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    plain = isinstance(_scalar(text), str) and "${" not in text and text.isprintable()
+    plain = isinstance(_parse_scalar(text), str) and "${" not in text and text.isprintable()
     return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("${", "$${"), style=None if plain else '"')
 
 

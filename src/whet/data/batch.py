@@ -18,21 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.data.pack import edges_of
+from whet.data.plan.packing import cumulative_offsets
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-STEP = 128
+SIZE_MULTIPLE = 128
 """Sizes are multiples of what kernels work on at a time."""
 
-_FEW = 0.9  # of all positions: with more than that supervised, choosing them saves nothing
+_DENSE = 0.9  # of all positions: with more than that supervised, choosing them saves nothing
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of a position that is not learned."""
 
 
-class Shelf(Protocol):
+class DocumentReader(Protocol):
     """Where a batch takes its documents from: a store, or a batch that was saved."""
 
     @property
@@ -76,7 +76,7 @@ class PackedBatch:
         room = 0 if self.learned_at is None else min(len(self.learned_at), width)
         return replace(
             self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], start=start,
-            supervised_at=torch.from_numpy(places), learned_at=_filled_up(places, width, room),
+            supervised_at=torch.from_numpy(places), learned_at=_pad_positions(places, width, room),
         )  # fmt: skip
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
@@ -87,7 +87,7 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """A constant size of padded batches. None: no padding, for devices where nothing is compiled."""
 
     tokens: int
@@ -96,25 +96,28 @@ class Shape:
     """The most supervised positions that any of them has; 0: not known, or nearly all."""
 
 
-def buckets(largest: Shape, count: int) -> list[Shape]:
+def shape_buckets(largest: BatchShape, count: int) -> list[BatchShape]:
     """At most `count` sizes, smallest first: the largest, its half, its quarter and so on.
 
     Few, because layers are compiled for each of them.
     """
-    parts = {min(largest.tokens, -(-largest.tokens // 2**power // STEP) * STEP) for power in range(1, count)}
+    parts = {
+        min(largest.tokens, -(-largest.tokens // 2**power // SIZE_MULTIPLE) * SIZE_MULTIPLE)
+        for power in range(1, count)
+    }
     return [
-        Shape(tokens, largest.documents, largest.supervised if largest.supervised < _FEW * tokens else 0)
+        BatchShape(tokens, largest.documents, largest.supervised if largest.supervised < _DENSE * tokens else 0)
         for tokens in sorted({*parts, largest.tokens})
     ]
 
 
-def smallest(shapes: Sequence[Shape], tokens: int) -> Shape | None:
+def smallest_shape(shapes: Sequence[BatchShape], tokens: int) -> BatchShape | None:
     """The first of these sizes that holds so many tokens; None: there is none, and batches are not padded."""
     return next((shape for shape in shapes if shape.tokens >= tokens), None)
 
 
 def pack_batch(
-    store: Shelf, documents: NDArray[np.integer], longest: int, shape: Shape | None, slices: int = 1
+    store: DocumentReader, documents: NDArray[np.integer], longest: int, shape: BatchShape | None, slices: int = 1
 ) -> PackedBatch:
     """Concatenate documents; fill up to `shape`, and to a multiple of `slices`, with padding documents. No documents:
     padding alone.
@@ -122,7 +125,7 @@ def pack_batch(
     Padding is cut into documents that are no longer than the `longest` real one: attention's work grows with the
     square of a length, and one document of padding could cost more than all that is learned from.
     """
-    edges = edges_of(store.lengths[documents].astype(np.int64))
+    edges = cumulative_offsets(store.lengths[documents].astype(np.int64))
     filled = int(edges[-1])
     total = -(-(shape.tokens if shape else max(1, filled)) // slices) * slices
     longest = max(1, longest)
@@ -132,7 +135,7 @@ def pack_batch(
     store.gather(documents, tokens[:filled], loss[:filled])
     loss[edges[:-1]] = 0  # nothing stands before a first token that could predict it
     targets = np.flatnonzero(loss)
-    labels = np.full(total, IGNORED, dtype=np.int64)
+    labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
     labels[targets - 1] = tokens[targets]
     positions = np.arange(total) - np.repeat(edges[:-1], np.diff(edges))
     if shape:  # empty documents at the end keep the number of edges constant
@@ -145,13 +148,13 @@ def pack_batch(
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         longest=longest,
         supervised_at=torch.from_numpy(targets - 1),
-        learned_at=_filled_up(targets - 1, total, shape.supervised if shape else max(1, len(targets))),
+        learned_at=_pad_positions(targets - 1, total, shape.supervised if shape else max(1, len(targets))),
         edges=tuple(edges.tolist()),
         documents=documents,
     )
 
 
-def _filled_up(places: NDArray[np.int64], total: int, count: int) -> Tensor | None:
+def _pad_positions(places: NDArray[np.int64], total: int, count: int) -> Tensor | None:
     """`count` positions: these, and as often as it takes the first that is none of them."""
     missing = count - len(places)
     if missing < 0 or not count or len(places) == total:  # of a slice, all may be supervised

@@ -1,4 +1,4 @@
-"""A calculator as a tool: its schema, and answers that call it."""
+"""The calculator tool: its JSON schema, and assistant turns that call it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from whet.data.conversation import Message, ToolCall
 
-SCHEMA: dict[str, Any] = {
+CALCULATOR_SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "calculator",
@@ -21,7 +21,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class Step(NamedTuple):
+class CalculatorStep(NamedTuple):
     """Text, and the sum that follows it."""
 
     text: str
@@ -29,7 +29,7 @@ class Step(NamedTuple):
     result: str
 
 
-def with_calls(steps: Sequence[Step], rest: str) -> tuple[Message, ...]:
+def calculator_messages(steps: Sequence[CalculatorStep], rest: str) -> tuple[Message, ...]:
     """The assistant's turns: each text with its call, the calculator's answer, and what is said after the last one."""
     messages = []
     for number, step in enumerate(steps, 1):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from whet.core.config import Section, impossible
+from whet.core.config import Section, config_error
 
 Format = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt-completion", "marked", "text", "gsm8k", "multiple-choice",
@@ -148,7 +148,7 @@ class DataConfig(Section):
         train = {source.identity() for source in self.sources}
         for source in held:
             if source.identity() in train:
-                raise impossible(
+                raise config_error(
                     "validation",
                     f"{source.path} is a training source too, so the validation would measure memory. "
                     "Name another file, or use validation.fraction",
@@ -160,7 +160,7 @@ class DataConfig(Section):
         weighted = [source for source in self.sources if source.weight is not None]
         if weighted and len(weighted) < len(self.sources):
             other = next(source for source in self.sources if source.weight is None)
-            raise impossible(
+            raise config_error(
                 "sources",
                 f"{weighted[0].path} has a weight and {other.path} has none: give a weight to all, or to none",
             )

@@ -77,7 +77,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PlainText:
     """A plain document: every token is learned."""
 
     text: str
@@ -85,7 +85,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedText:
     """Text in which markers open and close the turns (data.markers)."""
 
     text: str
@@ -93,7 +93,7 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenizedDocument:
     """A document that was tokenised before, with its loss mask."""
 
     ids: NDArray[np.int32]
@@ -102,7 +102,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class BadLine:
+class BadRecord:
     """A record that cannot be used."""
 
     origin: Origin
@@ -111,20 +111,12 @@ class BadLine:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class FilteredRecord:
     """A record that the source's filter excludes."""
 
     origin: Origin
     reason: str
 
 
-Item = Conversation | Text | Marked | Tokens | BadLine | LeftOut
+ParsedRecord = Conversation | PlainText | MarkedText | TokenizedDocument | BadRecord | FilteredRecord
 """What becomes of one record of a source."""
-
-
-class BadRecordError(Exception):
-    """A record that cannot be used; the text says why and what to do. The origin is added by the reader."""
-
-    def __init__(self, reason: str, explanation: str) -> None:
-        super().__init__(explanation)
-        self.reason = reason

@@ -1,25 +1,67 @@
-"""The loader: a step's micro-batches for one rank, by number. It has no state of its own."""
+"""The data loader: a rank's micro-batches of a step, by number, prefetched and without state; and the replay of a saved batch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from whet.data.batch import STEP, PackedBatch, Shape, buckets, pack_batch, smallest
-from whet.data.plan import Plan
-from whet.data.prefetch import Prefetch
-from whet.data.store import Store
+from whet.data.batch import SIZE_MULTIPLE, BatchShape, PackedBatch, pack_batch, shape_buckets, smallest_shape
+from whet.data.plan.planner import Plan
+from whet.data.prepare.store import Store
+
+# Making the next things while the present one is used.
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[K, T]):
+    """`make(key)`, begun ahead of time in a background thread for the keys that `following` foretells.
+
+    At most `depth` results wait at a time. Any key may be asked for at any time; another than was foretold only waits.
+    """
+
+    def __init__(self, make: Callable[[K], T], following: Callable[[K], K | None], depth: int) -> None:
+        self._make, self._following, self._depth = make, following, depth
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-prefetch")  # starts with the first task
+        self._ahead: deque[tuple[K, Future[T]]] = deque()
+
+    def get(self, key: K) -> T:
+        """What `make` makes of the key, or the error that it met."""
+        if not self._ahead or self._ahead[0][0] != key:
+            self._forget()
+            self._ahead.append((key, self._thread.submit(self._make, key)))
+        _, wanted = self._ahead.popleft()
+        last: K | None = self._ahead[-1][0] if self._ahead else key
+        while len(self._ahead) < self._depth and last is not None and (last := self._following(last)) is not None:
+            self._ahead.append((last, self._thread.submit(self._make, last)))
+        return wanted.result()
+
+    def close(self) -> None:
+        """End the thread; nothing can be asked for any more."""
+        self._forget()
+        self._thread.shutdown()
+
+    def _forget(self) -> None:
+        for _, future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+
+
+# The loader: a step's micro-batches for one rank, by number. It has no state of its own.
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LOOKED_AT = 256  # steps
-_AHEAD = 4  # micro-batches that are made before they are asked for, across steps
+_SAMPLED_STEPS = 256  # steps
+_PREFETCH_DEPTH = 4  # micro-batches that are made before they are asked for, across steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +94,7 @@ class Loader:
         self._padded_to, self._lengths = padded_to, lengths
         self._slice, self._slices = part
         self._device = device if device is not None and device.type == "cuda" else None
-        self._batches = Prefetch(self._make, self._following, _AHEAD)
+        self._batches = Prefetcher(self._make, self._following, _PREFETCH_DEPTH)
 
     def documents(self, step: int) -> NDArray[np.integer]:
         """The documents of a step, of all ranks."""
@@ -94,12 +136,14 @@ class Loader:
             yield row, self._pack(chosen)
 
     @functools.cached_property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[BatchShape]:
         """The sizes that its batches are padded to, if they are."""
         if not self._padded_to:
             return []
         rows = self._micro_rows
-        return buckets(Shape(self._padded_to * rows, self._plan.sizes.fullest * rows, self._room()), self._lengths)
+        return shape_buckets(
+            BatchShape(self._padded_to * rows, self._plan.sizes.fullest * rows, self._room()), self._lengths
+        )
 
     @property
     def longest(self) -> int:
@@ -128,20 +172,20 @@ class Loader:
 
     def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
-        shape = smallest(self.shapes, tokens)
+        shape = smallest_shape(self.shapes, tokens)
         batch = pack_batch(self._store, documents, self._plan.sizes.longest, shape, self._slices)
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 
     def _room(self) -> int:
         """For the supervised positions of micro-batches: of the fullest, as far as some steps tell. Where there is a
         fuller one, all its positions are computed."""
-        steps = np.unique(np.linspace(0, max(0, len(self._plan) - 1), _LOOKED_AT).astype(np.int64))
+        steps = np.unique(np.linspace(0, max(0, len(self._plan) - 1), _SAMPLED_STEPS).astype(np.int64))
         most = 0
         for step in map(int, steps[: len(self._plan)]):
             for number in range(self.count(step)):
                 rows = [self._row(step, int(place)) for place in self._places(number, self._rank)]
                 most = max(most, int(self._store.targets[np.concatenate(rows)].sum(dtype=np.int64)))
-        return -(-most // STEP) * STEP
+        return -(-most // SIZE_MULTIPLE) * SIZE_MULTIPLE
 
     def _places(self, number: int, rank: int) -> NDArray[np.int64]:
         """The rows of a step that a rank's micro-batch takes; a step need not have so many."""
@@ -155,3 +199,72 @@ class Loader:
         """Documents of a rank's share of a step."""
         places = (place for number in range(self.count(step)) for place in self._places(number, rank))
         return sum(len(self._row(step, int(place))) for place in places)
+
+
+# A step that was saved: its documents by themselves, dealt into micro-batches as they were.
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDocument:
+    """Ids, and which of them are targets."""
+
+    ids: NDArray[np.int64]
+    loss: NDArray[np.uint8]
+
+
+class ReplayLoader:
+    """Gives what a Loader gives, for one step and in one process. Documents are numbered by their place here."""
+
+    def __init__(
+        self, held: Sequence[SavedDocument], layout: Sequence[tuple[int, Sequence[int]]], longest: int,
+        shapes: Sequence[BatchShape],
+    ) -> None:  # fmt: skip
+        """`layout`: of each micro-batch the row that seeds it, and its documents."""
+        self._held, self._layout, self._longest, self._shapes = held, layout, longest, shapes
+
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+    @property
+    def highest_id(self) -> int:
+        return max((int(document.ids.max(initial=0)) for document in self._held), default=0)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(document.ids) for document in self._held], dtype=np.int64)
+
+    def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None:
+        """Write these documents back to back into `ids` and `loss`."""
+        if len(documents):
+            np.concatenate([self._held[int(document)].ids for document in documents], out=ids)
+            np.concatenate([self._held[int(document)].loss for document in documents], out=loss)
+
+    def totals(self, step: int) -> StepTotals:
+        dealt = [self._held[number] for _, documents in self._layout for number in documents]  # one may come twice
+        supervised = sum(int(np.count_nonzero(document.loss[1:])) for document in dealt)
+        lengths = np.array([len(document.ids) for document in dealt], dtype=np.int64)
+        return StepTotals(len(lengths), int(lengths.sum()), supervised, lengths)
+
+    def count(self, step: int) -> int:
+        return len(self._layout)
+
+    def layout(self, step: int) -> list[tuple[int, list[int]]]:
+        return [(row, list(documents)) for row, documents in self._layout]
+
+    def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
+        for row, documents in self._layout:
+            yield row, self._batch(documents)
+
+    def alone(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
+        every = [(row, document) for row, documents in self._layout for document in documents]
+        for row, document in every[:most]:
+            yield row, self._batch([document])
+
+    def _batch(self, documents: Sequence[int]) -> PackedBatch:
+        chosen = np.array(documents, dtype=np.int64)
+        shape = smallest_shape(self._shapes, int(self.lengths[chosen].sum()))
+        return pack_batch(self, chosen, self._longest, shape)

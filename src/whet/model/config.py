@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from whet.core.config import Section, impossible
-from whet.model.shapes import settled
+from whet.core.config import Section, config_error
+from whet.model.load.random_models import resolve_random_path
 
 
 class ModelConfig(Section):
@@ -52,13 +52,13 @@ class ModelConfig(Section):
         twice = [token for token in self.add_tokens if self.add_tokens.count(token) > 1]
         if twice or not all(self.add_tokens):
             wrong = f"{twice[0]!r} stands there twice" if twice else "an empty text cannot be a token"
-            raise impossible("add_tokens", f"{wrong}. Leave it out")
+            raise config_error("add_tokens", f"{wrong}. Leave it out")
         return self
 
     @property
     def settled_path(self) -> str:
         """`path`, where it names a shape by its folder or file, with the full path of that."""
-        return settled(self.path)
+        return resolve_random_path(self.path)
 
 
 class AdapterConfig(Section):

@@ -1,27 +1,161 @@
-"""How much arithmetic a training step takes, from the model itself.
+"""FLOPs of a training step, counted from the model's matrices and attention layers.
 
-Counted are matrix products: linear layers by token, the head by supervised position, attention by the pairs of tokens
-that see each other. Not counted are norms, activations, softmax, rotary positions, the optimizer, padding, and what is
-computed a second time to save memory.
-"""
+Counted are matrix products: linear layers per token, the head per supervised position, attention per visible pair of
+tokens. Not counted are norms, activations, softmax, rotary embeddings, the optimizer, padding and recomputation."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
-from whet.model.matrices import first_trained, matrices_of
+# The matrices of a model that tokens are multiplied with, and which gradients each of them takes.
+
+_ADAPTER_SUFFIX = re.compile(r"\.(base_layer|lora_[AB])(?=\.|$).*")
+_EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.")
+_EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCost:
+    """One matrix, as a token meets it."""
+
+    name: str
+    """Of its module."""
+    size: int
+    """Its numbers."""
+    used: float
+    """The part of it that a token passes: 1, or of fused experts the chosen ones."""
+    trained: bool
+    fed: bool = True
+    """Whether what goes into it depends on something that is trained, so that its gradient has to go on downwards."""
+
+    @property
+    def layer(self) -> str:
+        """The module that an adapter, if there is one, was put into."""
+        return _ADAPTER_SUFFIX.sub("", self.name)
+
+    @property
+    def block(self) -> str:
+        """The module above it: an attention, an MLP."""
+        return self.layer.rpartition(".")[0]
+
+    @property
+    def forward(self) -> int:
+        """FLOPs for one token: a multiplication and an addition for each number."""
+        return round(2 * self.size * self.used)
+
+    @property
+    def passes(self) -> int:
+        """Products as large as the forward one that a step computes, itself included."""
+        return 1 + self.trained + self.fed
+
+
+def matrix_costs(model: nn.Module) -> list[MatrixCost]:
+    """All but embedding and head, in the order in which the model has them.
+
+    `fed` is exact where a block's modules but the last share its input, as in the usual attention (q, k, v, then o) and
+    MLP; elsewhere it may be wrong inside the one block where training begins.
+    """
+    ends = {
+        id(inside)
+        for end in (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+        if end is not None
+        for inside in end.modules()  # peft may have wrapped them
+    }
+    found = [
+        matrix
+        for name, module in model.named_modules()
+        if id(module) not in ends and "original_module" not in name.split(".")  # what a trained copy stands for
+        for matrix in _module_matrices(model, name)
+    ]
+    return _mark_input_gradients(model, found)
+
+
+def _module_matrices(model: nn.Module, name: str) -> Iterator[MatrixCost]:
+    """The matrices that a module holds itself: linear layers of any kind, routers, fused experts."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return
+    parameters = [
+        parameter
+        for kind, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim in (2, 3) and not kind.endswith("bias")  # stacked experts have stacked biases
+    ]
+    if isinstance(module, nn.Linear):  # by its widths: a quantized one holds packed bytes
+        trained = module.weight.requires_grad
+        yield MatrixCost(name, module.in_features * module.out_features, _expert_share(model, name), trained)
+        return
+    for parameter in parameters:
+        used = _active_expert_share(model, parameter.shape[0]) if parameter.ndim == 3 else 1.0
+        yield MatrixCost(name, parameter.numel(), used, parameter.requires_grad)
+
+
+def _expert_share(model: nn.Module, name: str) -> float:
+    """1, or for one expert of a list of them how many tokens of all it gets on average."""
+    expert = _EXPERT_NAME.match(name)
+    return _active_expert_share(model, len(list(model.get_submodule(expert[1]).children()))) if expert else 1.0
+
+
+def _active_expert_share(model: nn.Module, experts: int) -> float:
+    """The part of the experts that a token goes through; all of them where the configuration does not say."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    return next((getattr(config, key) / experts for key in _EXPERTS_PER_TOKEN_KEYS if getattr(config, key, None)), 1.0)
+
+
+def first_trained_module(model: nn.Module) -> str | None:
+    """The first module in which something is trained: a linear layer, or a whole layer where its norm is trained too,
+    which stands before all of it; empty if that is the embedding; None if nothing is trained."""
+    if any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]
+        return ""
+    first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), None)
+    if first is None:
+        return None
+    module = _ADAPTER_SUFFIX.sub("", first.rpartition(".")[0])
+    layer = module.rpartition(".")[0].rpartition(".")[0]
+    vectors = (p for child in model.get_submodule(layer).children() for p in child.parameters(recurse=False))
+    return layer if layer and any(vector.requires_grad for vector in vectors) else module
+
+
+def _mark_input_gradients(model: nn.Module, matrices: list[MatrixCost]) -> list[MatrixCost]:
+    """Below the first trained weight no gradient is needed, and none for what a first block is given."""
+    first = first_trained_module(model)
+    if first == "":
+        return matrices
+    block = "" if first is None else first.rpartition(".")[0]
+    last = max((at for at, matrix in enumerate(matrices) if matrix.block == block), default=-1)
+    begins = next(
+        (at for at, matrix in enumerate(matrices) if f"{matrix.name}.".startswith(f"{first}.")), len(matrices)
+    )
+    found = []
+    for at, matrix in enumerate(matrices):
+        if at < begins:
+            fed = False
+        elif matrix.block == block and (matrix.layer == first or matrix.layer != matrices[last].layer):
+            fed = ".lora_B" in matrix.name
+        else:
+            fed = True
+        found.append(replace(matrix, fed=fed))
+    return found
+
+
+# How much arithmetic a training step takes, from the model itself.
+#
+# Counted are matrix products: linear layers by token, the head by supervised position, attention by the pairs of tokens
+# that see each other. Not counted are norms, activations, softmax, rotary positions, the optimizer, padding, and what is
+# computed a second time to save memory.
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttentionCost:
     """Attention layers that look equally far back, together."""
 
     window: int | None
@@ -38,12 +172,12 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepFlops:
     """What a step costs in FLOPs, forward and backward."""
 
     per_token: int
     per_target: int
-    spans: tuple[Span, ...] = ()
+    spans: tuple[AttentionCost, ...] = ()
 
     def of(self, lengths: NDArray[np.integer], supervised: int) -> int:
         """FLOPs of a step with documents of these lengths and so many supervised positions."""
@@ -51,33 +185,33 @@ class Work:
         return self.per_token * int(lengths.sum(dtype=np.int64)) + self.per_target * supervised + attention
 
 
-def work_of(model: nn.Module) -> Work:
+def count_step_flops(model: nn.Module) -> StepFlops:
     """`model` is a transformers model, with adapters or without; what is trained decides the backward pass."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     whole = getattr(head, "original_module", head)  # peft wraps one that is trained beside adapters
     learns = whole.weight.requires_grad or (whole is not head and any(part.requires_grad for part in head.parameters()))
-    return Work(
-        per_token=sum(matrix.forward * matrix.passes for matrix in matrices_of(model)),
-        per_target=2 * whole.weight.numel() * (1 + learns + (first_trained(model) is not None)),
-        spans=spans_of(model),
+    return StepFlops(
+        per_token=sum(matrix.forward * matrix.passes for matrix in matrix_costs(model)),
+        per_target=2 * whole.weight.numel() * (1 + learns + (first_trained_module(model) is not None)),
+        spans=attention_costs(model),
     )
 
 
-def spans_of(model: nn.Module) -> tuple[Span, ...]:
+def attention_costs(model: nn.Module) -> tuple[AttentionCost, ...]:
     """The attention layers by how far they look."""
     forward: Counter[int | None] = Counter()
     backward: Counter[int | None] = Counter()
-    first = first_trained(model)
+    first = first_trained_module(model)
     begun = first == ""
-    for name, module in _attentions(model):
-        begun = begun or (first is not None and not _is_before(model, name, first))
-        window, cost = _window(module), _pair_cost(module)
+    for name, module in _attention_modules(model):
+        begun = begun or (first is not None and not _is_before_training(model, name, first))
+        window, cost = _attention_window(module), _flops_per_pair(module)
         forward[window] += cost
         backward[window] += 2 * cost if begun else 0  # four products against two
-    return tuple(Span(window, cost, backward[window]) for window, cost in forward.items())
+    return tuple(AttentionCost(window, cost, backward[window]) for window, cost in forward.items())
 
 
-def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """transformers tells each attention the number of its layer."""
     return [
         (name, module)
@@ -86,7 +220,7 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _is_before(model: nn.Module, attention: str, trained: str) -> bool:
+def _is_before_training(model: nn.Module, attention: str, trained: str) -> bool:
     """Whether nothing that goes into the attention's product is trained: all is later, or its last projection is."""
     order = [name for name, _ in model.named_modules()]
     if not trained.startswith(f"{attention}."):
@@ -95,7 +229,7 @@ def _is_before(model: nn.Module, attention: str, trained: str) -> bool:
     return trained == f"{attention}.{last}"
 
 
-def _window(module: nn.Module) -> int | None:
+def _attention_window(module: nn.Module) -> int | None:
     config: Any = module.config
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
@@ -104,10 +238,37 @@ def _window(module: nn.Module) -> int | None:
     return int(window) if window else None
 
 
-def _pair_cost(module: nn.Module) -> int:
+def _flops_per_pair(module: nn.Module) -> int:
     """2 FLOPs for each number of a query and of a value, in every head."""
     config: Any = module.config
     heads = config.num_attention_heads
     width: Any = getattr(module, "head_dim", None) or config.hidden_size // heads
     query, value = getattr(module, "qk_head_dim", width), getattr(module, "v_head_dim", width)
     return 2 * heads * (query + value)
+
+
+# Where a model's arithmetic is, module by module; equal layers share a line.
+
+
+def flops_table(model: nn.Module, length: int, supervised: float) -> str:
+    """FLOPs of the forward pass for a token of a document of `length` tokens, of which a part is supervised."""
+    rows: dict[str, tuple[int, int, float]] = {}
+    for matrix in matrix_costs(model):
+        _add_row(rows, re.sub(r"\.\d+(?=\.)", ".*", matrix.name), matrix.size, matrix.forward)
+    for span in attention_costs(model):
+        name = "attention, all before" if span.window is None else f"attention, window of {span.window}"
+        _add_row(rows, name, 0, span.forward * span.pairs(np.array([length])) / length)
+    head = model.get_output_embeddings().weight.numel()  # type: ignore[operator]
+    _add_row(rows, f"head, at {supervised:.0%} of the positions", head, 2 * head * supervised)
+    total = sum(flops for _, _, flops in rows.values())
+    wide = max(map(len, rows))
+    lines = [f"{'module':<{wide}}  {'times':>5}  {'parameters':>14}  {'FLOPs/token':>14}  share"]
+    for name, (count, size, flops) in sorted(rows.items(), key=lambda row: -row[1][2]):
+        lines.append(f"{name:<{wide}}  {count:>5}  {size:>14,}  {flops:>14,.0f}  {flops / total:6.1%}")
+    lines.append(f"{'all':<{wide}}  {'':>5}  {sum(size for _, size, _ in rows.values()):>14,}  {total:>14,.0f}")
+    return "\n".join([*lines, f"Forward pass, in a document of {length} tokens.", ""])
+
+
+def _add_row(rows: dict[str, tuple[int, int, float]], name: str, size: int, flops: float) -> None:
+    count, sizes, sums = rows.get(name, (0, 0, 0.0))
+    rows[name] = (count + 1, sizes + size, sums + flops)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
-from whet.model.frozen_weight import computes_in, matrix_from, parts_of
+from whet.model.frozen_weight import materialize_weight, weight_compute_dtype, weight_parts
 
-MOST = 0.5
+MIN_QUANTIZED_SHARE = 0.5
 """A model with a smaller part of its weights in 4 bits saves less than whoever asked for it expects."""
-_BLOCK = 64
+_NF4_BLOCK = 64
 
 
-def need_bitsandbytes() -> None:
+def require_bitsandbytes() -> None:
     """Refuse at the start of a run, not after its data was prepared."""
     if find_spec("bitsandbytes") is None:
         raise WhetError("quantize: nf4 needs bitsandbytes, which is not installed: pip install 'whet[quantize]'")
@@ -35,13 +35,13 @@ def quantize_(model: nn.Module, device: torch.device) -> None:
     if `model` is on the host. A matrix whose rows are no whole number of blocks stays as it is: bitsandbytes'
     kernels for CPUs give such a one back with scales of other rows (seen in 0.50.2: errors of 1.4, not 0.4).
     """
-    need_bitsandbytes()
+    require_bitsandbytes()
     head = model.get_output_embeddings()  # type: ignore[operator]
     names = [
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head and not module.weight.requires_grad
-        and module.in_features % _BLOCK == 0
+        and module.in_features % _NF4_BLOCK == 0
     ]  # fmt: skip
     if not names:
         raise WhetError(
@@ -50,14 +50,14 @@ def quantize_(model: nn.Module, device: torch.device) -> None:
         )
     for name in names:
         try:
-            model.set_submodule(name, _packed(model.get_submodule(name), device))
+            model.set_submodule(name, _to_linear_4bit(model.get_submodule(name), device))
         except NotImplementedError:
             raise WhetError(
                 f"quantize: nf4: bitsandbytes does not serve {device.type} devices here. Leave quantize out"
             ) from None
 
 
-def _packed(linear: Any, device: torch.device) -> nn.Module:
+def _to_linear_4bit(linear: Any, device: torch.device) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     with torch.device("meta"):
@@ -79,37 +79,37 @@ def is_quantized(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and hasattr(layer.weight, "quant_state")
 
 
-def dequantized(layer: Any) -> Tensor:
+def dequantize_weight(layer: Any) -> Tensor:
     """The weight [out, in] of a 4-bit layer as the numbers that it is multiplied as, in the layer's compute type.
 
     Nothing here waits for the device.
     """
-    return matrix_from(parts_of(layer), layer.out_features, layer.in_features, computes_in(layer))
+    return materialize_weight(weight_parts(layer), layer.out_features, layer.in_features, weight_compute_dtype(layer))
 
 
-def plain_linear(layer: Any) -> nn.Linear:
+def dequantize_linear(layer: Any) -> nn.Linear:
     """A 4-bit layer as the ordinary one that computes the same."""
     with torch.device("meta"):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
-    plain.weight = nn.Parameter(dequantized(layer), requires_grad=False)
+    plain.weight = nn.Parameter(dequantize_weight(layer), requires_grad=False)
     plain.bias = layer.bias
     return plain.train(layer.training)
 
 
-def numbers_in(parameter: Tensor) -> int:
+def count_weights(parameter: Tensor) -> int:
     """How many weights a parameter stands for; 4-bit ones are two to a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
-def quantized_part(model: nn.Module) -> float:
+def quantized_share(model: nn.Module) -> float:
     """The part of the weights that is in 4 bits."""
     parameters = list(model.parameters())
-    packed = sum(numbers_in(parameter) for parameter in parameters if hasattr(parameter, "quant_state"))
-    return packed / sum(map(numbers_in, parameters))
+    packed = sum(count_weights(parameter) for parameter in parameters if hasattr(parameter, "quant_state"))
+    return packed / sum(map(count_weights, parameters))
 
 
-def packed_bytes(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """What the weights take, scales included."""
     total = 0
     for parameter in model.parameters():
@@ -120,10 +120,10 @@ def packed_bytes(model: nn.Module) -> int:
     return total
 
 
-def plain_bytes(model: nn.Module) -> int:
+def dequantized_bytes(model: nn.Module) -> int:
     """What the weights take once none is in 4 bits any more."""
     total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
-        total += numbers_in(parameter) * (parameter.dtype if state is None else state.dtype).itemsize
+        total += count_weights(parameter) * (parameter.dtype if state is None else state.dtype).itemsize
     return total

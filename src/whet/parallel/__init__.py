@@ -1,1 +1,1 @@
-"""How one model is spread over several processes."""
+"""Parallelism over processes: device mesh, FSDP2, data parallelism, Ulysses and tensor parallelism."""

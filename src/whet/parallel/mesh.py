@@ -1,8 +1,4 @@
-"""How the processes of a run are arranged: replicate × shard × context × tensor.
-
-Neighbours compute the same rows: rank = ((replica · shard + part) · context + slice) · tensor + share. What talks most
-is nearest.
-"""
+"""The device mesh: replicate × shard × context × tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +10,15 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.ranks import Ranks
-from whet.core.watchdog import MARGIN_S
+from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.parallel.config import ParallelConfig
+
+# How the processes of a run are arranged: replicate × shard × context × tensor.
+#
+# Neighbours compute the same rows: rank = ((replica · shard + part) · context + slice) · tensor + share. What talks most
+# is nearest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Mesh:
     """Those that compute each layer together. None: every layer is computed by one process."""
 
 
-def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
+def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
     """The arrangement that a configuration asks for, of all processes; one that does not fit is refused."""
     world, context = ranks.world, config.context
     fixed = (config.shard or 1) * context * config.tensor
@@ -53,7 +54,7 @@ def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
             "change these"
         )
     ranks = replace(ranks, slices=context, tensor=config.tensor)
-    patience = timedelta(minutes=config.timeout, seconds=MARGIN_S)  # the watchdog speaks first
+    patience = timedelta(minutes=config.timeout, seconds=COLLECTIVE_MARGIN_S)  # the watchdog speaks first
     weights, slices, tensor = None, None, None
     if config.tensor > 1:  # also what is not divided by it is divided by FSDP2, if by one: the same code for both
         sizes = (replicate, (config.shard or 1) * context, config.tensor)
@@ -61,7 +62,7 @@ def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
         weights, tensor = whole["replicate", "shard"], whole["tensor"]
     elif config.divides_weights:
         if not dist.is_initialized():
-            _be_a_group_of_one(ranks)
+            _init_single_process_group(ranks)
         divided = (config.shard or 1) * context
         weights = init_device_mesh(ranks.device.type, (replicate, divided), mesh_dim_names=("replicate", "shard"))
     for axes in (weights, tensor):
@@ -75,7 +76,7 @@ def arrange(config: ParallelConfig, ranks: Ranks) -> Mesh:
     return Mesh(ranks, replicate, config.shard, context, weights, slices, tensor)
 
 
-def _be_a_group_of_one(ranks: Ranks) -> None:
+def _init_single_process_group(ranks: Ranks) -> None:
     """A single process divides its weights by one: the same code, and a group of processes that needs no network."""
     backend = "gloo" if ranks.device.type == "cpu" else None
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

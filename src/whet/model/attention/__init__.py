@@ -5,47 +5,50 @@ T tokens (shape letters: B = 1, H heads, K key-value heads, T tokens, E head wid
 documents begin comes with each forward pass as a keyword argument, which transformers hands through to the attention.
 """
 
-from whet.model.attention.ask import Ask, Documents, described
-from whet.model.attention.choose import LONG, choose
-from whet.model.attention.flexible import flex
-from whet.model.attention.install import (
-    compiles_through,
-    install,
-    leave,
-    name_of,
-    plain,
-    served_by,
-    serving,
-    wants_spans,
+from whet.model.attention.backends import (
+    cudnn_attention_forward,
+    eager_attention_forward,
+    flex_attention_forward,
+    sdpa_attention_forward,
+    varlen_attention_forward,
 )
-from whet.model.attention.long_documents import cudnn
-from whet.model.attention.look import Asked, look, unserved
-from whet.model.attention.per_document import per_document_sdpa
-from whet.model.attention.reference import eager
-from whet.model.attention.short_documents import short
-from whet.model.attention.variable_length import varlen
+from whet.model.attention.dispatch import (
+    CUDNN_MIN_LENGTH,
+    choose_backend,
+    current_backend,
+    describe_backend,
+    install_backend,
+    native_attention,
+    needs_document_spans,
+    registered_name,
+    supports_fullgraph,
+    use_native_attention,
+)
+from whet.model.attention.interface import AttentionSpec, Documents, document_kwargs
+from whet.model.attention.requirements import LayerAttention, inspect_attention, unsupported_attention
+from whet.model.attention.short import short_attention_forward
 
 __all__ = [
-    "LONG",
-    "Ask",
-    "Asked",
+    "CUDNN_MIN_LENGTH",
+    "AttentionSpec",
     "Documents",
-    "choose",
-    "compiles_through",
-    "cudnn",
-    "described",
-    "eager",
-    "flex",
-    "install",
-    "leave",
-    "look",
-    "name_of",
-    "per_document_sdpa",
-    "plain",
-    "served_by",
-    "serving",
-    "short",
-    "unserved",
-    "varlen",
-    "wants_spans",
+    "LayerAttention",
+    "choose_backend",
+    "cudnn_attention_forward",
+    "current_backend",
+    "describe_backend",
+    "document_kwargs",
+    "eager_attention_forward",
+    "flex_attention_forward",
+    "inspect_attention",
+    "install_backend",
+    "native_attention",
+    "needs_document_spans",
+    "registered_name",
+    "sdpa_attention_forward",
+    "short_attention_forward",
+    "supports_fullgraph",
+    "unsupported_attention",
+    "use_native_attention",
+    "varlen_attention_forward",
 ]

@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-_NARROWEST = 16  # that a matrix product of Triton takes
+_MIN_DOT_DIM = 16  # that a matrix product of Triton takes
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """How much one program computes at a time, by how many warps, with loads how many steps ahead."""
 
     rows: int
@@ -39,28 +39,32 @@ class Tile(NamedTuple):
     """The most that a thread may use, so that more programs share a processor; None: as many as the compiler likes."""
 
 
-Kernel = Literal["forward", "d_query", "d_key_value"]
+KernelName = Literal["forward", "d_query", "d_key_value"]
 
-TILES: dict[Kernel, dict[int, Tile]] = {
+ATTENTION_TILES: dict[KernelName, dict[int, AttentionTile]] = {
     "forward": {
-        64: Tile(64, 64, 4, 3, spare=True, registers=128),
-        128: Tile(64, 32, 4, 3, spare=True, registers=168),
-        256: Tile(64, 32, 4, 2),
+        64: AttentionTile(64, 64, 4, 3, spare=True, registers=128),
+        128: AttentionTile(64, 32, 4, 3, spare=True, registers=168),
+        256: AttentionTile(64, 32, 4, 2),
     },
     "d_query": {
-        64: Tile(64, 32, 4, 3, spare=True),
-        128: Tile(128, 32, 8, 3, spare=True, registers=128),
-        256: Tile(64, 16, 4, 2),
+        64: AttentionTile(64, 32, 4, 3, spare=True),
+        128: AttentionTile(128, 32, 8, 3, spare=True, registers=128),
+        256: AttentionTile(64, 16, 4, 2),
     },
-    "d_key_value": {64: Tile(64, 64, 4, 3), 128: Tile(32, 64, 4, 3), 256: Tile(16, 64, 8, 2)},
+    "d_key_value": {
+        64: AttentionTile(64, 64, 4, 3),
+        128: AttentionTile(32, 64, 4, 3),
+        256: AttentionTile(16, 64, 8, 2),
+    },
 }
 """By kernel and the widest head that they are for. `bench/attention.py` tries others."""
-_PLAIN = Tile(32, 32, 4, 1)
+_FP32_TILE = AttentionTile(32, 32, 4, 1)
 """For fp32, whose products run without tensor cores."""
 
 
 @triton.jit
-def _spots(first, second, first_step, second_step, unit_step, wide: tl.constexpr, far: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_offsets(first, second, first_step, second_step, unit_step, wide: tl.constexpr, far: tl.constexpr):  # type: ignore[no-untyped-def]
     """[rows wide] where states lie behind the first of a tile; the same for all tiles, so that none counts anew."""
     unit = tl.arange(0, wide)
     if far:  # a tensor so large that 32 bits do not reach from its first head to its last
@@ -69,7 +73,7 @@ def _spots(first, second, first_step, second_step, unit_step, wide: tl.constexpr
 
 
 @triton.jit
-def _here(known, width: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_mask(known, width: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
     """[rows wide], or [rows 1] where heads are as wide as their tile: which numbers exist."""
     here = known[:, None]
     if width < wide:
@@ -78,7 +82,7 @@ def _here(known, width: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit(do_not_specialize=["window"])  # layers have several
-def _forward(  # type: ignore[no-untyped-def]
+def _forward_kernel(  # type: ignore[no-untyped-def]
     q_at, k_at, v_at, spans_at, out_at, lse_at,
     q_head, q_token, q_unit, k_head, k_token, k_unit, v_head, v_token, v_unit,
     tokens, key_heads, factor, window,
@@ -103,20 +107,20 @@ def _forward(  # type: ignore[no-untyped-def]
         all_see = tl.maximum(all_see, last_place - window + 1)
         sees = tl.maximum(sees, place - window + 1)
     q_at += key_head * group * q_head + first_place.to(tl.int64) * q_token
-    q_spots = _spots(row // group, row % group, q_token, q_head, q_unit, wide, far)
-    q = tl.load(q_at + q_spots, mask=_here(known, width, wide), other=0.0)
+    q_spots = _tile_offsets(row // group, row % group, q_token, q_head, q_unit, wide, far)
+    q = tl.load(q_at + q_spots, mask=_tile_mask(known, width, wide), other=0.0)
     lane = tl.arange(0, keys)
     k_at += key_head * k_head + start.to(tl.int64) * k_token
     v_at += key_head * v_head + start.to(tl.int64) * v_token
-    k_spots = _spots(lane, lane, k_token, 0, k_unit, wide, far)
-    v_spots = _spots(lane, lane, v_token, 0, v_unit, value_wide, far)
+    k_spots = _tile_offsets(lane, lane, k_token, 0, k_unit, wide, far)
+    v_spots = _tile_offsets(lane, lane, v_token, 0, v_unit, value_wide, far)
     highest = tl.full((rows,), -1e30, tl.float32)  # finite, so that a row without a key adds 0 and not NaN
     total = tl.zeros((rows,), tl.float32)
     out = tl.zeros((rows, value_wide), tl.float32)
     for key_start in range(start, last_place + 1, keys):
         key = key_start + lane
-        k = tl.load(k_at + k_spots, mask=_here(key <= last_place, width, wide), other=0.0)
-        v = tl.load(v_at + v_spots, mask=_here(key <= last_place, value_width, value_wide), other=0.0)
+        k = tl.load(k_at + k_spots, mask=_tile_mask(key <= last_place, width, wide), other=0.0)
+        v = tl.load(v_at + v_spots, mask=_tile_mask(key <= last_place, value_width, value_wide), other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
         if not spare or (key_start < all_see or key_start + keys - 1 > first_place):
             visible = (key[None, :] >= sees[:, None]) & (key[None, :] <= place[:, None])
@@ -133,13 +137,15 @@ def _forward(  # type: ignore[no-untyped-def]
     lse_at += (key_head * tokens + first_place) * group
     tl.store(lse_at + row, highest * factor + tl.log2(total), mask=known)
     out_at += (first_place.to(tl.int64) * key_heads + key_head) * group * value_width
-    out_spots = _spots(row // group, row % group, key_heads * group * value_width, value_width, 1, value_wide, far)
+    out_spots = _tile_offsets(
+        row // group, row % group, key_heads * group * value_width, value_width, 1, value_wide, far
+    )
     out = (out / total[:, None]).to(out_at.dtype.element_ty)
-    tl.store(out_at + out_spots, out, mask=_here(known, value_width, value_wide))
+    tl.store(out_at + out_spots, out, mask=_tile_mask(known, value_width, value_wide))
 
 
 @triton.jit(do_not_specialize=["window"])  # layers have several
-def _d_query(  # type: ignore[no-untyped-def]
+def _d_query_kernel(  # type: ignore[no-untyped-def]
     q_at, k_at, v_at, spans_at, out_at, lse_at, d_out_at, delta_at, dq_at,
     q_head, q_token, q_unit, k_head, k_token, k_unit, v_head, v_token, v_unit, d_head, d_token, d_unit,
     tokens, key_heads, factor, scale, window,
@@ -164,14 +170,16 @@ def _d_query(  # type: ignore[no-untyped-def]
         all_see = tl.maximum(all_see, last_place - window + 1)
         sees = tl.maximum(sees, place - window + 1)
     q_at += key_head * group * q_head + first_place.to(tl.int64) * q_token
-    q_spots = _spots(row // group, row % group, q_token, q_head, q_unit, wide, far)
-    q = tl.load(q_at + q_spots, mask=_here(known, width, wide), other=0.0)
+    q_spots = _tile_offsets(row // group, row % group, q_token, q_head, q_unit, wide, far)
+    q = tl.load(q_at + q_spots, mask=_tile_mask(known, width, wide), other=0.0)
     d_out_at += key_head * group * d_head + first_place.to(tl.int64) * d_token
-    d_out_spots = _spots(row // group, row % group, d_token, d_head, d_unit, value_wide, far)
-    d_out = tl.load(d_out_at + d_out_spots, mask=_here(known, value_width, value_wide), other=0.0)
+    d_out_spots = _tile_offsets(row // group, row % group, d_token, d_head, d_unit, value_wide, far)
+    d_out = tl.load(d_out_at + d_out_spots, mask=_tile_mask(known, value_width, value_wide), other=0.0)
     out_at += (first_place.to(tl.int64) * key_heads + key_head) * group * value_width
-    out_spots = _spots(row // group, row % group, key_heads * group * value_width, value_width, 1, value_wide, far)
-    out = tl.load(out_at + out_spots, mask=_here(known, value_width, value_wide), other=0.0)
+    out_spots = _tile_offsets(
+        row // group, row % group, key_heads * group * value_width, value_width, 1, value_wide, far
+    )
+    out = tl.load(out_at + out_spots, mask=_tile_mask(known, value_width, value_wide), other=0.0)
     lse_at += (key_head * tokens + first_place) * group
     delta_at += (key_head * tokens + first_place) * group
     lse = tl.load(lse_at + row, mask=known, other=0.0)
@@ -180,13 +188,13 @@ def _d_query(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, keys)
     k_at += key_head * k_head + start.to(tl.int64) * k_token
     v_at += key_head * v_head + start.to(tl.int64) * v_token
-    k_spots = _spots(lane, lane, k_token, 0, k_unit, wide, far)
-    v_spots = _spots(lane, lane, v_token, 0, v_unit, value_wide, far)
+    k_spots = _tile_offsets(lane, lane, k_token, 0, k_unit, wide, far)
+    v_spots = _tile_offsets(lane, lane, v_token, 0, v_unit, value_wide, far)
     dq = tl.zeros((rows, wide), tl.float32)
     for key_start in range(start, last_place + 1, keys):
         key = key_start + lane
-        k = tl.load(k_at + k_spots, mask=_here(key <= last_place, width, wide), other=0.0)
-        v = tl.load(v_at + v_spots, mask=_here(key <= last_place, value_width, value_wide), other=0.0)
+        k = tl.load(k_at + k_spots, mask=_tile_mask(key <= last_place, width, wide), other=0.0)
+        v = tl.load(v_at + v_spots, mask=_tile_mask(key <= last_place, value_width, value_wide), other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
         d_shares = tl.dot(d_out, tl.trans(v), input_precision=precision)
         if not spare or (key_start < all_see or key_start + keys - 1 > first_place):
@@ -198,12 +206,12 @@ def _d_query(  # type: ignore[no-untyped-def]
         k_at += tl.cast(k_token, tl.int64) * keys
         v_at += tl.cast(v_token, tl.int64) * keys
     dq_at += (first_place.to(tl.int64) * key_heads + key_head) * group * width
-    dq_spots = _spots(row // group, row % group, key_heads * group * width, width, 1, wide, far)
-    tl.store(dq_at + dq_spots, (dq * scale).to(dq_at.dtype.element_ty), mask=_here(known, width, wide))
+    dq_spots = _tile_offsets(row // group, row % group, key_heads * group * width, width, 1, wide, far)
+    tl.store(dq_at + dq_spots, (dq * scale).to(dq_at.dtype.element_ty), mask=_tile_mask(known, width, wide))
 
 
 @triton.jit(do_not_specialize=["window"])  # layers have several
-def _d_key_value(  # type: ignore[no-untyped-def]
+def _d_key_value_kernel(  # type: ignore[no-untyped-def]
     q_at, k_at, v_at, spans_at, lse_at, d_out_at, delta_at, dk_at, dv_at,
     q_head, q_token, q_unit, k_head, k_token, k_unit, v_head, v_token, v_unit, d_head, d_token, d_unit,
     tokens, key_heads, factor, scale, window,
@@ -229,24 +237,24 @@ def _d_key_value(  # type: ignore[no-untyped-def]
         seen_until = tl.minimum(seen_until, key + window)
     k_at += key_head * k_head + first_key.to(tl.int64) * k_token
     v_at += key_head * v_head + first_key.to(tl.int64) * v_token
-    k_spots = _spots(lane, lane, k_token, 0, k_unit, wide, far)
-    v_spots = _spots(lane, lane, v_token, 0, v_unit, value_wide, far)
-    k = tl.load(k_at + k_spots, mask=_here(there, width, wide), other=0.0)
-    v = tl.load(v_at + v_spots, mask=_here(there, value_width, value_wide), other=0.0)
+    k_spots = _tile_offsets(lane, lane, k_token, 0, k_unit, wide, far)
+    v_spots = _tile_offsets(lane, lane, v_token, 0, v_unit, value_wide, far)
+    k = tl.load(k_at + k_spots, mask=_tile_mask(there, width, wide), other=0.0)
+    v = tl.load(v_at + v_spots, mask=_tile_mask(there, value_width, value_wide), other=0.0)
     row = tl.arange(0, rows)
     q_at += key_head * group * q_head + first_key.to(tl.int64) * q_token
     d_out_at += key_head * group * d_head + first_key.to(tl.int64) * d_token
     lse_at += (key_head * tokens + first_key) * group
     delta_at += (key_head * tokens + first_key) * group
-    q_spots = _spots(row // group, row % group, q_token, q_head, q_unit, wide, far)
-    d_out_spots = _spots(row // group, row % group, d_token, d_head, d_unit, value_wide, far)
+    q_spots = _tile_offsets(row // group, row % group, q_token, q_head, q_unit, wide, far)
+    d_out_spots = _tile_offsets(row // group, row % group, d_token, d_head, d_unit, value_wide, far)
     dk = tl.zeros((keys, wide), tl.float32)
     dv = tl.zeros((keys, value_wide), tl.float32)
     for first_place in range(first_key, stop, places):
         place = first_place + row // group
         known = (row < places * group) & (place < stop)  # all that an unknown row adds is 0
-        q = tl.load(q_at + q_spots, mask=_here(known, width, wide), other=0.0)
-        d_out = tl.load(d_out_at + d_out_spots, mask=_here(known, value_width, value_wide), other=0.0)
+        q = tl.load(q_at + q_spots, mask=_tile_mask(known, width, wide), other=0.0)
+        d_out = tl.load(d_out_at + d_out_spots, mask=_tile_mask(known, value_width, value_wide), other=0.0)
         lse = tl.load(lse_at + row, mask=known, other=0.0)
         delta = tl.load(delta_at + row, mask=known, other=0.0)
         scores = tl.dot(k, tl.trans(q), input_precision=precision)
@@ -264,19 +272,19 @@ def _d_key_value(  # type: ignore[no-untyped-def]
         delta_at += rows // group * group
     dk_at += (first_key.to(tl.int64) * key_heads + key_head) * width
     dv_at += (first_key.to(tl.int64) * key_heads + key_head) * value_width
-    dk_spots = _spots(lane, lane, key_heads * width, 0, 1, wide, far)
-    dv_spots = _spots(lane, lane, key_heads * value_width, 0, 1, value_wide, far)
-    tl.store(dk_at + dk_spots, (dk * scale).to(dk_at.dtype.element_ty), mask=_here(there, width, wide))
-    tl.store(dv_at + dv_spots, dv.to(dv_at.dtype.element_ty), mask=_here(there, value_width, value_wide))
+    dk_spots = _tile_offsets(lane, lane, key_heads * width, 0, 1, wide, far)
+    dv_spots = _tile_offsets(lane, lane, key_heads * value_width, 0, 1, value_wide, far)
+    tl.store(dk_at + dk_spots, (dk * scale).to(dk_at.dtype.element_ty), mask=_tile_mask(there, width, wide))
+    tl.store(dv_at + dv_spots, dv.to(dv_at.dtype.element_ty), mask=_tile_mask(there, value_width, value_wide))
 
 
-def tile_for(kernel: Kernel, query: Tensor, value: Tensor, group: int) -> Tile:
+def tile_for(kernel: KernelName, query: Tensor, value: Tensor, group: int) -> AttentionTile:
     """The tile of a kernel for these states; all heads of a group at one token are in the same tile."""
     if query.dtype == torch.float32:
-        tile = _PLAIN
+        tile = _FP32_TILE
     else:
         width = max(query.shape[-1], value.shape[-1])
-        tile = next(tile for widest, tile in TILES[kernel].items() if width <= widest)
+        tile = next(tile for widest, tile in ATTENTION_TILES[kernel].items() if width <= widest)
     if group > tile.rows:  # rare; what it takes more of shared memory and registers, it takes less of elsewhere
         return tile._replace(rows=triton.next_power_of_2(group), warps=8, stages=1, registers=None)
     return tile
@@ -286,10 +294,10 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: float, window: int, out: Tensor, lse: Tensor
 ) -> None:
     """Writes `out` [T H V] and `lse` [K T group]."""
-    settings, tile = _settings("forward", query, key, value, out, window)
+    settings, tile = _launch_options("forward", query, key, value, out, window)
     places = tile.rows // settings["group"]
-    _forward[(_programs(query.shape[2], places, key.shape[1]),)](
-        query, key, value, spans, out, lse, *_steps(query), *_steps(key), *_steps(value),
+    _forward_kernel[(_grid_size(query.shape[2], places, key.shape[1]),)](
+        query, key, value, spans, out, lse, *_strides(query), *_strides(key), *_strides(value),
         query.shape[2], key.shape[1], scale * _LOG2_E, window, **settings,
     )  # fmt: skip
 
@@ -299,11 +307,11 @@ def d_query(
     out: Tensor, lse: Tensor, d_out: Tensor, delta: Tensor, dq: Tensor,
 ) -> None:  # fmt: skip
     """Writes `dq` [T H E] and `delta` [K T group], which `d_key_value` reads. `d_out` is [T H V] of any strides."""
-    settings, tile = _settings("d_query", query, key, value, d_out, window)
+    settings, tile = _launch_options("d_query", query, key, value, d_out, window)
     places = tile.rows // settings["group"]
-    _d_query[(_programs(query.shape[2], places, key.shape[1]),)](
+    _d_query_kernel[(_grid_size(query.shape[2], places, key.shape[1]),)](
         query, key, value, spans, out, lse, d_out, delta, dq,
-        *_steps(query), *_steps(key), *_steps(value), d_out.stride(1), d_out.stride(0), d_out.stride(2),
+        *_strides(query), *_strides(key), *_strides(value), d_out.stride(1), d_out.stride(0), d_out.stride(2),
         query.shape[2], key.shape[1], scale * _LOG2_E, scale, window, **settings,
     )  # fmt: skip
 
@@ -313,26 +321,26 @@ def d_key_value(
     lse: Tensor, d_out: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes `dk` [T K E] and `dv` [T K V]."""
-    settings, tile = _settings("d_key_value", query, key, value, d_out, window)
-    _d_key_value[(_programs(query.shape[2], tile.keys, key.shape[1]),)](
+    settings, tile = _launch_options("d_key_value", query, key, value, d_out, window)
+    _d_key_value_kernel[(_grid_size(query.shape[2], tile.keys, key.shape[1]),)](
         query, key, value, spans, lse, d_out, delta, dk, dv,
-        *_steps(query), *_steps(key), *_steps(value), d_out.stride(1), d_out.stride(0), d_out.stride(2),
+        *_strides(query), *_strides(key), *_strides(value), d_out.stride(1), d_out.stride(0), d_out.stride(2),
         query.shape[2], key.shape[1], scale * _LOG2_E, scale, window, **settings,
     )  # fmt: skip
 
 
-def _steps(states: Tensor) -> tuple[int, ...]:
+def _strides(states: Tensor) -> tuple[int, ...]:
     """From head to head, token to token, number to number."""
     return states.stride()[1:]
 
 
-def _programs(tokens: int, places: int, key_heads: int) -> int:
+def _grid_size(tokens: int, places: int, key_heads: int) -> int:
     return triton.cdiv(tokens, places) * key_heads
 
 
-def _settings(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, other: Tensor, window: int
-) -> tuple[dict[str, Any], Tile]:
+def _launch_options(
+    kernel: KernelName, query: Tensor, key: Tensor, value: Tensor, other: Tensor, window: int
+) -> tuple[dict[str, Any], AttentionTile]:
     """What a kernel is compiled for."""
     group = query.shape[1] // key.shape[1]
     tile = tile_for(kernel, query, value, group)
@@ -343,8 +351,8 @@ def _settings(
         "group": group, "width": width, "value_width": value_width, "has_window": window > 0,
         "far": reach * max(tile.rows, tile.keys) >= 2**31, "exact": query.dtype == torch.float32,
         "rows": tile.rows, "keys": tile.keys, "spare": tile.spare,
-        "wide": max(_NARROWEST, triton.next_power_of_2(width)),
-        "value_wide": max(_NARROWEST, triton.next_power_of_2(value_width)),
+        "wide": max(_MIN_DOT_DIM, triton.next_power_of_2(width)),
+        "value_wide": max(_MIN_DOT_DIM, triton.next_power_of_2(value_width)),
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if tile.registers is not None:

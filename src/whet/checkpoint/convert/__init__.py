@@ -1,1 +1,0 @@
-"""Checkpoints of other programs as plain model folders: every tensor accounted for, the result compared."""

@@ -1,1 +1,0 @@
-"""Exports: files that others can load, loaded back and compared before they are called done."""

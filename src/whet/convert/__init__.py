@@ -1,0 +1,1 @@
+"""Convert checkpoints of other trainers to Hugging Face model folders."""

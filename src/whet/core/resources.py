@@ -1,0 +1,75 @@
+"""CPU cores and memory available to this process, within the limits of schedulers and containers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# The processor cores that this process may use.
+
+
+def available_cores() -> int:
+    """Fewer than the machine has, where a scheduler or a container has given out only some."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cores_per_process(processes: int = 1) -> int:
+    """This process's share of them: all processes of this machine, `processes` where the launcher does not say."""
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+
+
+# The memory that this process may still take.
+
+
+def available_memory(system: Path = Path("/")) -> int | None:
+    """Bytes that programs can still take: of the machine, or less where a container or a scheduler has set a limit.
+
+    None where the system does not tell. `system`: where its files (/proc, /sys) are.
+    """
+    known = [free for free in (_machine_memory(system), *_cgroup_memory(system)) if free is not None]
+    return max(0, min(known)) if known else None
+
+
+def _machine_memory(system: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (system / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_memory(system: Path) -> Iterator[int | None]:
+    """Of each control group around this process: the limit of an outer one holds for all inside."""
+    groups: list[str] = []
+    with contextlib.suppress(OSError):
+        groups = (system / "proc/self/cgroup").read_text().splitlines()
+    for number, controllers, path in (line.split(":", 2) for line in groups if line.count(":") >= 2):
+        if number == "0":
+            for folder in _cgroup_folders(system / "sys/fs/cgroup", path):
+                yield _cgroup_available(folder, "memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):  # version 1
+            for folder in _cgroup_folders(system / "sys/fs/cgroup/memory", path):
+                yield _cgroup_available(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _cgroup_folders(mount: Path, path: str) -> Iterator[Path]:
+    """A group's folder and those above it. Inside a container its path may be the host's, which is not seen there."""
+    inside = Path(path.lstrip("/"))
+    for part in (inside, *inside.parents):
+        yield mount / part
+
+
+def _cgroup_available(folder: Path, limit: str, used: str, prefix: str) -> int | None:
+    """What is used counts pages of files too, which are given up when programs want them: a checkpoint that was just
+    written would else look like memory that is gone."""
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max", which is no number
+        free = int((folder / limit).read_text()) - int((folder / used).read_text())
+        with contextlib.suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free += sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        return free
+    return None

@@ -1,0 +1,143 @@
+"""The run folder: its lock, its status and how the run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from whet.core.config import Section
+from whet.core.errors import WhetError, disk_error
+from whet.core.files import FolderLock, read_json, write_json
+
+_HEARTBEAT_INTERVAL_S = 5.0
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    name: str | None = Field(default=None, description="What to call it; the recipe's file name if absent.")
+    dir: str | None = Field(default=None, description="Its folder; runs/NAME if absent.")
+    seed: int = Field(default=0, ge=0, description="Decides data order, start values and dropout.")
+    tags: list[str] = Field(default=[], description="Words to find it by.")
+
+
+class RunFolder:
+    """A run directory owned by this process."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the folder; an error says who has it or why it cannot be written."""
+        self.path = path
+        self._lock_is_new = not (path / "lock").exists()
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(path)
+        except OSError as error:
+            raise disk_error(error, "opening the run folder", path) or WhetError(
+                f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
+            ) from None
+        self._was_empty = not self._entries()
+        status = read_status(path)
+        self._started = status.get("started") or time.time()
+        self._beat = 0.0
+        self._step, self._steps = status.get("step") or 0, status.get("steps") or 0
+        self.first_step: dict[str, float] | None = None
+        """How long this process took to its first step, and on what; None before it."""
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here before."""
+        return (self.path / "config.yaml").exists()
+
+    def require_empty(self) -> None:
+        """Refuse a folder with files of someone else's in it."""
+        others = self._entries()
+        if others:
+            raise WhetError(
+                f"run.dir: {self.path} holds files that are not of a run ({', '.join(others[:3])}). "
+                "Give an empty or new folder: run.dir=FOLDER"
+            )
+
+    def _entries(self) -> list[str]:
+        return sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
+
+    def set_status(
+        self, state: str, step: int, steps: int, exit_code: int | None = None, reason: str | None = None
+    ) -> None:
+        """Say where the run stands, for whoever watches it; of one that has ended, why."""
+        self._beat, self._step, self._steps = time.time(), step, steps
+        write_json(
+            self.path / "status.json",
+            {
+                "state": state, "step": step, "steps": steps, "host": socket.gethostname(), "pid": os.getpid(),
+                "started": self._started, "heartbeat": self._beat, "exit_code": exit_code,
+                "reason": reason, "first_step": self.first_step,
+            },
+        )  # fmt: skip
+
+    def beat(self, step: int, steps: int) -> None:
+        """A sign of life, every few seconds at most."""
+        self._step, self._steps = step, steps
+        if time.time() - self._beat > _HEARTBEAT_INTERVAL_S:
+            self.set_status("running", step, steps)
+
+    def end(self, state: str, exit_code: int, reason: str | None = None, begun: bool = False) -> None:
+        """Write into the status how a run ended that had begun; `begun`: it had, even if it came to no step."""
+        if self._beat or begun:
+            self.set_status(state, self._step, self._steps, exit_code, reason)
+
+    def stop_requested(self) -> bool:
+        """Whether someone put a file named `stop` into the folder."""
+        return (self.path / "stop").exists()
+
+    def abandon(self, stays: bool = False) -> None:
+        """Let go after an error. A run that had not begun to learn leaves no trace, unless it `stays` to be continued;
+        what was there before stays always."""
+        grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
+        has_grown = any(file.exists() and file.stat().st_size for file in grown)
+        if self._was_empty and not has_grown and not (stays and self.holds_run()):
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
+            for folder in self._made:
+                with contextlib.suppress(OSError):  # not empty: another run lives beside it
+                    folder.rmdir()
+        elif not self.holds_run() and self._lock_is_new:
+            (self.path / "lock").unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        (self.path / "stop").unlink(missing_ok=True)  # it was meant for this run, not for the next
+        self._lock.release()
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The last status of a run, empty if it never got so far."""
+    file = path / "status.json"
+    return dict(read_json(file)) if file.exists() else {}
+
+
+def parse_run_reference(reference: str) -> tuple[Path, str]:
+    """RUN@STEP as (RUN, STEP); without a step, or where the whole is a folder, the step is `latest`."""
+    path, at, step = reference.rpartition("@")
+    if not at or (Path(reference) / "config.yaml").exists():
+        return Path(reference), "latest"
+    return Path(path), step or "latest"
+
+
+def record_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> None:
+    """Write into the status of a run that it failed, for a process that does not own the folder: the owner hangs, or
+    was killed before it could."""
+    with contextlib.suppress(OSError, WhetError):
+        status = read_status(path)
+        if status:
+            status |= {"state": "failed", "exit_code": exit_code, "reason": reason, "step": max(step, status["step"])}
+            write_json(path / "status.json", status)

@@ -1,1 +1,0 @@
-"""Containers: raw records out of files of any kind, in order, streaming and cheap to skip."""

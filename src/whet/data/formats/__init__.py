@@ -1,1 +1,0 @@
-"""Formats: how a record of a file becomes a conversation or a document."""

@@ -1,0 +1,1 @@
+"""Sources → store: read, render, tokenize and write, in parallel, once per content."""

@@ -1,0 +1,211 @@
+"""Chunk files: the documents of some consecutive records, written by workers and merged into the store."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.core.errors import WhetError
+from whet.core.files import atomic_write
+from whet.data.config import DataConfig, Source
+from whet.data.conversation import Origin
+from whet.data.indexed_dataset import token_dtype
+from whet.data.prepare.ledger import Account
+from whet.data.prepare.store import StoreWriter, content_hash
+from whet.data.render.renderer import Rendered
+
+# A chunk: the documents of some successive records, in a file of its own until all are merged into the store.
+#
+# Chunks are what processes, and machines, share the work by, and what a killed preparation continues from. Their borders
+# depend on the sources alone.
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Chunk:
+    """Documents as flat arrays, with the part of the ledger that belongs to them."""
+
+    def __init__(self, source: int, vocabulary: int) -> None:
+        self.source, self.vocabulary = source, vocabulary
+        self.account = Account()
+        self._dtype = token_dtype(vocabulary)
+        self._tokens: list[NDArray[np.int32]] = []
+        self._loss: list[NDArray[np.uint8]] = []
+        self._sizes, self._targets, self._ended = array("i"), array("i"), array("B")
+        self._files: dict[str, int] = {}
+        self._file, self._line, self._hash = array("i"), array("q"), array("Q")
+
+    def add(self, documents: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
+        """Append the documents of one conversation, each with the number of its targets; their common hash tells
+        copies of it."""
+        content = content_hash((document.ids, document.loss) for document, _ in documents)
+        for document, targets in documents:
+            self._tokens.append(document.ids)
+            self._loss.append(document.loss)
+            self._sizes.append(len(document.ids))
+            self._targets.append(targets)
+            self._ended.append(document.ends)
+            self._file.append(self._files.setdefault(origin.source, len(self._files)))
+            self._line.append(origin.line)
+            self._hash.append(content)
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        about = {"source": self.source, "files": list(self._files), "account": self.account.state()}
+        file = io.BytesIO()
+        np.savez(
+            file,
+            tokens=np.concatenate([np.empty(0, np.int32), *self._tokens]).astype(self._dtype),
+            loss=np.concatenate([np.empty(0, np.uint8), *self._loss]),
+            sizes=np.array(self._sizes, dtype=np.int32),
+            targets=np.array(self._targets, dtype=np.int32),
+            ended=np.array(self._ended, dtype=np.uint8),
+            files=np.array(self._file, dtype=np.int32),
+            lines=np.array(self._line, dtype=np.int64),
+            hashes=np.array(self._hash, dtype=np.uint64),
+            about=np.frombuffer(json.dumps(about, ensure_ascii=False).encode(), dtype=np.uint8),
+        )
+        atomic_write(path, file.getbuffer())
+
+
+class SavedChunk:
+    """A chunk in its file; arrays are read when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._arrays = np.load(path, allow_pickle=False)
+        about = json.loads(bytes(self._arrays["about"]))
+        self.source: int = about["source"]
+        self.files: list[str] = about["files"]
+        self.account = Account.restore(about["account"])
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        found: NDArray[Any] = self._arrays[name]
+        return found
+
+    def close(self) -> None:
+        self._arrays.close()
+
+
+# Chunks → store: in order, copies found, the accounts of all added up.
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from whet.data.prepare.build import ConversationTokenizer
+
+
+def merge_chunks(
+    paths: Sequence[Path], folder: Path, key: str, sources: Sequence[Source], use: str, config: DataConfig,
+    language: ConversationTokenizer,
+) -> None:  # fmt: skip
+    """Write the chunks in `paths` as a store into `folder`."""
+    accounts = [Account() for _ in sources]
+    files = _FileTable()
+    copies = _find_duplicates(paths)
+    with contextlib.closing(StoreWriter(folder, language.vocabulary())) as writer:
+        at = 0
+        for path in paths:
+            with contextlib.closing(SavedChunk(path)) as chunk:
+                count = len(chunk["sizes"])
+                _append_chunk(chunk, copies[at : at + count], accounts[chunk.source], files, writer, config.deduplicate)
+                at += count
+        _require_conversations(accounts, sources)
+        writer.finish(
+            {
+                "key": key,
+                "files": {"name": files.names, "source": files.sources},
+                "accounts": [account.as_dict(s.path, use) for account, s in zip(accounts, sources, strict=True)],
+                **language.identity,
+            }
+        )
+
+
+class _FileTable:
+    """The files that documents came from, in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.sources: list[int] = []
+        self._known: dict[tuple[int, str], int] = {}
+
+    def numbers(self, chunk: SavedChunk) -> NDArray[np.int64]:
+        """The numbers here of a chunk's files."""
+        for name in chunk.files:
+            if (chunk.source, name) not in self._known:
+                self._known[chunk.source, name] = len(self.names)
+                self.names.append(name)
+                self.sources.append(chunk.source)
+        return np.array([self._known[chunk.source, name] for name in chunk.files], dtype=np.int64)
+
+
+def _find_duplicates(paths: Sequence[Path]) -> NDArray[np.bool_]:
+    """Which documents belong to a conversation that is an exact copy of an earlier one."""
+    hashes, starts = [np.empty(0, np.uint64)], [np.empty(0, bool)]
+    for path in paths:
+        with contextlib.closing(SavedChunk(path)) as chunk:
+            hashes.append(chunk["hashes"])
+            starts.append(_conversation_starts(chunk["files"], chunk["lines"]))
+    hash_, start = np.concatenate(hashes), np.concatenate(starts)
+    conversation = np.cumsum(start) - 1
+    first = np.zeros(int(start.sum()), dtype=bool)
+    first[np.unique(hash_[start], return_index=True)[1]] = True
+    return ~first[conversation]
+
+
+def _conversation_starts(file: NDArray[np.integer], line: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Where a new conversation begins: pieces of one that was split have the same origin."""
+    changes = np.ones(len(line), dtype=bool)
+    changes[1:] = (np.diff(file) != 0) | (np.diff(line) != 0)
+    return changes
+
+
+def _append_chunk(
+    chunk: SavedChunk, copies: NDArray[np.bool_], account: Account, files: _FileTable, writer: StoreWriter, drop: bool
+) -> None:
+    numbers = files.numbers(chunk)
+    sizes, targets, file, line = (chunk[name] for name in ("sizes", "targets", "files", "lines"))
+    part = chunk.account
+    starts = _conversation_starts(file, line)
+    for i in np.flatnonzero(copies & starts):
+        origin = Origin(chunk.files[int(file[i])], int(line[i]))
+        part.duplicates += 1
+        if drop:
+            part.kept -= 1
+            part.drop("duplicate", origin)
+        else:
+            part.remember("duplicate", origin)
+    if drop:
+        part.documents -= int(copies.sum())
+        part.ended -= int(chunk["ended"][copies].sum())
+        part.tokens -= int(sizes[copies].sum())
+        part.supervised -= int(targets[copies].sum())
+    account.add(part)
+    tokens, loss = chunk["tokens"], chunk["loss"]
+    keep = ~copies if drop else np.ones(len(sizes), dtype=bool)
+    if not keep.all():
+        kept = np.repeat(keep, sizes)
+        tokens, loss = tokens[kept], loss[kept]
+    origins = np.stack([numbers[file], line.astype(np.int64)], axis=1) if len(line) else np.empty((0, 2), np.int64)
+    writer.add(tokens, loss, sizes[keep], targets[keep], origins[keep], chunk["hashes"][keep])
+
+
+def _require_conversations(accounts: Sequence[Account], sources: Sequence[Source]) -> None:
+    if any(account.kept for account in accounts):
+        return
+    reasons = "; ".join(
+        f"{source.path}: "
+        + (", ".join(f"{n} {reason}" for reason, n in account.reasons.items()) or "no conversation in it")
+        for account, source in zip(accounts, sources, strict=True)
+    )
+    remedy = "Mend the data, or see what data.sources selects"
+    if any("too long" in account.reasons for account in accounts):
+        remedy = "Raise data.max_length, or choose data.too_long=split or truncate"
+    raise WhetError(f"no conversation is left to train on ({reasons}). {remedy}")

@@ -1,0 +1,164 @@
+"""The store: conversations as tokens and loss masks on disk, with their origins, complete or absent.
+
+tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
+origin.npy        (file, line) of each        targets.npy     number of targets of each
+hashes.npy        tells exact copies          tokenizer.json  what the ids mean
+manifest.json     written last: present means complete
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.core.errors import WhetError
+from whet.core.files import read_json, write_json
+from whet.data.conversation import Origin
+from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
+from whet.data.render.renderer import Rendered
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MANIFEST = "manifest.json"
+
+
+class StoreWriter:
+    """Fills a folder that becomes a store when `finish` writes its manifest."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self._folder = folder
+        self._tokens = IndexedWriter(folder / "tokens", token_dtype(vocabulary))
+        self._loss = IndexedWriter(folder / "loss", np.uint8)
+        self._origins: list[NDArray[np.int64]] = []
+        self._targets: list[NDArray[np.int32]] = []
+        self._hashes: list[NDArray[np.uint64]] = []
+
+    def add(
+        self,
+        tokens: NDArray[np.generic],
+        loss: NDArray[np.uint8],
+        sizes: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        origins: NDArray[np.int64],
+        hashes: NDArray[np.uint64],
+    ) -> None:
+        """Append documents, back to back, of which `origins[i]` is (file, line)."""
+        self._tokens.add(tokens, sizes)
+        self._loss.add(loss, sizes)
+        self._origins.append(origins)
+        self._targets.append(targets)
+        self._hashes.append(hashes)
+
+    def close(self) -> None:
+        self._tokens.close()
+        self._loss.close()
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Write what makes the folder a store, the manifest last."""
+        self._tokens.finish()
+        self._loss.finish()
+        np.save(self._folder / "origin.npy", np.concatenate([np.empty((0, 2), np.int64), *self._origins]))
+        np.save(self._folder / "targets.npy", np.concatenate([np.empty(0, np.int32), *self._targets]))
+        np.save(self._folder / "hashes.npy", np.concatenate([np.empty(0, np.uint64), *self._hashes]))
+        write_json(self._folder / MANIFEST, manifest)
+
+
+class Store:
+    """A complete store, memory-mapped: it opens at once, whatever its size."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / MANIFEST).exists():
+            raise WhetError(f"{folder}: no complete store here ({MANIFEST} is missing); run `whet prepare` again")
+        self.folder = folder
+        self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        try:
+            self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
+        except WhetError as error:
+            raise WhetError(f"{error}. Delete the folder {folder}: it will be made again") from None
+        self._origins: NDArray[np.int64] = _load_array(folder / "origin.npy")
+        self.targets: NDArray[np.int32] = _load_array(folder / "targets.npy")
+        self.hashes: NDArray[np.uint64] = _load_array(folder / "hashes.npy")
+        counts = {len(part) for part in (self._tokens, self._loss, self._origins, self.targets, self.hashes)}
+        if len(counts) > 1:
+            raise WhetError(f"{folder}: its files disagree on the number of documents; delete it and prepare again")
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each document."""
+        return self._tokens.sizes
+
+    @property
+    def sources(self) -> NDArray[np.int64]:
+        """The number of the source that each document came from."""
+        return np.array(self.manifest["files"]["source"], dtype=np.int64)[self._origins[:, 0]]
+
+    def ids(self, document: int) -> NDArray[np.int64]:
+        return self._tokens[document].astype(np.int64)
+
+    def loss(self, document: int) -> NDArray[np.bool_]:
+        return self._loss[document].astype(np.bool_)
+
+    def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None:
+        """Write these documents back to back into `ids` and `loss`, which are as long as they are together."""
+        self._tokens.gather(documents, ids)
+        self._loss.gather(documents, loss)
+
+    def origin(self, document: int) -> Origin:
+        """The file and line that a document was read from."""
+        file, line = self._origins[document]
+        return Origin(self.manifest["files"]["name"][int(file)], int(line))
+
+    def find(self, origin: Origin) -> NDArray[np.int64]:
+        """The documents that came from a line: none, one, or the pieces of one that was split."""
+        if origin.source not in self.manifest["files"]["name"]:
+            return np.empty(0, dtype=np.int64)
+        file = self.manifest["files"]["name"].index(origin.source)
+        first, last = np.searchsorted(self._origins[:, 0], [file, file + 1])  # files are numbered as they were met
+        lines = self._origins[first:last, 1]
+        a, b = np.searchsorted(lines, [origin.line, origin.line + 1])
+        return np.arange(first + a, first + b, dtype=np.int64)
+
+    def conversations(self) -> NDArray[np.int64]:
+        """Conversation c is the documents from the c-th of these numbers to the next: one, or the pieces of one."""
+        changes = np.flatnonzero((np.diff(self._origins, axis=0) != 0).any(axis=1)) + 1
+        return np.concatenate([[0], changes, [len(self)]]).astype(np.int64)
+
+    def is_as_written(self, documents: Iterable[int]) -> bool:
+        """Whether ids and masks of a conversation's documents are still those that its hash was made of."""
+        numbers = list(documents)
+        parts = ((self._tokens[i].astype(np.int32), self._loss[i].astype(np.uint8)) for i in numbers)
+        return content_hash(parts) == int(self.hashes[numbers[0]])
+
+
+def _load_array(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        raise WhetError(f"{path}: missing or damaged; delete its folder and prepare the data again") from None
+
+
+def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]]) -> int:
+    """The same for conversations whose ids and loss masks are the same, and for no others."""
+    digest = hashlib.blake2b(digest_size=8)
+    for ids, loss in documents:
+        digest.update(np.ascontiguousarray(ids).data)
+        digest.update(np.ascontiguousarray(loss).data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def count_targets(document: Rendered) -> int:
+    """How many tokens of a document are learned; its first one has nothing before it to be predicted from."""
+    return int(np.count_nonzero(document.loss[1:]))
+
+
+def find_overlap(one: Store, other: Store) -> NDArray[np.int64]:
+    """Documents of `one` that are exact copies of documents in `other`."""
+    return np.flatnonzero(np.isin(one.hashes, other.hashes))

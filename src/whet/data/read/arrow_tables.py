@@ -1,0 +1,200 @@
+"""Containers for Parquet, Arrow and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from whet.core.errors import BadRecordError, WhetError
+from whet.data.read.container import Container, RawRecord, require_pyarrow
+
+# Parquet and Arrow tables, a few rows at a time.
+
+_BATCH_ROWS = 128
+_ARROW_FILE_MAGIC, _ARROW_STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class RowBatch:
+    """Some rows of a table, made into Python values together and only if one of them is asked for."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    @cached_property
+    def rows(self) -> list[Any]:
+        try:
+            return list(self._batch.to_pylist())
+        except UnicodeDecodeError:
+            return [self._row(number) for number in range(self._batch.num_rows)]
+
+    def _row(self, number: int) -> object:
+        try:
+            return self._batch.slice(number, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            return BadRecordError("not UTF-8", f"a text in this row is not valid UTF-8: {error}")
+
+
+class TableRow(NamedTuple):
+    """A row of a table. A column exists for every row, so where a value is missing there is a null."""
+
+    batch: RowBatch
+    number: int
+
+    def record(self) -> object:
+        row = self.batch.rows[self.number]
+        if isinstance(row, BadRecordError):
+            raise row
+        return row
+
+
+def iter_rows(batches: Iterator[Any], name: str) -> Iterator[RawRecord]:
+    """Raw records of Arrow batches (or tables) of any length."""
+    line = 0
+    for whole in batches:
+        for start in range(0, whole.num_rows, _BATCH_ROWS):
+            batch = RowBatch(whole.slice(start, _BATCH_ROWS))
+            for number in range(min(_BATCH_ROWS, whole.num_rows - start)):
+                line += 1
+                yield RawRecord(line, TableRow(batch, number), name)
+
+
+def drop_nulls(value: Any) -> Any:
+    """A table's value as JSON would have it: a null in an object is a field that is not there."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+class ParquetTable(Container):
+    """Read in batches, so that a row group of any size fits."""
+
+    kind = "parquet"
+
+    def records(self) -> Iterator[RawRecord]:
+        with self._open() as file:
+            yield from iter_rows(file.iter_batches(batch_size=8 * _BATCH_ROWS), self.name)
+
+    def count(self) -> int:
+        with self._open() as file:
+            return int(file.metadata.num_rows)
+
+    def size(self) -> int:
+        with self._open() as file:
+            metadata = file.metadata
+            return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Any]:
+        require_pyarrow(self.name)
+        from pyarrow import parquet
+
+        with _report_damage(self.name, "Parquet"), parquet.ParquetFile(self.path, pre_buffer=False) as file:
+            yield file
+
+
+class ArrowTable(Container):
+    """Arrow's file format (also called Feather) and its stream format, which `datasets` writes."""
+
+    kind = "arrow"
+
+    def records(self) -> Iterator[RawRecord]:
+        with _report_damage(self.name, "Arrow"):
+            yield from iter_rows(self._batches(), self.name)
+
+    def count(self) -> int:
+        with _report_damage(self.name, "Arrow"):
+            return sum(batch.num_rows for batch in self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        pyarrow = require_pyarrow(self.name)
+        with self.path.open("rb") as file:
+            is_file = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+            file.seek(max(0, self.path.stat().st_size - len(_ARROW_STREAM_END)))
+            ends = is_file or file.read() == _ARROW_STREAM_END
+        with pyarrow.memory_map(str(self.path)) as mapped:
+            if is_file:
+                reader = pyarrow.ipc.open_file(mapped)
+                yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                yield from pyarrow.ipc.open_stream(mapped)
+        if not ends:
+            raise EOFError("its end is missing")
+
+
+@contextlib.contextmanager
+def _report_damage(name: str, kind: str) -> Iterator[None]:
+    pyarrow = require_pyarrow(name)
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        said = str(error).partition("\n")[0]
+        raise WhetError(
+            f"data.sources: {name}: no {kind} file, or one that is cut off or damaged ({said}). "
+            "Copy or download it again"
+        ) from None
+
+
+# Data sets of the hub, or a local folder or file, through the `datasets` library.
+
+_BUILDER_OF_SUFFIX = {
+    ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet",
+    ".arrow": "arrow",
+}  # fmt: skip
+
+
+class HubDataset(Container):
+    """`hub:OWNER/NAME`; the library keeps its own cache, so a set is fetched once."""
+
+    kind = "hub"
+
+    def __init__(self, path: str, subset: str | None, split: str | None) -> None:
+        self._data, split = _load_dataset(path.removeprefix("hub:"), subset, split)
+        super().__init__(f"{path}/{split}", Path(path))
+
+    def records(self) -> Iterator[RawRecord]:
+        yield from iter_rows(self._data.with_format("arrow").iter(batch_size=1024), self.name)
+
+    def count(self) -> int:
+        return len(self._data)
+
+    def size(self) -> int:
+        return int(self._data.data.nbytes)
+
+    def identity(self) -> list[str]:
+        """The library's own name for the content."""
+        return [self.kind, str(self._data._fingerprint)]
+
+
+@functools.lru_cache(maxsize=8)
+def _load_dataset(name: str, subset: str | None, split: str | None) -> tuple[Any, str]:
+    try:
+        import datasets
+    except ImportError:
+        raise WhetError(
+            f"data.sources: hub:{name}: this needs the datasets library, which is not installed: "
+            "pip install 'whet[data]'"
+        ) from None
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            builder = _BUILDER_OF_SUFFIX.get(path.suffix, "json")
+            found = datasets.load_dataset(builder, data_files=str(path))
+        else:
+            found = datasets.load_dataset(str(path) if path.is_dir() else name, name=subset)
+    except Exception as error:  # the library raises whatever its parts raise
+        said = (str(error) or type(error).__name__).partition("\n")[0]
+        raise WhetError(
+            f"data.sources: hub:{name}: the data set cannot be loaded: {said}. Check its name, subset and the network; "
+            "a folder that was downloaded can be given as a path"
+        ) from None
+    chosen = split or (next(iter(found)) if len(found) == 1 else "")
+    if chosen not in found:
+        given = f"no split {split!r}" if split else "more than one split"
+        raise WhetError(f"data.sources: hub:{name}: it has {given}; set split to one of: {', '.join(found)}")
+    return found[chosen], chosen

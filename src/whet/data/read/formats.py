@@ -1,0 +1,392 @@
+"""Every record format by name: its fields, how a record is recognised and how it is parsed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from string import ascii_uppercase
+from typing import Any, NamedTuple
+
+from whet.core.errors import BadRecordError
+from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
+from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
+from whet.data.read import messages
+from whet.data.read.messages import (
+    check_message_order,
+    parse_message_list,
+    parse_tool_call,
+    parse_tools,
+    parse_train_flag,
+)
+from whet.data.read.record_fields import (
+    decode_list,
+    describe_type,
+    match_fields,
+    parse_json,
+    require_field,
+    require_nonempty,
+    require_object,
+    require_text,
+    shorten,
+)
+
+# The `sharegpt` format: {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}.
+
+SHAREGPT_FIELDS = {"conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),
+          "from": ("from",), "value": ("value",), "system": ("system",), "tools": ("tools",)}  # fmt: skip
+_SHAREGPT_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "bot": "assistant", "system": "system", "observation": "tool", "tool": "tool",
+    "function_response": "tool",
+}  # fmt: skip
+_SHAREGPT_CALL = "function_call"
+
+
+def recognise_sharegpt(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The names under which a record holds such turns; none if it is of another format."""
+    if not isinstance(record, dict):
+        return []
+    speaker = fields.get("from", "from")
+    names = [fields["conversations"]] if "conversations" in fields else SHAREGPT_FIELDS["conversations"]
+    return [{"conversations": name, "from": speaker} for name in names if _is_sharegpt_list(record.get(name), speaker)]
+
+
+def _is_sharegpt_list(turns: Any, speaker: str) -> bool:
+    if isinstance(turns, str) and f'"{speaker}"' in turns[:200]:
+        return True
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and speaker in turns[0]
+
+
+def parse_sharegpt(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """A conversation, or a BadRecordError with the reason."""
+    record = require_object(record, _SHAREGPT_EXAMPLE)
+    name = names["conversations"]
+    turns = decode_list(require_field(record, name, "no messages"), f"'{name}'")
+    if not isinstance(turns, list) or not turns:
+        raise BadRecordError("no messages", f"'{name}' must be a list of at least one turn, not {describe_type(turns)}")
+    messages = [_parse_sharegpt_turn(turn, number, names) for number, turn in enumerate(turns, 1)]
+    if system := record.get(names["system"]):
+        messages.insert(0, Message("system", require_text(system, f"'{names['system']}'")))
+    check_message_order(messages)
+    return Conversation(tuple(messages), origin, parse_tools(record.get(names["tools"])))
+
+
+def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Message:
+    place = f"message {number}"
+    if not isinstance(turn, dict):
+        raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
+    speaker, value = turn.get(names["from"]), turn.get(names["value"])
+    if speaker is None:
+        raise BadRecordError("no role", f"{place} has no '{names['from']}'; add human or gpt")
+    if speaker == _SHAREGPT_CALL:
+        calls = parse_json(require_text(value, f"{place}: '{names['value']}'"), place)
+        parsed = tuple(parse_tool_call(call, place) for call in (calls if isinstance(calls, list) else [calls]))
+        if not parsed:
+            raise BadRecordError("bad tool call", f"{place} calls nothing; remove it")
+        return Message("assistant", "", calls=parsed, learn=parse_train_flag(turn, "assistant", place))
+    role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        known = ", ".join((*_SHAREGPT_ROLES, _SHAREGPT_CALL))
+        raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known are {known}")
+    where = f"{place}: '{names['value']}'"
+    text = require_nonempty(value, where) if role in ("user", "assistant") else require_text(value, where)
+    return Message(role, text, learn=parse_train_flag(turn, role, place))
+
+
+# The `alpaca` format: {"instruction": "…", "input": "…", "output": "…"}.
+#
+# The user's turn is the instruction and, if there is one, the input after a blank line. `history` is a list of earlier
+# [question, answer] pairs.
+
+ALPACA_FIELDS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response"),
+          "system": ("system",), "history": ("history",)}  # fmt: skip
+_ALPACA_EXAMPLE = '{"instruction": "…", "input": "…", "output": "…"}'
+
+
+def recognise_alpaca(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The names under which a record holds such fields; none if it is of another format."""
+    return match_fields(record, ALPACA_FIELDS, ("instruction", "output"), fields)
+
+
+def parse_alpaca(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """A conversation, or a BadRecordError with the reason."""
+    record = require_object(record, _ALPACA_EXAMPLE)
+    instruction = require_text(require_field(record, names["instruction"]), f"'{names['instruction']}'")
+    given = record.get(names["input"])
+    addition = "" if given is None else require_text(given, f"'{names['input']}'")
+    prompt = "\n\n".join(text for text in (instruction, addition) if text.strip())
+    messages = [
+        *_alpaca_system(record.get(names["system"]), names["system"]),
+        *_alpaca_history(record.get(names["history"]), names["history"]),
+        Message("user", require_nonempty(prompt, f"'{names['instruction']}'")),
+        Message("assistant", require_nonempty(require_field(record, names["output"]), f"'{names['output']}'")),
+    ]
+    return Conversation(tuple(messages), origin)
+
+
+def _alpaca_system(system: Any, name: str) -> list[Message]:
+    return [Message("system", require_text(system, f"'{name}'"))] if system else []
+
+
+def _alpaca_history(history: Any, name: str) -> list[Message]:
+    pairs = decode_list(history, f"'{name}'")
+    if pairs in (None, "", []):
+        return []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise BadRecordError(
+            "bad history", f"'{name}' must be a list of [question, answer] pairs, not {describe_type(pairs)}"
+        )
+    messages = []
+    for number, (question, answer) in enumerate(pairs, 1):
+        messages.append(Message("user", require_nonempty(question, f"question {number} of '{name}'")))
+        messages.append(Message("assistant", require_nonempty(answer, f"answer {number} of '{name}'")))
+    return messages
+
+
+# The `prompt-completion` format: {"prompt": "…", "completion": "…"}; both may be lists of messages.
+#
+# Texts become a user's and an assistant's turn. Of lists, the prompt's assistant turns are context: not learned.
+
+PROMPT_COMPLETION_FIELDS = {"prompt": ("prompt", "question", "query", "input", "problem"),
+          "completion": ("completion", "answer", "response", "output", "solution"),
+          "system": ("system",), "tools": ("tools",)}  # fmt: skip
+_PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
+_MORE_THAN_A_PROMPT = (
+    "instruction",
+    "context",
+    "passage",
+    "document",
+    "choices",
+    "options",
+    "history",
+    "chosen",
+    "rejected",
+)
+"""Fields that belong to the question. A record that has one says more than a prompt and a completion do."""
+
+
+def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The names under which a record holds such fields; none if it holds more than they say."""
+    if not isinstance(record, dict):
+        return []
+    more = [
+        name for name in _MORE_THAN_A_PROMPT if record.get(name) not in (None, "", []) and name not in fields.values()
+    ]
+    return [] if more else match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
+
+
+def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """A conversation, or a BadRecordError with the reason."""
+    record = require_object(record, _PROMPT_COMPLETION_EXAMPLE)
+    prompt = _as_messages(require_field(record, names["prompt"]), names["prompt"], "user")
+    if system := record.get(names["system"]):
+        prompt.insert(0, {"role": "system", "content": require_text(system, f"'{names['system']}'")})
+    completion = _as_messages(require_field(record, names["completion"]), names["completion"], "assistant")
+    messages = parse_message_list(prompt + completion)
+    context = [replace(turn, learn=False) if turn.role == "assistant" else turn for turn in messages[: len(prompt)]]
+    return Conversation((*context, *messages[len(prompt) :]), origin, parse_tools(record.get(names["tools"])))
+
+
+def _as_messages(value: Any, name: str, role: str) -> list[Any]:
+    if isinstance(value, list) and value:
+        return list(value)
+    return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]
+
+
+# The `gsm8k` format: a question, and an answer with sums such as <<48/2=24>> and a last line #### 24.
+
+GSM8K_FIELDS = {"question": ("question",), "answer": ("answer",)}
+_GSM8K_EXAMPLE = '{"question": "…", "answer": "… <<48/2=24>>24 …\\n#### 24"}'
+_GSM8K_CALCULATION = re.compile(r"<<(.*?)>>", re.DOTALL)
+_GSM8K_RESULT = "####"
+
+
+def recognise_gsm8k(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The names under which a record holds such an answer; none if it is of another format."""
+    found = match_fields(record, GSM8K_FIELDS, ("question", "answer"), fields)
+    return [names for names in found if _has_gsm8k_result(record[names["answer"]])]
+
+
+def parse_gsm8k(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """The sums removed: the answer in plain text."""
+    question, answer = _gsm8k_question_and_answer(record, names)
+    return Conversation((Message("user", question), Message("assistant", _GSM8K_CALCULATION.sub("", answer))), origin)
+
+
+def parse_gsm8k_calls(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """Each sum a call of the calculator, whose result is given to the assistant."""
+    question, answer = _gsm8k_question_and_answer(record, names)
+    if "<<" not in answer:
+        return Conversation((Message("user", question), Message("assistant", answer)), origin, (CALCULATOR_SCHEMA,))
+    steps, place = [], 0
+    for found in _GSM8K_CALCULATION.finditer(answer):
+        expression, equals, result = found.group(1).rpartition("=")
+        if not equals or not expression.strip() or not result.strip():
+            raise BadRecordError("bad sum", f"{shorten(found.group())} is no sum such as <<48/2=24>>")
+        steps.append(CalculatorStep(answer[place : found.start()], expression, result))
+        place = found.end()
+    return Conversation(
+        (Message("user", question), *calculator_messages(steps, answer[place:])), origin, (CALCULATOR_SCHEMA,)
+    )
+
+
+def _gsm8k_question_and_answer(record: Any, names: Mapping[str, str]) -> tuple[str, str]:
+    record = require_object(record, _GSM8K_EXAMPLE)
+    question = require_nonempty(require_field(record, names["question"]), f"'{names['question']}'")
+    answer = require_nonempty(require_field(record, names["answer"]), f"'{names['answer']}'")
+    if not _has_gsm8k_result(answer):
+        raise BadRecordError("no result", f"'{names['answer']}' does not end with a line such as #### 24")
+    return question, answer
+
+
+def _has_gsm8k_result(answer: Any) -> bool:
+    if not isinstance(answer, str):
+        return False
+    last = answer.rstrip().rpartition("\n")[2]
+    return last.startswith(_GSM8K_RESULT) and len(last) > len(_GSM8K_RESULT)
+
+
+# The `multiple-choice` format: MMLU's {"question", "choices": […], "answer": 2} and ARC's with "answerKey": "C".
+#
+# It becomes a question with lettered choices and the letter as the answer. How the question is put is whet's own.
+
+MULTIPLE_CHOICE_FIELDS = {
+    "question": ("question",),
+    "choices": ("choices", "options"),
+    "answer": ("answer", "answerKey"),
+}
+_MULTIPLE_CHOICE_EXAMPLE = '{"question": "…", "choices": ["…", "…"], "answer": 1}'
+
+
+def recognise_multiple_choice(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The names under which a record holds such fields; none if it is of another format."""
+    found = match_fields(record, MULTIPLE_CHOICE_FIELDS, ("question", "choices", "answer"), fields)
+    return [names for names in found if isinstance(record[names["choices"]], (list, dict, str))]
+
+
+def parse_multiple_choice(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """A conversation, or a BadRecordError with the reason."""
+    question, texts, right = read_multiple_choice(record, names)
+    return Conversation(
+        (Message("user", multiple_choice_prompt(question, texts)), Message("assistant", ascii_uppercase[right])), origin
+    )
+
+
+def read_multiple_choice(record: Any, names: Mapping[str, str]) -> tuple[str, list[str], int]:
+    """The question, its choices, and the place of the right one; or a BadRecordError with the reason."""
+    record = require_object(record, _MULTIPLE_CHOICE_EXAMPLE)
+    question = require_nonempty(require_field(record, names["question"]), f"'{names['question']}'")
+    texts, labels = _parse_choices(require_field(record, names["choices"]), names["choices"])
+    right = _correct_choice(require_field(record, names["answer"]), labels, len(texts), names["answer"])
+    return question, texts, right
+
+
+def multiple_choice_prompt(question: str, choices: Sequence[str]) -> str:
+    """The user's turn."""
+    lettered = "\n".join(f"- {letter}) {text}" for letter, text in zip(ascii_uppercase, choices, strict=False))
+    return f"{question}\n\n{lettered}\n\nAnswer with the letter of the right choice only."
+
+
+def _parse_choices(choices: Any, name: str) -> tuple[list[str], list[str] | None]:
+    """Texts and, as ARC has them, labels."""
+    labels = choices.get("label") if isinstance(choices, dict) else None
+    texts = choices.get("text") if isinstance(choices, dict) else decode_list(choices, f"'{name}'")
+    if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
+        said = f"{len(texts)} of them" if isinstance(texts, list) else describe_type(texts)
+        raise BadRecordError("bad choices", f"'{name}' must be a list of 2 to 26 texts, not {said}")
+    if isinstance(choices, dict) and (not isinstance(labels, list) or len(labels) != len(texts)):
+        raise BadRecordError("bad choices", f"'{name}' must have one label for each text")
+    return [require_nonempty(text, f"choice {number} of '{name}'") for number, text in enumerate(texts, 1)], labels
+
+
+def _correct_choice(answer: Any, labels: list[str] | None, choices: int, name: str) -> int:
+    """The place of the right choice. A digit as text is a label of ARC's, or unclear: from 0 or from 1?"""
+    if labels is not None:
+        if isinstance(answer, str) and labels.count(answer) == 1:
+            return labels.index(answer)
+    elif isinstance(answer, str) and len(answer) == 1 and answer in ascii_uppercase[:choices]:
+        return ascii_uppercase.index(answer)
+    elif isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < choices:
+        return answer
+    known = ", ".join(map(str, labels)) if labels else f"0 to {choices - 1} or A to {ascii_uppercase[choices - 1]}"
+    raise BadRecordError("bad answer", f"'{name}' is {shorten(answer)}; it must be one of {known}")
+
+
+# The `text` and `marked` formats: {"text": "…"}, or the whole of a .txt file.
+
+TEXT_FIELDS = {"text": ("text",)}
+_CHAT_MARKERS = re.compile(r"<\|(?:user|assistant|system|im_start|start_header_id)\|>|\[INST\]")
+
+
+def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The name under which a record holds a text; none if it is of another format."""
+    if isinstance(record, str):
+        return [{"text": fields.get("text", "text")}]
+    return [
+        names
+        for names in match_fields(record, TEXT_FIELDS, ("text",), fields)
+        if isinstance(record[names["text"]], str)
+    ]
+
+
+def has_chat_markers(record: Any, name: str) -> bool:
+    """Whether turns stand in the text, so that learning all of it may not be what is meant."""
+    text = record.get(name) if isinstance(record, dict) else record
+    return isinstance(text, str) and _CHAT_MARKERS.search(text) is not None
+
+
+def parse_text(record: Any, names: Mapping[str, str], origin: Origin) -> PlainText:
+    """A plain document: every token is learned."""
+    return PlainText(_require_document(record, names["text"]), origin)
+
+
+def parse_marked_text(record: Any, names: Mapping[str, str], origin: Origin) -> MarkedText:
+    """Text whose markers are read when it is rendered (data.markers)."""
+    return MarkedText(_require_document(record, names["text"]), origin)
+
+
+def _require_document(record: Any, name: str) -> str:
+    if isinstance(record, str):
+        return require_nonempty(record, "the text")
+    return require_nonempty(require_field(require_object(record, '{"text": "…"}'), name), f"'{name}'")
+
+
+# All formats by name: the fields each knows, how a record is recognised, how it is read.
+
+RecordParser = Callable[[Any, Mapping[str, str], Origin], Conversation | PlainText | MarkedText]
+
+
+class RecordFormat(NamedTuple):
+    """A format."""
+
+    fields: Mapping[str, Sequence[str]]
+    """Its fields, each with the names under which it is looked for; the first is its own."""
+    recognise: Callable[[Any, Mapping[str, str]], list[dict[str, str]]]
+    parse: RecordParser
+    inner: Sequence[str] = ()
+    """Fields of each turn, not of the record."""
+
+    def names(self, found: Mapping[str, str]) -> dict[str, str]:
+        """A name for every field: those found, else the format's own."""
+        return {field: found.get(field, names[0]) for field, names in self.fields.items()}
+
+
+FORMATS: dict[str, RecordFormat] = {
+    "messages": RecordFormat(
+        messages.MESSAGES_FIELDS, messages.recognise_messages, messages.parse_messages, ("role", "content")
+    ),
+    "sharegpt": RecordFormat(SHAREGPT_FIELDS, recognise_sharegpt, parse_sharegpt, ("from", "value")),
+    "multiple-choice": RecordFormat(MULTIPLE_CHOICE_FIELDS, recognise_multiple_choice, parse_multiple_choice),
+    "gsm8k": RecordFormat(GSM8K_FIELDS, recognise_gsm8k, parse_gsm8k),
+    "alpaca": RecordFormat(ALPACA_FIELDS, recognise_alpaca, parse_alpaca),
+    "prompt-completion": RecordFormat(PROMPT_COMPLETION_FIELDS, recognise_prompt_completion, parse_prompt_completion),
+    "text": RecordFormat(TEXT_FIELDS, recognise_text, parse_text),
+    "marked": RecordFormat(TEXT_FIELDS, recognise_text, parse_marked_text),
+}
+
+
+def parser_of(name: str, calculator: str) -> RecordParser:
+    """How records of a format are read."""
+    return parse_gsm8k_calls if name == "gsm8k" and calculator == "calls" else FORMATS[name].parse

@@ -1,0 +1,168 @@
+"""The `where` of a source: a small expression over a record's fields, read by `ast` and never evaluated as Python.
+
+Names are fields of the record; `meta.lang` and `meta["lang"]` look into one. `record` is the whole record, `turns` the
+number of messages, `characters` the length of their texts. There are literals, lists, comparisons, `and`, `or`, `not`,
+`in`, `+ - * / // %` on numbers, `+` on texts, `len(x)` and `lower(x)`. A field that a record lacks is an error of that
+record, because a misspelt name would otherwise keep or drop everything; where fields may be absent, write
+`"lang" in record and lang == "de"`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from whet.core.errors import BadRecordError, WhetError
+from whet.data.read.record_fields import describe_type, shorten
+
+_MAX_CHARACTERS = 2000
+_COMPUTED_NAMES = ("turns", "characters")
+
+Variables = Mapping[str, Any]
+Expression = Callable[[Variables], Any]
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+    ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
+}  # fmt: skip
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {"len": len, "lower": str.lower}
+
+
+class RecordFilter:
+    """A filter, checked when it is made."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.counts = False
+        """Whether it asks for turns or characters, so that the conversation must be there first."""
+        if len(text) > _MAX_CHARACTERS:
+            raise WhetError(f"data.sources: where: longer than {_MAX_CHARACTERS} characters; filter the file instead")
+        try:
+            self._holds = self._term(ast.parse(text.replace("\n", " ").strip(), mode="eval").body)
+        except SyntaxError as error:
+            raise self._wrong(f"{error.msg} at column {error.offset or len(text) + 1}") from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise self._wrong(str(error) or "too deeply nested") from None
+
+    def __call__(self, record: Any, turns: int = 0, characters: int = 0) -> bool:
+        """Whether a record is kept; BadRecordError if the record does not allow an answer."""
+        values = {**record} if isinstance(record, dict) else {}
+        try:
+            return bool(self._holds({**values, "record": record, "turns": turns, "characters": characters}))
+        except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+            raise BadRecordError("where", f"where: {self._text} has no answer here: {error}") from None
+
+    def _wrong(self, fault: str) -> WhetError:
+        return WhetError(
+            f"data.sources: where: {self._text!r}: {fault}. Write a condition such as: turns <= 6 and lang == 'de'"
+        )
+
+    def _refuse(self, node: ast.expr | ast.keyword, what: str) -> WhetError:
+        return self._wrong(f"{what} at column {node.col_offset + 1} is not possible in a filter")
+
+    def _term(self, node: ast.expr) -> Expression:
+        match node:
+            case ast.Constant(value=str() | int() | float() | bool() | None):
+                return lambda _, value=node.value: value  # type: ignore[misc]
+            case ast.Name(id=name):
+                return self._name(name)
+            case ast.Attribute(value=inner, attr=name):
+                return self._inside(inner, lambda _: name)
+            case ast.Subscript(value=inner, slice=index):
+                return self._inside(inner, self._term(index))
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                terms = [self._term(item) for item in items]
+                return lambda values: [term(values) for term in terms]
+            case ast.BoolOp(op=op, values=parts):
+                terms, how = [self._term(part) for part in parts], all if isinstance(op, ast.And) else any
+                return lambda values: how(term(values) for term in terms)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner_term = self._term(operand)
+                return lambda values: not inner_term(values)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner_term = self._term(operand)
+                return lambda values: -_require_number(inner_term(values))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return _binary_operation(type(op), self._term(left), self._term(right))
+            case ast.Compare():
+                return self._comparison(node)
+            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
+                function, inner_term = _FUNCTIONS[name], self._term(argument)
+                return lambda values: function(inner_term(values))
+            case ast.Call(func=ast.Name(id=name)):
+                raise self._refuse(node, f"{name}(…)")
+            case _:
+                raise self._refuse(node, shorten(ast.unparse(node)))
+
+    def _name(self, name: str) -> Expression:
+        self.counts = self.counts or name in _COMPUTED_NAMES
+
+        def value(values: Variables) -> Any:
+            if name not in values:
+                raise _missing_field(name, "record")
+            return values[name]
+
+        return value
+
+    def _inside(self, inner: ast.expr, index: Expression) -> Expression:
+        outer = self._term(inner)
+
+        def value(values: Variables) -> Any:
+            whole, key = outer(values), index(values)
+            if isinstance(whole, dict):
+                if key not in whole:
+                    raise _missing_field(key, ast.unparse(inner))
+                return whole[key]
+            if isinstance(whole, list) and isinstance(key, int):
+                return whole[key]
+            raise TypeError(f"{ast.unparse(inner)} is {describe_type(whole)} and has no {shorten(key)}")
+
+        return value
+
+    def _comparison(self, node: ast.Compare) -> Expression:
+        first, others = self._term(node.left), [self._term(other) for other in node.comparators]
+        compare = [_COMPARISONS[type(op)] for op in node.ops]
+
+        def holds(values: Variables) -> bool:
+            left = first(values)
+            for how, other in zip(compare, others, strict=True):
+                right = other(values)
+                if not how(left, right):
+                    return False
+                left = right
+            return True
+
+        return holds
+
+
+def _missing_field(name: Any, whole: str) -> BadRecordError:
+    return BadRecordError(
+        "where",
+        f"where: there is no field {shorten(name)} in this record. If it may be absent, ask first: "
+        f"{name!r} in {whole} and …",
+    )
+
+
+def _require_number(value: Any) -> Any:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{shorten(value)} is {describe_type(value)}, not a number")
+    return value
+
+
+def _binary_operation(op: type[ast.operator], left: Expression, right: Expression) -> Expression:
+    """Numbers, and texts that are joined; `%` and `*` on texts could make them as long as memory."""
+
+    def value(values: Variables) -> Any:
+        a, b = left(values), right(values)
+        if op is ast.Add and isinstance(a, str) and isinstance(b, str):
+            return a + b
+        return _ARITHMETIC[op](_require_number(a), _require_number(b))
+
+    return value

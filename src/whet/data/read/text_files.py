@@ -1,0 +1,117 @@
+"""Containers for CSV, TSV and plain .txt files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from whet.core.errors import BadRecordError, WhetError
+from whet.data.read.container import (
+    Container,
+    DecodedRecord,
+    LazyRecord,
+    RawRecord,
+    UnreadableRecord,
+    content_size,
+    estimate_count,
+    open_bytes,
+)
+from whet.data.read.json_files import count_lines
+
+# CSV and TSV: a row of names, then a record a row.
+
+_MAX_FIELD_BYTES = 2**31 - 1  # the csv module's own limit is 128 KiB, less than a long answer
+
+
+class CsvFile(Container):
+    """Values are text; a list of messages stands in its cell as JSON."""
+
+    def __init__(self, name: str, path: Path, delimiter: str) -> None:
+        super().__init__(name, path)
+        self.kind = "csv" if delimiter == "," else "tsv"
+        self._delimiter = delimiter
+
+    def records(self) -> Iterator[RawRecord]:
+        csv.field_size_limit(_MAX_FIELD_BYTES)
+        with open_bytes(self.path, self.name) as stream:
+            text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+            reader = csv.reader(text, delimiter=self._delimiter, strict=True)
+            header: list[str] | None = None
+            while True:
+                line = reader.line_num + 1
+                try:
+                    row = next(reader, None)
+                except csv.Error as error:
+                    yield RawRecord(line, UnreadableRecord("broken CSV", f"not valid CSV: {error}"), self.name)
+                    continue
+                if row is None:
+                    break
+                if not row or not any(row):
+                    continue
+                if header is None:
+                    header = self._checked(row)
+                else:
+                    yield RawRecord(line, _csv_record(header, row), self.name)
+            text.detach()
+
+    def count(self) -> int:
+        return max(0, estimate_count(self.path, self.name, count_lines) - 1)
+
+    def size(self) -> int:
+        return content_size(self.path)
+
+    def _checked(self, header: list[str]) -> list[str]:
+        twice = {name for name in header if header.count(name) > 1}
+        if twice or not all(header):
+            fault = f"{sorted(twice)[0]!r} twice" if twice else "a column without a name"
+            raise WhetError(
+                f"data.sources: {self.name}: the first row must name the columns, and it has {fault} "
+                f"({', '.join(header)[:200]})"
+            )
+        return header
+
+
+def _csv_record(header: list[str], row: list[str]) -> LazyRecord:
+    if len(row) != len(header):
+        return UnreadableRecord("broken CSV", f"this row has {len(row)} fields, the first row names {len(header)}")
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return UnreadableRecord("not UTF-8", "a field is not valid UTF-8; save the file as UTF-8")
+    return DecodedRecord(dict(zip(header, row, strict=True)))
+
+
+# A .txt file: one document.
+
+
+class TextFile(Container):
+    """The whole file is one record: lines of prose are no units. One document a line is JSON lines with `text`."""
+
+    kind = "document"
+
+    def records(self) -> Iterator[RawRecord]:
+        yield RawRecord(1, _LazyText(self.path, self.name), self.name)
+
+    def count(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return content_size(self.path)
+
+
+class _LazyText(NamedTuple):
+    path: Path
+    name: str
+
+    def record(self) -> object:
+        with open_bytes(self.path, self.name) as stream:
+            raw = stream.read()
+        try:
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BadRecordError(
+                "not UTF-8", f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
+            ) from None

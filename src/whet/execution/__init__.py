@@ -1,0 +1,1 @@
+"""Single-device execution: compilation, CUDA graphs, activation recomputation, CPU offload."""

@@ -1,1 +1,0 @@
-"""Starting runs and keeping them alive. Speaks to runs through commands and the files in their folders alone."""

@@ -1,1 +1,0 @@
-"""A trained model at work: answers, scores, chat."""

@@ -1,1 +1,0 @@
-"""Tasks: questions with right answers, and what a model makes of them."""

@@ -1,0 +1,1 @@
+"""Inference: batched generation with a KV cache, chat, and scoring on tasks."""

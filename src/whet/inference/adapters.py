@@ -1,0 +1,105 @@
+"""Adapter folders, as peft and `whet export --to adapter` write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from whet.core.console import warn
+from whet.core.errors import WhetError
+
+_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / _CONFIG_FILE).exists() and not (folder / "config.json").exists()
+
+
+def base_model_of(folder: Path) -> str:
+    """The model that an adapter stands beside, as its configuration names it."""
+    named = _read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise WhetError(f"{folder / _CONFIG_FILE}: base_model_name_or_path is missing. {_remedy(folder)}")
+    is_path = named.startswith(("/", "~", ".")) or named.count("/") != 1
+    if is_path and not Path(named).expanduser().is_dir() and ":" not in named:
+        raise WhetError(f"{folder}: its base {named} ({_CONFIG_FILE}) is not on this machine. {_remedy(folder)}")
+    return named
+
+
+def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> Any:
+    """The model with adapters in it, by name."""
+    from peft import PeftModel
+
+    adapted: Any = None
+    for number, (name, folder) in enumerate(adapters.items()):
+        if not (folder / _CONFIG_FILE).exists():
+            raise WhetError(f"--adapter: {name}={folder}: no {_CONFIG_FILE} in this folder, so it is not an adapter")
+        named = _read_adapter_config(folder).get("base_model_name_or_path")
+        if named and Path(str(named)).name != Path(base).name and ":" not in base:
+            warn(f"{folder}: this adapter was trained beside {named}, not {base}; beside another it may say anything")
+        try:
+            if number == 0:
+                adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+            else:
+                adapted.load_adapter(str(folder), adapter_name=name)
+        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise WhetError(
+                f"{folder}: this adapter does not fit {base} ({first[:200]}). Its base is {named}: give that as MODEL"
+            ) from None
+    return adapted.eval()
+
+
+def has_embedding_rows(folder: Path, tokens: int) -> bool:
+    """Whether an adapter has the embedding's rows up to the last of so many tokens: single ones, or all of them."""
+    settings = _read_adapter_config(folder) if (folder / _CONFIG_FILE).exists() else {}
+    single = settings.get("trainable_token_indices") or []
+    if any(tokens - 1 in ids for ids in (single.values() if isinstance(single, dict) else [single])):
+        return True
+    whole = tuple(f".{name}.weight" for name in settings.get("modules_to_save") or ())
+    if not whole or not (folder / _WEIGHTS_FILE).is_file():
+        return False
+    try:
+        with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
+            return any(file.get_slice(key).get_shape()[0] == tokens for key in file.keys() if key.endswith(whole))  # noqa: SIM118
+    except SafetensorError:
+        return False  # peft will say what is wrong with it
+
+
+def has_4bit_base(folder: Path) -> bool:
+    """Whether an export's certificate says that the base was in 4 bits while the adapter was trained."""
+    try:
+        return bool(json.loads((folder / "certificate.json").read_text()).get("quantize"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def parse_adapter_options(texts: list[str]) -> dict[str, Path]:
+    """NAME=DIR, as given on the command line."""
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder:
+            raise WhetError(f"--adapter: {text}: give a name and a folder: --adapter NAME=DIR")
+        if name in found or name in ("none", "base") or "." in name:
+            raise WhetError(
+                f"--adapter: {name} cannot be a name here; each is used once, and none has a dot or is 'none'"
+            )
+        found[name] = Path(folder).expanduser()
+    return found
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / _CONFIG_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise WhetError(f"{folder / _CONFIG_FILE}: cannot be read ({error})") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _remedy(folder: Path) -> str:
+    return f"Name the model that it was trained beside: whet chat MODEL --adapter mine={folder}"

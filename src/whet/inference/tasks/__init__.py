@@ -1,0 +1,1 @@
+"""Evaluation tasks: examples, scorers, and scoring over all ranks."""

@@ -1,0 +1,71 @@
+"""torchrun, with the same arguments, that tells its supervisor who failed first instead of printing a traceback.
+
+`python -m whet.launch.torchrun_agent` is a process of its own between `whet launch` and a run's processes on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from whet.core.signals import terminate_with_parent
+
+REPORT_VARIABLE = "WHET_LAUNCH_REPORT"
+"""The environment variable that names the file for the report."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run them all to their end; 0 if none failed."""
+    terminate_with_parent()  # a supervisor that is killed leaves no run behind that nobody supervises: it saves and stops
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    _silence_torch_loggers()
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        _write_report([_failure_record(rank, failure) for rank, failure in error.failures.items()])
+        return 1
+    except SignalException:
+        return 1
+    except Exception as error:
+        message = f"torchrun: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        sys.stderr.write(f"error: {message}\n")
+        _write_report([{"rank": None, "exit_code": 1, "message": message, "time": 0}])
+        return 1
+    return 0
+
+
+def _failure_record(rank: int, failure: Any) -> dict[str, Any]:
+    """torch's record of a failed process, in words; of one that left no message, none."""
+    message = failure.message
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    elif failure.exitcode < 0:
+        message = f"killed by {failure.signal_name()}"
+    else:
+        message = ""
+    return {"rank": rank, "exit_code": failure.exitcode, "message": message, "time": failure.timestamp}
+
+
+def _write_report(failures: list[dict[str, Any]]) -> None:
+    if REPORT_VARIABLE in os.environ:
+        with contextlib.suppress(OSError):
+            Path(os.environ[REPORT_VARIABLE]).write_text(json.dumps(failures))
+
+
+def _silence_torch_loggers() -> None:
+    """What torchrun logs about failing processes, the supervisor says in a line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

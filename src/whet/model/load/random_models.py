@@ -1,0 +1,94 @@
+"""Models of random weights: `random:NAME` for a known shape, `random:FOLDER` or `random:FILE.json` for any other.
+
+They have the shape of a real model and nothing else of it, which is enough to measure speed and memory without a
+download. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.core.errors import WhetError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+RANDOM_PREFIX = "random:"
+
+_LLAMA_3_CONFIG: dict[str, Any] = {
+    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+MODEL_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-1b": ("llama", _LLAMA_3_CONFIG | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    }),
+    "llama-8b": ("llama", _LLAMA_3_CONFIG | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    }),
+    "qwen3-8b": ("qwen3", {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "smollm-135m": ("llama", {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    }),
+}  # fmt: skip
+"""By name: the kind of model and what transformers' configuration of it says."""
+
+
+def is_random_model(path: str) -> bool:
+    """Whether a model.path asks for random weights."""
+    return path.startswith(RANDOM_PREFIX)
+
+
+def random_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration that a `random:` path means, for transformers to build a model from."""
+    from transformers import AutoConfig
+
+    name = path.removeprefix(RANDOM_PREFIX)
+    if name in MODEL_SHAPES:
+        kind, settings = MODEL_SHAPES[name]
+        return AutoConfig.for_model(kind, **settings)
+    try:
+        config = AutoConfig.from_pretrained(_config_file(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise WhetError(f"model.path: {path}: this configuration cannot be used: {first}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # how its weights were stored; random ones never were
+    return config
+
+
+def config_folder(path: str) -> Path | None:
+    """The folder that a `random:` path names, whose tokenizer it may use; None for a shape known by name."""
+    name = path.removeprefix(RANDOM_PREFIX)
+    return None if name in MODEL_SHAPES else _config_file(path).parent
+
+
+def resolve_random_path(path: str) -> str:
+    """The same with the full path of its folder or file, so that it means the same from any folder."""
+    place = Path(path.removeprefix(RANDOM_PREFIX)).expanduser()
+    known = not is_random_model(path) or path.removeprefix(RANDOM_PREFIX) in MODEL_SHAPES or not place.exists()
+    return path if known else f"{RANDOM_PREFIX}{place.resolve()}"
+
+
+def _config_file(path: str) -> Path:
+    name = path.removeprefix(RANDOM_PREFIX)
+    place = Path(name).expanduser()
+    file = place / "config.json" if place.is_dir() else place
+    if name and file.is_file():
+        return file
+    nearest = sorted(MODEL_SHAPES, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio(), reverse=True)
+    raise WhetError(
+        f"model.path: {path}: there is no such shape, and no folder with a config.json or file of that name (looked in "
+        f"{Path.cwd()}). Known shapes: {', '.join(RANDOM_PREFIX + known for known in nearest)}"
+    )

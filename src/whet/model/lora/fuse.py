@@ -1,0 +1,130 @@
+"""Adapters computed together with the layers they stand in, for speed and memory; peft keeps owning them.
+
+Layers, MLPs and attentions get another class, derived from their own: names, weights, saving, merging and switching
+adapters off are what they were, and wherever the fused way does not apply their own forward runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from whet.model.lora.fused_linear import lora_linear
+from whet.model.lora.fused_mlp import lora_mlp
+from whet.model.lora.low_rank import autocast_dtype, extract_lora
+from whet.model.modules import GATED_MLP_LAYERS, add_mixin, is_gated_mlp
+
+_QKV_LAYERS = ("q_proj", "k_proj", "v_proj")
+
+
+def fuse_lora_(model: nn.Module) -> int:
+    """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many."""
+    mlps = [module for module in model.modules() if _is_adapted_mlp(module)]
+    attentions = [module for module in model.modules() if _has_matching_qkv(module)]
+    outer: Any = next((module for module in model.modules() if hasattr(module, "get_output_embeddings")), None)
+    head = outer and outer.get_output_embeddings()  # which the loss asks for its weights, and does not call
+    layers = [module for module in model.modules() if _is_adapted_linear(module) and module is not head]
+    for layer in layers:  # those inside of others too, for when something calls them by themselves
+        add_mixin(layer, _FusedLoraLinear)
+    for modules, fused in ((mlps, _FusedLoraMLP), (attentions, _FusedLoraAttention)):
+        for module in modules:
+            add_mixin(module, fused)
+    inside = {module.get_submodule(name) for module in attentions for name in _QKV_LAYERS}
+    inside.update(layer for mlp in mlps for layer in mlp.children())
+    return len(mlps) + len(attentions) + sum(layer not in inside for layer in layers)
+
+
+def use_low_memory_backward_(model: nn.Module) -> None:
+    """Have fused MLPs use less memory in the backward pass, for models of which little is kept for it."""
+    for module in model.modules():
+        if isinstance(module, _FusedLoraMLP):
+            module.sparing = True
+
+
+class _FusedLoraLinear(nn.Module):
+    ready: tuple[Tensor, Tensor] | None = None
+    """An input, and the output for it that was made together with others'. Taken once."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.ready is not None:
+            (known, y), self.ready = self.ready, None
+            if x is known:
+                return y
+        mixed = autocast_dtype(x)
+        layer = None if args or kwargs else extract_lora(self, None if mixed else x.dtype)
+        if layer is None:
+            return super().forward(x, *args, **kwargs)
+        return lora_linear(x.to(mixed) if mixed else x, layer)[0]
+
+
+class _FusedLoraMLP(nn.Module):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    sparing = False
+    """Of memory, where little else is kept."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        mixed = autocast_dtype(x)
+        dtype = None if mixed else x.dtype
+        gate, up, down = (
+            extract_lora(self.gate_proj, dtype),
+            extract_lora(self.up_proj, dtype),
+            extract_lora(self.down_proj, dtype),
+        )
+        if gate is None or up is None or down is None or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        return lora_mlp(x.to(mixed) if mixed else x, gate, up, down, self.sparing)
+
+
+class _FusedLoraAttention(nn.Module):
+    """Makes q, k and v of its input at once and lays them ready. Its own forward asks each layer as ever; one that asks
+    for something else gets that, and nothing is made in advance any more."""
+
+    q_proj: _FusedLoraLinear
+    k_proj: _FusedLoraLinear
+    v_proj: _FusedLoraLinear
+    asks_otherwise = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("hidden_states")
+        layers = self.q_proj, self.k_proj, self.v_proj
+        if self.asks_otherwise or x is None or not all(isinstance(layer, _FusedLoraLinear) for layer in layers):
+            return super().forward(*args, **kwargs)
+        mixed = autocast_dtype(x)
+        found = [extract_lora(layer, None if mixed else x.dtype) for layer in layers]
+        known = [layer for layer in found if layer is not None]
+        if len(known) == len(layers):
+            for layer, y in zip(layers, lora_linear(x.to(mixed) if mixed else x, *known), strict=True):
+                layer.ready = x, y
+        result = super().forward(*args, **kwargs)
+        for layer in layers:
+            if layer.ready is not None:
+                layer.ready, self.asks_otherwise = None, True
+        return result
+
+
+def _is_adapted_linear(module: nn.Module) -> bool:
+    from peft.tuners.lora.layer import LoraLayer
+
+    return (
+        isinstance(module, LoraLayer) and not isinstance(module, _FusedLoraLinear) and extract_lora(module) is not None
+    )
+
+
+def _has_matching_qkv(module: nn.Module) -> bool:
+    """Whether it has q, k and v of the same kind. That they get the module's input is seen when they are called."""
+    layers = [getattr(module, name, None) for name in _QKV_LAYERS]
+    if isinstance(module, _FusedLoraAttention) or not all(isinstance(layer, nn.Module) for layer in layers):
+        return False
+    found = [extract_lora(layer) for layer in layers]
+    kinds = {(len(layer.frozen), layer.bias is None, layer.a.shape[1]) for layer in found if layer is not None}
+    return None not in found and len(kinds) == 1
+
+
+def _is_adapted_mlp(module: nn.Module) -> bool:
+    layers = [getattr(module, name, None) for name in GATED_MLP_LAYERS]
+    if isinstance(module, _FusedLoraMLP) or any(layer is None or extract_lora(layer) is None for layer in layers):
+        return False
+    return is_gated_mlp(module)

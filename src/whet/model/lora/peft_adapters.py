@@ -1,0 +1,167 @@
+"""Adapters through peft: small trainable matrices beside the frozen weights, and what is trained whole with them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.core.errors import WhetError
+from whet.model.config import AdapterConfig
+from whet.model.quantize import dequantize_linear, is_quantized
+
+
+def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequence[int] = ()) -> nn.Module:
+    """Freeze `model` and put adapters into it. The start values depend on the seed alone. `tokens` are the ids whose
+    rows of the embedding, and of a head of its own, are trained too."""
+    from peft import LoraConfig, get_peft_model
+
+    _reject_unknown_modules(model, config)
+    tied = _is_tied(model)
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # peft declares an int and computes with any number
+        target_modules=config.targets,
+        lora_dropout=config.dropout,
+        rank_pattern=dict(config.ranks),
+        alpha_pattern=dict(config.alphas),
+        use_rslora=config.method == "rslora",
+        use_dora=config.method == "dora",
+        modules_to_save=config.also_train or None,
+        trainable_token_indices=_trainable_token_rows(model, config, tokens, tied) or None,
+        ensure_weight_tying=tied
+        and _trains_embedding_or_head(model, config),  # peft warns where there is nothing to tie
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of patterns that fit nothing, which are refused below
+            adapted = get_peft_model(model, settings)  # beside 16-bit weights, adapters are kept in fp32
+    except (ValueError, TypeError, re.error) as error:
+        raise WhetError(
+            f"adapter.targets: {config.targets!r} does not fit this model: {error}. "
+            "Leave it out to adapt every linear layer"
+        ) from None
+    _reject_tied_head(adapted.get_base_model())
+    _reject_unmatched_patterns(adapted, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:  # what peft left in the base's type
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def _reject_unknown_modules(model: nn.Module, config: AdapterConfig) -> None:
+    """peft passes over names that no module has."""
+    names = [name for name, _ in model.named_modules()]
+    for wanted in config.also_train:
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+            ends = ", ".join(
+                sorted({name.rpartition(".")[2] for name in names if not name.endswith(tuple("0123456789"))})
+            )
+            raise WhetError(f"adapter.also_train: this model has no module {wanted!r}. It has: {ends.lstrip(', ')}")
+
+
+def _reject_unmatched_patterns(adapted: Any, config: AdapterConfig) -> None:
+    from peft.tuners.lora.layer import LoraLayer
+
+    layers = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
+    for knob, patterns in (("ranks", config.ranks), ("alphas", config.alphas)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
+                raise WhetError(
+                    f"adapter.{knob}: {pattern!r} fits no layer that has an adapter. It takes the end of a name, such "
+                    f"as {layers[0].rpartition('model.')[2]}, or a regular expression"
+                )
+
+
+def _is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _embedding_and_head_names(model: Any) -> tuple[str, str]:
+    """What the embedding and the head are called."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = model.get_input_embeddings(), model.get_output_embeddings()
+    return names[id(found[0])].rpartition(".")[2], names.get(id(found[1]), "").rpartition(".")[2]
+
+
+def _trains_embedding_or_head(model: nn.Module, config: AdapterConfig) -> bool:
+    ends = _embedding_and_head_names(model)
+    return any(name.rpartition(".")[2] in ends for name in config.also_train)
+
+
+def _trainable_token_rows(model: Any, config: AdapterConfig, tokens: Sequence[int], tied: bool) -> dict[str, list[int]]:
+    """Which rows of which module are trained by themselves: none of a module that is trained whole."""
+    if not tokens:
+        return {}
+    embedding, head = _embedding_and_head_names(model)
+    whole = {name.rpartition(".")[2] for name in config.also_train}
+    if tied:
+        return {} if whole & {embedding, head} else {embedding: list(tokens)}
+    if getattr(model.get_output_embeddings(), "bias", None) is not None and head not in whole:
+        raise WhetError(
+            f"adapter.tokens: the output head of this model has a bias, which peft forgets where single rows are "
+            f"trained. Train it whole: adapter.also_train=[{embedding}, {head}]"
+        )
+    return {name: list(tokens) for name in (embedding, head) if name not in whole}
+
+
+def _reject_tied_head(model: Any) -> None:
+    """An adapter of a head that shares its weight with the embedding would be merged into both."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    head = model.get_output_embeddings()
+    if isinstance(head, LoraLayer) and head.get_base_layer().weight is model.get_input_embeddings().weight:
+        raise WhetError(
+            "adapter.targets: this model's output head is also its embedding, so an adapter of the head could not be "
+            "merged. Leave the head out of adapter.targets"
+        )
+
+
+def unwrap_peft(model: nn.Module) -> nn.Module:
+    """The transformers model inside, with its adapters in place."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def embedding_rows(model: nn.Module) -> int:
+    """How many tokens a model has rows for, whatever wraps its embedding."""
+    embedding = unwrap_peft(model).get_input_embeddings()  # type: ignore[operator]
+    return int(getattr(embedding, "original_module", embedding).num_embeddings)
+
+
+def cast_trained_modules_(model: nn.Module) -> None:
+    """Round modules that were trained whole, in fp32, to the type of those they replace: without mixed precision, what
+    comes out of them would not fit what comes next. Nothing is to be learned afterwards."""
+    if not hasattr(model, "peft_config"):
+        return
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            kept = next(iter(module.original_module.parameters())).dtype
+            for trained in module.modules_to_save.values():
+                for parameter in trained.parameters():
+                    parameter.data = parameter.data.to(kept)
+
+
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """The plain transformers model with the adapters added into its weights; without adapters, the model itself.
+
+    Weights in 4 bits become plain ones and go to the host one by one, because together they may be too large for the
+    device. Added in 4 bits, most of what an adapter learned would be rounded away.
+    """
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    cast_trained_modules_(model)
+    packed = [name for name, module in model.named_modules() if is_quantized(module)]
+    for name in packed:
+        model.set_submodule(name, dequantize_linear(model.get_submodule(name)).to("cpu"))
+    if packed:
+        model = model.to("cpu")
+    return model.merge_and_unload()  # type: ignore[operator]

@@ -1,0 +1,90 @@
+"""The output head of a language model: what turns a hidden state into logits, read from the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.core.errors import WhetError
+
+_LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
+_LOGIT_DIVISORS = ("logits_scaling",)  # Granite
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """logits = cap · tanh((hidden · weightᵀ + bias) · scale / cap); without a cap, the inside of it."""
+
+    weight: Tensor
+    """[V, E] with adapters added; differentiable."""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All logits of a few positions. The loss does not go this way: it never holds them all."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        logits = nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias) * self.scale
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
+def read_output_head(model: nn.Module) -> OutputHead:
+    """The head of a transformers model, also where adapters wrap it; a head that is not a plain product is refused."""
+    weight, bias = _head_tensors(model.get_output_embeddings())  # type: ignore[operator]
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    scale = 1.0
+    for name in _LOGIT_MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    for name in _LOGIT_DIVISORS:
+        scale /= getattr(config, name, None) or 1.0
+    return OutputHead(weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+def _head_tensors(module: Any) -> tuple[Tensor, Tensor | None]:
+    forward = getattr(type(module), "forward", None)
+    if forward is nn.Linear.forward:  # quantised layers inherit from Linear, and compute something else
+        return module.weight, module.bias
+    from peft.tuners.lora.layer import Linear as LoraLinear
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        is_on = module.active_adapters and not module.disable_adapters
+        return _head_tensors(module.modules_to_save[module.active_adapters[0]] if is_on else module.original_module)
+    if isinstance(module, TrainableTokensWrapper):
+        rows = module.token_adapter
+        weight, bias = _head_tensors(rows.get_base_layer())
+        is_on = module.active_adapters and not (module.disable_adapters or rows.disable_adapters or rows.merged)
+        return (rows.get_merged_weights(module.active_adapters), None) if is_on else (weight, bias)
+    if forward is LoraLinear.forward:
+        return _adapted_head_tensors(module)
+    raise WhetError(
+        f"model.path: the output head of this model is a {type(module).__name__}, not a plain linear layer, which whet "
+        "cannot train"
+    )
+
+
+def _adapted_head_tensors(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Base weight + scaling · B · A. Taking the base weight alone would train as if the adapter were not there."""
+    weight, bias = _head_tensors(layer.base_layer)
+    if layer.disable_adapters or layer.merged:
+        return weight, bias
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        if name in layer.lora_variant or layer.lora_B[name].bias is not None:
+            raise WhetError(
+                "adapter.targets: the output head has an adapter that is more than a product of two matrices, which "
+                "whet cannot train there. Leave the head out of adapter.targets, or set adapter.method=lora"
+            )
+        if isinstance(layer.lora_dropout[name], nn.Dropout):
+            raise WhetError(
+                f"adapter.dropout: {layer.lora_dropout[name].p} cannot be applied to an adapter of the output head. "
+                "Leave the head out of adapter.targets, or set adapter.dropout=0"
+            )
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = weight + layer.get_delta_weight(name)  # fp32 where the adapter is, whatever the base is kept in
+    return weight, bias

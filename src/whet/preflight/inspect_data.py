@@ -1,0 +1,206 @@
+"""`whet inspect`: documents and packed rows as the model sees them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from whet.config import Config, read_config
+from whet.core.console import info, progress
+from whet.core.errors import WhetError
+from whet.core.files import atomic_write
+from whet.data.conversation import Origin
+from whet.data.plan.planner import Plan
+from whet.data.prepare.store import MANIFEST, Store
+from whet.data.read.token_files import TokenFile
+from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
+from whet.run.data import RunData, load_recorded_data, make_plan, prepare_data
+from whet.run.model_reference import resolve_model_reference
+
+_SUPERVISED_STYLE, _CONTEXT_STYLE = "bold green", "dim"
+_WIDTH = 100  # characters of a row that is drawn
+
+
+class DocumentSource(Protocol):
+    """Documents by number, of a store or of a .bin file."""
+
+    def __len__(self) -> int: ...
+
+    def ids(self, document: int) -> Any: ...
+
+    def loss(self, document: int) -> Any: ...
+
+    def origin(self, document: int) -> Origin: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InspectionTarget:
+    """What is looked at; the plan is there if it is a configuration or a run."""
+
+    name: str
+    documents: DocumentSource
+    numbers: Sequence[int]
+    """Which of the documents."""
+    decoder: Decoder | None
+    config: Config | None = None
+    data: RunData | None = None
+
+
+def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, validation: bool) -> InspectionTarget:
+    """A store, a configuration (its data is prepared if need be), a run, or a .bin file."""
+    if what.suffix in (".bin", ".idx") or Path(f"{what}.idx").exists():
+        file = TokenFile(what)
+        return InspectionTarget(str(what), file, range(len(file)), open_decoder(tokenizer) if tokenizer else None)
+    if (what / MANIFEST).exists():
+        store = Store(what)
+        return InspectionTarget(str(what), store, range(len(store)), open_decoder(tokenizer or what))
+    if (what / "config.yaml").exists():
+        what = what / "config.yaml"
+    if what.is_dir():
+        raise WhetError(f"{what}: neither a store ({MANIFEST}) nor a run (config.yaml)")
+    config = resolve_model_reference(read_config(what, overrides))
+    ledger = what.parent / "ledger.json"
+    data = load_recorded_data(config, ledger) if ledger.exists() and not overrides else prepare_data(config)
+    used, numbers = data.train.store, data.train_documents
+    if validation:
+        if data.validation is None:
+            raise WhetError(f"{what}: the configuration has no validation data (data.validation)")
+        used, numbers = data.validation, data.validation_documents
+    return InspectionTarget(str(what), used, numbers.tolist(), open_decoder(tokenizer or used.folder), config, data)
+
+
+def show_documents(target: InspectionTarget, start: int, limit: int, pieces: bool, silent: bool) -> dict[str, Any]:
+    """Print some documents with what is learned marked, and return them."""
+    total = len(target.numbers)
+    if start >= total and limit:
+        raise WhetError(f"{target.name}: there is no document {start}; there are {total}, counted from 0")
+    console = Console(highlight=False, soft_wrap=True)
+    shown = []
+    for number in target.numbers[start : start + limit]:
+        ids, loss = target.documents.ids(number).tolist(), [int(x) for x in target.documents.loss(number)]
+        origin = target.documents.origin(number)
+        text = target.decoder.text(ids) if target.decoder else None
+        shown.append(
+            {"id": number, "source": origin.source, "line": origin.line, "ids": ids, "loss": loss, "text": text}
+        )
+        if silent:
+            continue
+        console.print(
+            _render_title(f"document {number} of {total} · {origin} · {len(ids)} tokens, {sum(loss[1:])} learned")
+        )
+        if target.decoder is None:
+            console.print(_render_ids(ids, loss, console.is_terminal))
+        elif pieces:
+            console.print(_render_tokens(ids, loss, target.decoder))
+        else:
+            console.print(_highlight(supervised_segments(ids, loss, target.decoder), console.is_terminal))
+    return {"documents": shown}
+
+
+def _highlight(parts: Sequence[tuple[str, bool]], in_colour: bool) -> Text:
+    out = Text()
+    for text, learned in parts:
+        out.append(
+            text if in_colour or not learned else f"⟦{text}⟧", style=_SUPERVISED_STYLE if learned else _CONTEXT_STYLE
+        )
+    return out
+
+
+def _render_ids(ids: Sequence[int], loss: Sequence[int], in_colour: bool) -> Text:
+    parts = [
+        (" ".join(str(number) for number, _ in run) + " ", bool(learned))
+        for learned, run in itertools.groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1])
+    ]
+    return _highlight(parts, in_colour)
+
+
+def _render_title(text: str) -> Text:
+    return Text(f"── {text} ──", style="bold")
+
+
+def _render_tokens(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> Text:
+    out = Text()
+    for place, (number, learned) in enumerate(zip(ids, loss, strict=True)):
+        line = f"{place:6}  {number:7}  {'learned' if learned else '       '}  {decoder.piece(number)}\n"
+        out.append(line, style=_SUPERVISED_STYLE if learned else _CONTEXT_STYLE)
+    return out
+
+
+def write_counts(target: InspectionTarget, path: Path) -> dict[str, Any]:
+    """One line a document: where it came from, its tokens, how many are learned."""
+    if not path.absolute().parent.is_dir():
+        raise WhetError(f"--count {path}: there is no folder {path.absolute().parent}; make it first")
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["document", "source", "line", "tokens", "supervised"])
+    tokens = supervised = 0
+    with progress("counting", len(target.numbers)) as bar:
+        for number in target.numbers:
+            origin, loss = target.documents.origin(number), target.documents.loss(number)
+            learned = int(loss[1:].sum())
+            writer.writerow([number, origin.source, origin.line, len(loss), learned])
+            tokens, supervised = tokens + len(loss), supervised + learned
+            bar.advance()
+    atomic_write(path, text.getvalue())
+    info(f"{path}: {len(target.numbers):,} documents, {tokens:,} tokens, {supervised:,} learned")
+    return {
+        "file": str(path), "documents": len(target.numbers), "tokens": tokens, "supervised_tokens": supervised,
+    }  # fmt: skip
+
+
+def show_batch(target: InspectionTarget, step: int, silent: bool) -> dict[str, Any]:
+    """Draw the rows of a step, document by document, and return them."""
+    if target.config is None or target.data is None:
+        raise WhetError(f"{target.name}: --batch needs a configuration or a run; a store alone has no steps")
+    plan, row_length = make_plan(target.config, target.data), target.config.row_length
+    if step > len(plan):
+        raise WhetError(f"--batch {step}: the run has {len(plan)} steps")
+    rows = [_row_layout(target.data.train.store, documents.tolist()) for documents in plan.rows_of(step - 1)]
+    if not silent:
+        _draw_rows(rows, step, plan, row_length)
+    return {"step": step, "steps": len(plan), "row_length": row_length, "rows": rows}
+
+
+def _row_layout(store: Store, documents: Iterable[int]) -> dict[str, Any]:
+    at, found = 0, []
+    for document in documents:
+        end = at + int(store.lengths[document])
+        found.append(
+            {
+                "id": document,
+                "origin": str(store.origin(document)),
+                "start": at,
+                "end": end,
+                "supervised": int(store.targets[document]),
+            }
+        )
+        at = end
+    return {"tokens": at, "documents": found}
+
+
+def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length: int) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_render_title(f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens"))
+    for number, row in enumerate(rows):
+        bar = Text(f"{number:4} ")
+        for i, document in enumerate(row["documents"]):
+            cells = _bar_cells(document["end"], row_length) - _bar_cells(document["start"], row_length)
+            learned = round(cells * document["supervised"] / max(1, document["end"] - document["start"]))
+            style = ("cyan", "yellow")[i % 2]
+            bar.append("│" + "░" * max(0, cells - learned - 1) + "█" * learned, style=style)
+        bar.append("│" + "·" * (_WIDTH - _bar_cells(row["tokens"], row_length)), style="dim")
+        bar.append(f" {row['tokens']}/{row_length}, {len(row['documents'])} documents")
+        console.print(bar)
+    console.print("█ learned, ░ given, · padding; each │ is the border of a document", style="dim")
+
+
+def _bar_cells(tokens: int, row_length: int) -> int:
+    return round(tokens * _WIDTH / row_length)

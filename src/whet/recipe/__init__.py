@@ -1,1 +1,0 @@
-"""From a configuration to a run: the only package that puts the parts together."""

@@ -1,0 +1,1 @@
+"""Reports on runs, read from the files of a run folder alone."""

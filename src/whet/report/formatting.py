@@ -1,0 +1,67 @@
+"""Numbers, counts, shares and durations as text; what was not measured is a dash."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+DASH = "–"
+
+
+def finite_number(value: object) -> float | None:
+    """`value` as a float if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def format_number(value: float | None) -> str:
+    """Three significant digits, such as 0.0512 or 3.1e-05."""
+    return DASH if value is None else f"{value:.3g}"
+
+
+def format_count(value: float | None) -> str:
+    """A whole number with separators; from ten million on, in millions or more."""
+    if value is None:
+        return DASH
+    if abs(value) < 1e7:
+        return f"{value:,.0f}"
+    size, unit = next(
+        ((size, unit) for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if abs(value) >= size), (1e6, "M")
+    )
+    return f"{value / size:.4g} {unit}"
+
+
+def format_share(value: float | None) -> str:
+    """A share as a percentage. Only 1 is written 100% and only 0 is written 0%."""
+    if value is None:
+        return DASH
+    text = f"{value:.1%}".replace(".0%", "%")
+    if text == "100%" and value < 1:
+        return ">99.9%"
+    return "<0.1%" if text == "0%" and value > 0 else text
+
+
+def format_seconds(value: float | None) -> str:
+    """A duration with the two units that matter, such as `3 min 12 s`."""
+    if value is None:
+        return DASH
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 10:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def format_time(value: float | None) -> str:
+    """A moment given in seconds since 1970, in UTC: a report is read on other machines than it was written on."""
+    return DASH if value is None else datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,180 @@
+"""A run's outcome in the terminal: loss curve, before/after table, score line."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from whet.report.formatting import DASH, format_number, format_share
+from whet.report.run_view import LoggedSample, RunView, select_pairs
+
+# A loss curve drawn with characters, for a terminal.
+
+_BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""The bits of a braille character: two columns of four dots, from the top."""
+_BRAILLE_BLANK = 0x2800
+_MIN_WIDTH, _MIN_HEIGHT = 24, 4
+
+
+def draw_loss_curve(points: Sequence[tuple[int, float]], width: int = 72, height: int = 14) -> str:
+    """The points joined by a line, as `height` lines of `width` characters each, axes included.
+
+    A character holds 2 × 4 dots. Where several points fall on one column of dots, their mean is drawn. Values that
+    are not finite are left out.
+    """
+    width, height = max(width, _MIN_WIDTH), max(height, _MIN_HEIGHT)
+    points = sorted((step, loss) for step, loss in points if math.isfinite(loss))
+    if not points:
+        return "no loss was measured".ljust(width)
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    rows = height - 2
+    labels = _y_labels(low, high, rows)
+    margin = max(map(len, labels))
+    columns = width - margin - 2
+    canvas = _draw_braille(_curve_dots(points, low, high, 2 * columns, 4 * rows), columns, rows)
+    lines = [f"{label:>{margin}} {'┤' if label else '│'}{row}" for label, row in zip(labels, canvas, strict=True)]
+    lines.append(" " * (margin + 1) + "└" + "─" * columns)
+    lines.append(_x_labels(points[0][0], points[-1][0], width, margin + 2))
+    return "\n".join(lines)
+
+
+def _y_labels(low: float, high: float, rows: int) -> list[str]:
+    """The number beside each row: highest on top, lowest at the bottom, every third row between them."""
+    labels = [""] * rows
+    if _is_flat(low, high):
+        labels[rows // 2] = format_number(low)
+        return labels
+    gaps = max(1, (rows - 1) // 3)
+    places = [round(gap * (rows - 1) / gaps) for gap in range(gaps + 1)]
+    shares = [place / (rows - 1) for place in places]
+    values = [high * (1 - share) + low * share for share in shares]
+    for place, text in zip(places, _distinct_texts(values), strict=True):
+        labels[place] = text
+    return labels
+
+
+def _distinct_texts(values: Sequence[float]) -> list[str]:
+    """The values with as many digits as it takes to tell them apart, within what a margin can hold."""
+    for digits in range(3, 7):
+        texts = [f"{value:.{digits}g}" for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
+
+
+def _curve_dots(
+    points: Sequence[tuple[int, float]], low: float, high: float, across: int, down: int
+) -> list[tuple[int, int]]:
+    """The (column, row) of each dot of the curve, with row 0 on top."""
+    first, last = points[0][0], points[-1][0]
+    by_column = defaultdict(list)
+    for step, loss in points:
+        column = (step - first) * (across - 1) // (last - first) if last > first else across // 2
+        by_column[column].append(_relative_height(loss, low, high))
+    corners = [(column, round((1 - fmean(shares)) * (down - 1))) for column, shares in by_column.items()]
+    dots = corners[:1]
+    for (column, row), (next_column, next_row) in pairwise(corners):
+        stretch = max(next_column - column, abs(next_row - row))
+        for i in range(1, stretch + 1):
+            dots.append(
+                (column + round(i * (next_column - column) / stretch), row + round(i * (next_row - row) / stretch))
+            )
+    return dots
+
+
+def _draw_braille(dots: Sequence[tuple[int, int]], columns: int, rows: int) -> list[str]:
+    cells = [[_BRAILLE_BLANK] * columns for _ in range(rows)]
+    for column, row in dots:
+        cells[row // 4][column // 2] |= _BRAILLE_BITS[column % 2][row % 4]
+    return ["".join(map(chr, row)) for row in cells]
+
+
+def _x_labels(first: int, last: int, width: int, margin: int) -> str:
+    """The line under the axis: the first and the last step at their places; only the last if they do not fit."""
+    if first == last:
+        return f"{' ' * margin}{f'step {last}':^{width - margin}}"[:width]
+    left, right = f"step {first}", str(last)
+    room = width - margin - len(left) - len(right)
+    return f"{' ' * margin}{left}{' ' * room}{right}" if room > 0 else right[:width].rjust(width)
+
+
+def _is_flat(low: float, high: float) -> bool:
+    return high / 2 - low / 2 == 0
+
+
+def _relative_height(value: float, low: float, high: float) -> float:
+    """Where `value` lies between `low` (0) and `high` (1); by halves, because their difference may overflow."""
+    return 0.5 if _is_flat(low, high) else (value / 2 - low / 2) / (high / 2 - low / 2)
+
+
+# A run's result for the terminal.
+
+_MAX_CHARACTERS = 200
+"""Characters of one text that are shown; the whole text is in samples.jsonl."""
+
+
+def before_after_table(run: RunView, limit: int = 3) -> Table:
+    """Held-out prompts with the expected answer and the model's, before and after; wrong answers are among them."""
+    pairs = select_pairs(run.pairs, limit)
+    table = Table(box=box.ROUNDED, show_lines=True, expand=True, caption=_caption(len(pairs), len(run.pairs)))
+    for title in ("prompt", "expected", "before", "after"):
+        table.add_column(title, overflow="fold", ratio=1)
+    for pair in pairs:
+        table.add_row(
+            _plain_text(pair.sample.prompt),
+            _plain_text(pair.sample.expected),
+            _answer_text(pair.before),
+            _answer_text(pair.after),
+        )
+    return table
+
+
+def score_line(run: RunView) -> Text:
+    """The scores before and after in one line; the validation loss if there are no tasks."""
+    line = Text()
+    for score in run.results:
+        _append_change(
+            line, score.task, format_share(score.before), format_share(score.after), score.after_step, run.steps
+        )
+    if not line and run.val_losses:
+        before = next((loss for step, loss in run.val_losses if step == run.first), None)
+        step, after = next(((s, loss) for s, loss in reversed(run.val_losses) if s > run.first), (None, None))
+        _append_change(line, "validation loss", format_number(before), format_number(after), step, run.steps)
+    return line or Text("not evaluated", style="dim")
+
+
+def _append_change(line: Text, what: str, before: str, after: str, step: int | None, steps: int | None) -> None:
+    line.append("   " if line else "")
+    line.append(f"{_strip_control_characters(what)} ", style="bold").append(before).append(" → ", style="dim")
+    line.append(after, style="bold green" if after != DASH else "dim")
+    if step is not None and step != steps:
+        line.append(f" (after step {step})", style="dim")
+
+
+def _caption(shown: int, all_of_them: int) -> str | None:
+    return f"{shown} of {all_of_them} held-out samples" if shown else "no samples yet"
+
+
+def _answer_text(sample: LoggedSample | None) -> Text:
+    if sample is None:
+        return Text(DASH, style="dim")
+    return _plain_text(sample.answer or "(empty)", {True: "green", False: "red", None: ""}[sample.right])
+
+
+def _plain_text(text: str, style: str = "") -> Text:
+    """Text as it is: no markup, no control sequence of a model's reaches the terminal."""
+    cut = len(text) - _MAX_CHARACTERS
+    shown = Text(_strip_control_characters(text[:_MAX_CHARACTERS]) if text else DASH, style=style if text else "dim")
+    return shown.append(f"… {cut} more characters", style="dim") if cut > 0 else shown
+
+
+def _strip_control_characters(text: str) -> str:
+    return "".join("\ufffd" if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text)

@@ -1,0 +1,98 @@
+"""model.path = RUN, RUN@STEP, RUN@best or RUN@latest: exports that run's weights and uses the folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from whet.checkpoint import directory
+from whet.checkpoint.manifest import MANIFEST_NAME
+from whet.config import Config, read_config
+from whet.core.console import info
+from whet.core.errors import WhetError
+from whet.core.files import file_lock, read_json
+from whet.core.run_folder import parse_run_reference
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def resolve_model_reference(config: Config) -> Config:
+    """The same configuration; where model.path is a run (RUN, RUN@STEP, RUN@best, RUN@latest) or the folder of one of
+    its checkpoints, it becomes the plain model folder that is exported from it.
+
+    So the step is settled for good, and all that is done with a model folder can be done with a run. Called before
+    processes know each other: the first one exports, the others wait.
+    """
+    found = _parse_run_reference(config.model.path)
+    if found is None:
+        return config
+    run, which = found
+    before = _recorded_model(config, run, which)
+    if before is not None:
+        return _with_model(config, before)
+    step = directory.resolve_step(run / "checkpoints", which)
+    with file_lock(run / "exports" / f".{directory.checkpoint_name(step)}.lock"):
+        folder = _find_export(run, step)
+        if folder is None:
+            info(f"model.path: {config.model.path}: exporting the weights after step {step}")
+            folder = _export_in_subprocess(run, step)
+    return _with_model(config, folder.resolve())
+
+
+def _with_model(config: Config, folder: Path) -> Config:
+    model = config.model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"model": model})
+
+
+def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
+    """What this run began from, if it exists already: to the one that continues, `latest` is what it was then."""
+    recorded = config.folder / "config.yaml"
+    if not recorded.exists():
+        return None
+    folder = Path(read_config(recorded).model.path)
+    certificate = folder / "certificate.json"
+    if folder.parent != (run / "exports").resolve() or not certificate.exists():
+        return None
+    return folder if which in ("latest", "best", str(read_json(certificate)["step"])) else None
+
+
+def _parse_run_reference(path: str) -> tuple[Path, str] | None:
+    """(run, which step), if this names a run at all."""
+    folder = Path(path).expanduser()
+    if (folder / MANIFEST_NAME).is_file() and folder.parent.name == "checkpoints":
+        return folder.parent.parent, str(int(folder.name.removeprefix("step-")))
+    run, which = parse_run_reference(str(folder))
+    if (run / "config.yaml").is_file() and not (run / "config.json").exists():
+        return run, which
+    return None
+
+
+def _find_export(run: Path, step: int) -> Path | None:
+    """What was exported of this step before, in all its bits, if it was found to be what was trained."""
+    for name in ("merged-exact", "merged"):
+        for folder in (name, f"{name}-{directory.checkpoint_name(step)}"):
+            certificate = run / "exports" / folder / "certificate.json"
+            said = read_json(certificate) if certificate.exists() else {}
+            whole = name == "merged-exact" or said.get("dtype") in ("f32", "f64")  # computed in, so also kept in
+            if said.get("step") == step and said.get("verified") and whole:
+                return certificate.parent
+    return None
+
+
+def _export_in_subprocess(run: Path, step: int) -> Path:
+    """In a process of its own: nothing of that model stays in the memory of this one or of its device."""
+    wish = ("--to", "merged", "--dtype", "exact", "--json", "--quiet")
+    command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", *wish]
+    alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = {}
+    if "export" in answer:
+        return Path(answer["export"])
+    reason = answer.get("error") or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    raise WhetError(f"model.path: {run}@{step}: the weights of this run cannot be exported: {reason}")

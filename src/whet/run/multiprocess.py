@@ -1,0 +1,162 @@
+"""Several processes: the same folder and data everywhere, hang detection, and an error report from the rank that failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.core.console import print_error
+from whet.core.distributed import Ranks, has_agent_store, is_peer_failure
+from whet.core.error_report import read_first_error, write_error_report, write_torchelastic_error
+from whet.core.errors import FAILED, RunFailedError, StoppedError, WhetError
+from whet.core.files import hash_file, hash_json, write_json
+from whet.core.heartbeat import PHASE
+from whet.core.run_folder import record_failure
+from whet.core.watchdog import Watchdog
+from whet.run.data import RunData
+
+# What several processes must have in common before the first step, proven instead of assumed.
+#
+# Checked in seconds: that all see one run folder, and that the stores on their machines hold the same conversations. A
+# run on two different stores would train without an error, on batches that no plan knows.
+
+_VISIBLE_WITHIN_S = 15.0  # network file systems show a new file after some seconds
+
+
+def store_digests(data: RunData) -> dict[str, str]:
+    """A hash of each store's content, by use; empty on all processes of a machine but its first.
+
+    To be called before the processes join: nobody waits for it in a collective.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return {}
+    return {use: _store_digest(Path(folder)) for use, folder in data.stores().items()}
+
+
+def _store_digest(folder: Path) -> str:
+    """Of what is small beside the tokens and depends on every one of them."""
+    files = ("hashes.npy", "targets.npy", "tokens.idx", "tokenizer.json")
+    return hash_json({name: hash_file(folder / name) for name in files if (folder / name).exists()})
+
+
+def require_consistent_ranks(folder: Path, mine: Mapping[str, str], ranks: Ranks) -> None:
+    """Refuse, on every rank, machines that do not share the run's folder or have other data."""
+    if ranks.world == 1:
+        return
+    nonce = _SharedFolderProbe(folder)
+    [name] = ranks.gather([nonce.write()] if ranks.is_first else [])
+    try:
+        found = {"host": socket.gethostname(), "sees": nonce.sees(name), "stores": dict(mine)}
+        everyone: list[dict[str, Any]] = ranks.gather([found])
+    finally:
+        if ranks.is_first:
+            nonce.remove(name)
+    apart = _unique_hosts(one for one in everyone if not one["sees"])
+    if apart:
+        raise WhetError(
+            f"run.dir: {folder} is not the same folder on all machines: {', '.join(apart)} cannot see what "
+            f"{everyone[0]['host']} writes there. Give a folder on a file system that they share: run.dir=FOLDER"
+        )
+    for use, digest in everyone[0]["stores"].items():
+        others = _unique_hosts(one for one in everyone if one["stores"] and one["stores"].get(use) != digest)
+        if others:
+            raise WhetError(
+                f"the {use} data on {', '.join(others)} is not that of {everyone[0]['host']}: their prepared stores "
+                "hold other conversations. Give all machines the same files, or one store on a file system that they "
+                "share (data.store, or the environment variable WHET_CACHE)"
+            )
+
+
+class _SharedFolderProbe:
+    """A file with a name that nobody can know who does not see it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self) -> str:
+        name = f".shared-{secrets.token_hex(8)}"
+        write_json(self._folder / name, {"host": socket.gethostname()})
+        return name
+
+    def sees(self, name: str) -> bool:
+        until = time.monotonic() + _VISIBLE_WITHIN_S
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                # Listing asks a network file system for the folder anew, which a look at one name may not.
+                if any(file.name == name for file in self._folder.iterdir()):
+                    return True
+            time.sleep(0.2)
+        return False
+
+    def remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+
+def _unique_hosts(found: Any) -> Sequence[str]:
+    return list(dict.fromkeys(one["host"] for one in found))
+
+
+# How a process of a run ends badly: watched while it works, and never without a word.
+
+
+class HangDetector:
+    """The watchdog of this process, if there are others to wait for."""
+
+    def __init__(self, folder: Path, rank: int, world: int, patience_s: float) -> None:
+        self._folder, self._rank, self._world, self._patience_s = folder, rank, world, patience_s
+        self._watchdog: Watchdog | None = None
+        if has_agent_store():
+            self.begin()
+
+    def begin(self) -> None:
+        """As soon as there is a store to meet at: torchrun's at once, else that of the process group."""
+        if self._world > 1 and self._watchdog is None:
+            self._watchdog = Watchdog(self._rank, self._world, self._patience_s, self._hung)
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _hung(self, words: str) -> None:
+        write_error_report(self._folder, self._rank, words, FAILED)
+        write_torchelastic_error(words)
+        record_failure(self._folder, words, FAILED, PHASE.step - 1)
+        print_error(f"error: {words}")
+
+
+@contextlib.contextmanager
+def report_failures(folder: Path, rank: int, world: int) -> Iterator[None]:
+    """An error in here is written to the run's folder before the other processes can notice it. One that is only the
+    loss of another process is replaced by what that one died of."""
+    began = time.time()
+    (folder / "logs" / f"rank-{rank}.json").unlink(missing_ok=True)
+    try:
+        yield
+    except (StoppedError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if world > 1 and is_peer_failure(error):
+            raise RunFailedError(_lost_peer_message(folder, began, error)) from None
+        if world > 1:
+            code = error.exit_code if isinstance(error, WhetError) else FAILED
+            write_error_report(folder, rank, _error_text(error), code)
+        raise
+
+
+def _lost_peer_message(folder: Path, began: float, error: BaseException) -> str:
+    first: dict[str, Any] | None = read_first_error(folder, began)
+    end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
+    if first is None:
+        return f"another process of this run is gone: {_error_text(error)}. {end}"
+    return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {first['message']}. {end}"
+
+
+def _error_text(error: BaseException) -> str:
+    text = str(error).strip()
+    return text if isinstance(error, WhetError) else f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

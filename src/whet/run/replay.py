@@ -1,0 +1,249 @@
+"""`whet train --replay`: runs a saved batch again, each conversation alone, then all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+from rich.table import Table
+from rich.text import Text
+
+from whet.checkpoint import directory
+from whet.checkpoint.load import load_checkpoint
+from whet.config import Config, read_config
+from whet.core.config import Section
+from whet.core.console import info, silence_libraries, warn
+from whet.core.distributed import Ranks, get_rank_and_world_size, init_distributed
+from whet.core.errors import WhetError
+from whet.core.files import read_json
+from whet.data.batch import BatchShape
+from whet.data.loader import ReplayLoader, SavedDocument
+from whet.model import attention
+from whet.model.lora.peft_adapters import embedding_rows
+from whet.model.loss.loss_model import LossModel
+from whet.run.assemble import PrecisionPolicy, build_loss_model, build_model, choose_precision, set_deterministic
+from whet.run.data import load_run_tokenizer
+from whet.run.fault_report import preview_text
+from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
+from whet.training.metrics import finite_or_none
+from whet.training.micro_batches import ForwardPasses
+from whet.training.step import StepResult, compute_gradients
+
+_PREVIEW_CHARACTERS = 48
+_NOT_A_BATCH = "this is not a batch that a run saved. Give a file faults/step-NNNNNN.json of a run directory"
+
+
+class _SavedConversation(Section):
+    number: int
+    source: str
+    line: int
+    ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    supervised: list[Annotated[tuple[int, int], Field(strict=False)]]
+
+
+class _SavedMicroBatch(Section):
+    rank: int
+    row: int
+    documents: list[int]
+
+
+class _SavedShape(Section):
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=0)
+    supervised: int = Field(default=0, ge=0)
+
+
+class _SavedBatchFile(Section):
+    """What a file in faults/ holds."""
+
+    format: Literal[1]
+    run: str
+    step: int = Field(ge=1)
+    kind: Literal["nonfinite", "empty", "spike"]
+    reason: str
+    limit: float | None
+    loss: float | None
+    grad_norm: float | None
+    checkpoint: str | None
+    seed: int = Field(ge=0)
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]
+    loss_scale: float = Field(gt=0)
+    longest: int = Field(ge=1)
+    shapes: list[_SavedShape]
+    conversations: list[_SavedConversation] = Field(min_length=1)
+    micro_batches: list[_SavedMicroBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBatch:
+    """The content of a file in faults/."""
+
+    content: dict[str, Any]
+    step: ReplayLoader
+
+    @classmethod
+    def read(cls, file: Path) -> SavedBatch:
+        try:
+            content = _SavedBatchFile.model_validate(read_json(file)).model_dump()
+            places = {each["number"]: place for place, each in enumerate(content["conversations"])}
+            layout = [(part["row"], [places[n] for n in part["documents"]]) for part in content["micro_batches"]]
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise WhetError(f"{file}: {_NOT_A_BATCH} ({where}: {first['msg']})") from None
+        except KeyError as error:
+            raise WhetError(f"{file}: {_NOT_A_BATCH} (conversation {error} is missing)") from None
+        held = [_saved_document(each["ids"], each["supervised"]) for each in content["conversations"]]
+        shapes = [BatchShape(**shape) for shape in content["shapes"]]
+        return cls(content, ReplayLoader(held, layout, content["longest"], shapes))
+
+
+def replay_batch(file: Path) -> dict[str, Any]:
+    """Run a saved step again and show what comes of each conversation; the weights and the run are left alone."""
+    if get_rank_and_world_size()[1] > 1:
+        raise WhetError("--replay: a saved step is run again in one process; start it without torchrun")
+    silence_libraries()
+    saved = SavedBatch.read(file)
+    run = _find_run(file, saved)
+    config = read_config(run / "config.yaml").at(run)
+    set_deterministic(config)
+    ranks = init_distributed()
+    arithmetic = choose_precision(config, ranks.device, trains=False)
+    tokens = len(load_run_tokenizer(config))
+    model = build_model(config, arithmetic, ranks.device, tokens, typical=_typical_length(run))
+    root = build_loss_model(config, model, arithmetic, ranks.device, tokens, saved.step.longest).train()
+    if saved.step.highest_id >= embedding_rows(model):
+        raise WhetError(f"{file}: it holds ids that this run's model does not know. Was the file edited?")
+    checkpoint = _load_nearest_checkpoint(saved, run, root, ranks)
+    if arithmetic.name != saved.content["precision"]:
+        warn(f"the run computed in {saved.content['precision']}; this device computes in {arithmetic.name}")
+    findings, result = _rerun(saved, config, root, ranks, arithmetic)
+    exact = checkpoint == saved.content["checkpoint"]
+    reproduced = _is_reproduced(saved, result, exact)
+    _print_results(saved, config, findings, result, reproduced)
+    return {
+        "run": str(run),
+        "step": saved.content["step"],
+        "kind": saved.content["kind"],
+        "checkpoint": checkpoint,
+        "reproduced": reproduced,
+        "loss": finite_or_none(result.loss),
+        "grad_norm": finite_or_none(result.grad_norm),
+        "conversations": [_conversation_result(saved, found) for found in findings.alone],
+        "weights": findings.weights,
+    }
+
+
+def _find_run(file: Path, saved: SavedBatch) -> Path:
+    """The run that holds the file, which may have been moved; else the one that wrote it."""
+    holder = file.resolve().parent.parent
+    run = holder if (holder / "config.yaml").exists() else Path(saved.content["run"])
+    if not (run / "config.yaml").exists():
+        raise WhetError(f"{file}: its run {run} is gone, and with it the model that the batch was run through")
+    return run
+
+
+def _load_nearest_checkpoint(saved: SavedBatch, run: Path, root: LossModel, ranks: Ranks) -> str | None:
+    """Load the state before the step, or the nearest before that; gives its name, None for the model at the start."""
+    wanted = saved.content["step"] - 1
+    before = [step for step in directory.list_steps(run / "checkpoints") if step <= wanted]
+    if not before and wanted:
+        warn(f"no checkpoint of step {wanted} or before is left: the model is the one that the run started from")
+    if not before:
+        return None
+    name = f"step-{before[-1]:06d}"
+    if before[-1] < wanted:
+        warn(f"the state after step {wanted} was not saved; the nearest before it is {name}")
+    load_checkpoint(run / "checkpoints" / name, root, None, ranks)
+    return name
+
+
+def _typical_length(run: Path) -> float:
+    """A length of documents for which attention is chosen as it was for this run."""
+    try:
+        served = str(read_json(run / "plan.json").get("attention", ""))
+    except WhetError:
+        return 0
+    return attention.CUDNN_MIN_LENGTH if served == "cudnn" else 0
+
+
+def _rerun(
+    saved: SavedBatch, config: Config, root: LossModel, ranks: Ranks, arithmetic: PrecisionPolicy
+) -> tuple[Diagnosis, StepResult]:
+    content, context = saved.content, arithmetic.context(ranks.device)
+    step = content["step"] - 1
+    examiner = Diagnoser(root, ranks, content["seed"], context, content["loss_scale"], most=None)
+    findings = examiner.examine(saved.step, step, "nonfinite")
+    passes = ForwardPasses(
+        root, saved.step, step, device=ranks.device, seed=content["seed"], arithmetic=context,
+        loss_scale=content["loss_scale"],
+    )  # fmt: skip
+    return findings, compute_gradients(passes, ranks=ranks, clip_norm=config.train.clip_norm, stop=False)
+
+
+def _is_reproduced(saved: SavedBatch, result: StepResult, exact: bool) -> bool | None:
+    """None: with other weights than those of the step it cannot be told."""
+    match saved.content["kind"]:
+        case "empty":
+            return saved.step.totals(0).supervised == 0
+        case "spike":
+            return result.loss > saved.content["limit"] if exact else None
+    return True if not result.finite else (False if exact else None)
+
+
+def _print_results(
+    saved: SavedBatch, config: Config, findings: Diagnosis, result: StepResult, reproduced: bool | None
+) -> None:
+    tokenizer = load_run_tokenizer(config)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("place", overflow="fold")
+    for title in ("tokens", "loss", "gradient"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("first bad layer", overflow="fold")
+    table.add_column("text")
+    for found in findings.alone:
+        each = _conversation_result(saved, found)
+        ids = saved.content["conversations"][found.documents[0]]["ids"]
+        text = " ".join(preview_text(tokenizer, ids, _PREVIEW_CHARACTERS).split())
+        table.add_row(
+            Text(f"{each['source']}:{each['line']}"), str(each["tokens"]), _format_number(each["loss"]),
+            _format_number(each["grad_norm"]), Text(found.layer or ""), Text(text),
+            style="red" if found.layer else None,
+        )  # fmt: skip
+    info(table)
+    info(
+        f"together: loss {_format_number(finite_or_none(result.loss))}, gradient norm {_format_number(finite_or_none(result.grad_norm))}"
+    )
+    if findings.weights:
+        info(f"weights that are not finite themselves: {', '.join(findings.weights)}")
+    reason = saved.content["reason"]
+    words = {True: "it came again", False: "it did not come again", None: "whether it came again cannot be told"}
+    because = "; its weights were not saved" if reproduced is None else ""
+    info(f"step {saved.content['step']}: {words[reproduced]} ({reason}{because})")
+
+
+def _conversation_result(saved: SavedBatch, found: DocumentResult) -> dict[str, Any]:
+    each = saved.content["conversations"][found.documents[0]]
+    return {
+        "source": each["source"],
+        "line": each["line"],
+        "number": each["number"],
+        "tokens": found.tokens,
+        "loss": finite_or_none(found.loss),
+        "grad_norm": finite_or_none(found.grad_norm),
+        "layer": found.layer,
+    }
+
+
+def _format_number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.4g}"
+
+
+def _saved_document(ids: list[int], supervised: list[list[int]]) -> SavedDocument:
+    loss = np.zeros(len(ids), dtype=np.uint8)
+    for first, end in supervised:
+        loss[first:end] = 1
+    return SavedDocument(np.array(ids, dtype=np.int64), loss)

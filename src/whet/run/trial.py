@@ -1,0 +1,89 @@
+"""--smoke and --dry-run: short or unsaved runs in a sibling folder."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from whet.config import Config, read_config
+from whet.core.run_folder import RunFolder
+from whet.data.config import Source, Validation
+from whet.training.config import BatchConfig, TrainConfig
+
+# Runs that only try: the whole way in five tiny steps, or every step without anything kept.
+#
+# Each has a folder of its own beside the run's, which the next trial replaces, so that the run itself is not in the way.
+
+SMOKE_STEPS = 5
+_TRIAL_TAG = "whet:trial"
+"""By this a trial is known, and may be deleted."""
+_MAX_CONVERSATIONS, _MAX_VALIDATION, _MAX_EXAMPLES = 64, 8, 4
+_MAX_BATCH = {"conversations": 4, "rows": 2}
+
+
+def smoke_config(config: Config) -> Config:
+    """The same run, five steps long, on a few conversations of each source and with a small batch."""
+    data = config.data.model_copy(
+        update={
+            "sources": _limit_samples(config.data.sources, _MAX_CONVERSATIONS),
+            "validation": _limit_validation(config.data.validation),
+            "store": None,
+        }
+    )
+    tasks = [task.model_copy(update={"examples": None}) for task in config.eval.tasks]
+    few = {"examples": min(config.eval.examples, _MAX_EXAMPLES), "every": None, "tasks": tasks}
+    measured = config.eval.model_copy(update=few)
+    saved = config.checkpoint.model_copy(update={"every": SMOKE_STEPS, "minutes": None, "epochs": None, "keep_best": 0})
+    train = _shorten(config.train, config.row_length)
+    changed = {"data": data, "train": train, "eval": measured, "checkpoint": saved, "profile": None}
+    return _in_sibling_folder(config.model_copy(update=changed), "smoke")
+
+
+def dry_run_config(config: Config) -> Config:
+    """The same run in a folder of its own; that nothing is kept is up to `train`."""
+    return _in_sibling_folder(config, "dry")
+
+
+def delete_previous_trial(folder: Path) -> None:
+    """Delete the trial that was here before. A folder with anything else in it stays as it is, and is refused later."""
+    if not (folder / "config.yaml").exists():
+        return
+    owned = RunFolder(folder)  # an error if a process is at work in it
+    try:
+        if _TRIAL_TAG in read_config(folder / "config.yaml").run.tags:
+            for entry in folder.iterdir():
+                if entry.name != "lock":
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    finally:
+        owned.close()
+
+
+def delete_weights(folder: Path) -> None:
+    """Of a smoke test that went well, what it learned is of no use and can be large."""
+    for name in ("checkpoints", "exports"):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder / name)
+
+
+def _in_sibling_folder(config: Config, kind: str) -> Config:
+    run = config.run.model_copy(update={"tags": [*config.run.tags, _TRIAL_TAG]})
+    return config.model_copy(update={"run": run}).at(config.folder.with_name(f"{config.folder.name}-{kind}"))
+
+
+def _limit_samples(sources: list[Source], most: int) -> list[Source]:
+    return [source.model_copy(update={"max_samples": min(source.max_samples or most, most)}) for source in sources]
+
+
+def _limit_validation(validation: Validation | None) -> Validation | None:
+    if validation is None or not validation.sources:
+        return validation
+    return validation.model_copy(update={"sources": _limit_samples(validation.sources, _MAX_VALIDATION)})
+
+
+def _shorten(train: TrainConfig, row_length: int) -> TrainConfig:
+    batch = {
+        unit: min(n, _MAX_BATCH.get(unit, row_length)) for unit, n in train.batch.model_dump(exclude_none=True).items()
+    }
+    length = {"steps": SMOKE_STEPS, "epochs": None, "tokens": None}
+    return train.model_copy(update={**length, "batch": BatchConfig(**batch)})

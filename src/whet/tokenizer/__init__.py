@@ -1,0 +1,1 @@
+"""Tokenizers: loading, chat templates, special tokens, SentencePiece, bytes per token."""

@@ -1,0 +1,124 @@
+"""Chat templates: compiled once, rendered as transformers renders them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from whet.core.errors import BadRecordError, WhetError
+from whet.tokenizer.traced_strings import TracingEnvironment
+
+# Chat templates: compiled once, rendered as transformers renders them, and read for what they look for in a text.
+#
+# Rendering through transformers costs more than the template itself, and rebuilds every string on the way, so that
+# nothing can be traced. Here the same language is set up directly; that both give the same text is checked on every
+# conversation that is not served from the cache of skeletons (`whet.data.render.layout_cache`).
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}`: marks of the assistant's text, which whet does not need."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _make_environment(
+    kind: type[ImmutableSandboxedEnvironment] = ImmutableSandboxedEnvironment,
+) -> ImmutableSandboxedEnvironment:
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = (
+        _raise_exception  # templates ask whether it is defined; its calls are answered before
+    )
+    return environment
+
+
+class ChatTemplate:
+    """One template with the special tokens that it may name and the date that it may ask for."""
+
+    def __init__(self, source: str, special: Mapping[str, str], today: str | None = None) -> None:
+        self.today = (today or datetime.date.today().isoformat()) if _STRFTIME_CALL.search(source) else None
+        self.source = _with_fixed_date(source, self.today) if self.today else source
+        environment = _make_environment()
+        try:
+            self._tree = environment.parse(self.source)
+            self._compiled = environment.from_string(self.source)
+        except TemplateError as error:
+            raise WhetError(f"the chat template is not valid Jinja: {error}") from None
+        self._special = dict(special)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
+    ) -> str:
+        """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
+        return self._render(self._compiled, messages, tools, prompt)
+
+    def trace(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
+    ) -> str:
+        """The same of traced texts (`whet.tokenizer.traced_strings`), which note what the template asks about them."""
+        return self._render(self._tracing, messages, tools, prompt)
+
+    @cached_property
+    def _tracing(self) -> Template:
+        environment = _make_environment(TracingEnvironment)
+        assert isinstance(environment, TracingEnvironment)
+        environment.watch()
+        return environment.from_string(self.source)
+
+    def _render(
+        self,
+        template: Template,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        prompt: bool,
+    ) -> str:
+        try:
+            return template.render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._special
+            )
+        except Exception as error:  # a template is a program of someone else's: it can fail in any way
+            raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
+
+    def words(self) -> tuple[str, ...]:
+        """Every text that the template compares with or searches for, such as `</think>`."""
+        found = {
+            constant.value
+            for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
+            for parent in self._tree.find_all(kind)
+            for constant in parent.find_all(nodes.Const)
+            if isinstance(constant.value, str) and constant.value.strip()
+        }
+        return tuple(sorted(found))
+
+
+_STRFTIME_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+
+
+def _with_fixed_date(template: str, today: str) -> str:
+    """The template with its calls for today's date answered: every rendering, also of a resumed run, sees the same."""
+    date = datetime.datetime.fromisoformat(today)
+    return _STRFTIME_CALL.sub(lambda call: f"'{date.strftime(call['format'])}'", template)

@@ -1,0 +1,125 @@
+"""One interface to encode text with SentencePiece or a fast tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from whet.core.errors import WhetError
+from whet.core.files import hash_file, hash_json
+from whet.tokenizer.sentencepiece import BYTE, KIND_NAMES, NORMAL, UNKNOWN, load_processor, read_sentencepiece_model
+
+# Text → ids for marked text: SentencePiece itself, or a fast tokenizer, behind one small protocol.
+#
+# Spans are encoded one by one, as GPT-NeoX does on LUMI: what stands beside a span never changes its tokens.
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Encoder(Protocol):
+    """What marked text needs of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids there are."""
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that give the same ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text by itself."""
+
+    def id_of(self, text: str) -> int | None:
+        """The id whose piece is exactly this text."""
+
+    def text_of(self, number: int) -> str:
+        """The piece of an id."""
+
+    def kind_of(self, number: int) -> str | None:
+        """None where an id may stand for a marker; else what it is: ordinary, unknown or byte."""
+
+    def check_markers(self, ids: Sequence[int]) -> None:
+        """Refuse markers beside which text gets other ids than alone."""
+
+
+class SentencePieceEncoder:
+    """A `.model` file, encoded by the library itself: exact by construction."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = read_sentencepiece_model(path)
+        self._processor = load_processor(path)
+        self._threads = os.cpu_count() or 1
+        self.vocabulary = len(self._model.pieces)
+        self.eod = self._model.eod
+        self.fingerprint = hash_file(path)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return list(self._processor.encode(list(texts), num_threads=self._threads)) if texts else []
+
+    def id_of(self, text: str) -> int | None:
+        return self._model.id_of(text)
+
+    def text_of(self, number: int) -> str:
+        return self._model.pieces[number].text
+
+    def kind_of(self, number: int) -> str | None:
+        kind = self._model.pieces[number].kind
+        return KIND_NAMES[kind] if kind in (NORMAL, UNKNOWN, BYTE) else None
+
+    def check_markers(self, ids: Sequence[int]) -> None:
+        """Nothing to refuse: the library sees one span at a time, and the markers never."""
+
+
+class FastTokenizerEncoder:
+    """A fast tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        if tokenizer.eos_token_id is None:
+            raise WhetError(f"the tokenizer of {tokenizer.name_or_path} has no end-of-sequence token to end a document")
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+        self.vocabulary = len(tokenizer)
+        self.eod = int(tokenizer.eos_token_id)
+        self.fingerprint = hash_json(self._backend.to_str())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(found.ids) for found in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def id_of(self, text: str) -> int | None:
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
+
+    def text_of(self, number: int) -> str:
+        return self._added.get(number) or str(self._backend.id_to_token(number))
+
+    def kind_of(self, number: int) -> str | None:
+        return None if number in self._added else KIND_NAMES[NORMAL]
+
+    def check_markers(self, ids: Sequence[int]) -> None:
+        """A chat encodes its turns together, so beside a marker text must have the ids that it has alone."""
+        spans = ["A b", " c \n", "d"]
+        marks = [self._added[number] for number in ids]
+        for mark, number in zip(marks, ids, strict=True):
+            together = self._backend.encode(mark.join(spans), add_special_tokens=False).ids
+            first, *others = self.encode_batch(spans)
+            apart = [*first, *(token for span in others for token in (number, *span))]
+            if list(together) != apart:
+                raise WhetError(
+                    f"data.markers: this tokenizer gives text beside {mark} other ids than the text alone, so a chat "
+                    "would not be what was trained. Use the SentencePiece .model file itself (model.tokenizer)"
+                )
+
+
+def make_encoder(load: Callable[[], PreTrainedTokenizerFast], pieces: Path | None) -> Encoder:
+    """SentencePiece where there is a `.model` file; else the tokenizer that `load` gives."""
+    return FastTokenizerEncoder(load()) if pieces is None else SentencePieceEncoder(pieces)

@@ -1,0 +1,180 @@
+"""Load a model's tokenizer, its generation settings and the files that define it. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.core.errors import WhetError
+from whet.core.files import hash_file, hash_json
+from whet.model.config import ModelConfig
+from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.random_models import config_folder, is_random_model
+from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
+from whet.tokenizer.turn_markers import TurnMarkers, set_marker_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def locate_model(path: str) -> str:
+    """A folder, or a hub id, that transformers can load."""
+    if path.startswith("builtin:"):
+        return str(builtin_folder(path))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            if (folder / "config.yaml").exists():
+                raise WhetError(f"model.path: {path}: this is a run; train on what it exported: {path}/exports/merged")
+            raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
+        return str(folder)
+    if folder.is_file():
+        raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise WhetError(
+            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME"
+        )
+    return path
+
+
+def locate_tokenizer(config: ModelConfig) -> str:
+    """Where the tokenizer is: what model.tokenizer names, else the model's folder or hub id. Random weights have none,
+    unless their folder brings one: they read what SmolLM2 does."""
+    if config.tokenizer is not None:
+        return str(Path(config.tokenizer).expanduser())
+    if not is_random_model(config.path):
+        return locate_model(config.path)
+    folder = config_folder(config.path)
+    if folder is not None and any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return str(folder)
+    return locate_model("builtin:smollm2")
+
+
+def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, or the one that model.tokenizer names; with `turns`, it speaks between markers."""
+    from transformers import AutoTokenizer
+
+    pieces = sentencepiece_file(config)
+    if pieces is not None:
+        return _add_tokens(to_fast_tokenizer(pieces, turns), config.add_tokens)
+    where = locate_tokenizer(config)
+    folder, key = Path(where), _config_key(config)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise WhetError(
+            f"{key}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "
+            "tokenizer's files of the model that it was made from into it"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise load_error(config.tokenizer or config.path, "tokenizer", error) from None
+    _add_tokens(tokenizer, config.add_tokens)
+    if turns is not None:
+        set_marker_template(tokenizer, turns)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> PreTrainedTokenizerFast:
+    """Each text as one token from now on, whatever stands beside it."""
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if token in known:
+            raise WhetError(
+                f"model.add_tokens: {token!r} is a token already, number {known[token]}. Leave it out; to train its "
+                "row beside an adapter, name it in adapter.tokens"
+            )
+    if tokens:
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+    return tokenizer
+
+
+def sentencepiece_file(config: ModelConfig) -> Path | None:
+    """The SentencePiece model that the tokenizer is derived from: a `.model` file that model.tokenizer names, or a
+    folder's tokenizer.model where there is no other tokenizer file."""
+    folder = Path(locate_tokenizer(config))
+    if config.tokenizer is not None and not folder.is_dir():
+        if not folder.is_file() or folder.suffix != ".model":
+            raise WhetError(
+                f"{_config_key(config)}: no folder and no .model file (looked in {Path.cwd()}). Give one of them"
+            )
+        return folder
+    found = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+    return folder / "tokenizer.model" if found == ["tokenizer.model"] else None
+
+
+def _config_key(config: ModelConfig) -> str:
+    return f"model.path: {config.path}" if config.tokenizer is None else f"model.tokenizer: {config.tokenizer}"
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def load_generation_settings(config: ModelConfig) -> dict[str, Any]:
+    """What the model's own settings for generating say (temperature and the like); nothing if it has none, or if they
+    speak of another tokenizer's ids."""
+    from transformers import GenerationConfig
+
+    if config.tokenizer is not None:
+        return {}
+    try:
+        found = GenerationConfig.from_pretrained(locate_tokenizer(config), revision=config.revision)
+    except OSError:
+        return {}
+    return {key: value for key, value in found.to_diff_dict().items() if key != "transformers_version"}
+
+
+def stop_ids(config: ModelConfig) -> list[int]:
+    """The ids that end an answer according to the model's generation settings; none if it has no such settings, or if
+    they speak of another tokenizer's ids."""
+    from transformers import GenerationConfig
+
+    if config.tokenizer is not None:
+        return []
+    try:
+        ids = GenerationConfig.from_pretrained(locate_tokenizer(config), revision=config.revision).eos_token_id
+    except OSError:
+        return []
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+_DEFINING_FILES = (
+    "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "additional_chat_templates/*", "generation_config.json",
+)  # fmt: skip
+"""Files that may change tokens, templates or stops."""
+
+
+def tokenizer_files(config: ModelConfig) -> dict[str, Path] | None:
+    """The files that decide what the tokenizer does, by name; None if it is not on this machine yet."""
+    place = Path(locate_tokenizer(config))
+    if place.is_file():
+        return {place.name: place}
+    if not place.is_dir():
+        return None
+    found = {path for pattern in _DEFINING_FILES for path in place.glob(pattern) if path.is_file()}
+    return {str(path.relative_to(place)): path for path in sorted(found)}
+
+
+def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
+    """The content of these files: the same for two folders with the same tokenizer. The kind of model belongs to it,
+    because transformers cuts words by it: in Qwen2's folder the same tokenizer.json gives other ids than in Llama's."""
+    files = tokenizer_files(config)
+    if files is None:
+        return None
+    try:
+        described = json.loads((Path(locate_tokenizer(config)) / "config.json").read_text())
+        kind = {"model_type": str(described["model_type"])}
+    except (OSError, ValueError, LookupError, TypeError):  # none, or one that loading will complain about
+        kind = {}
+    added = {"add_tokens": hash_json(config.add_tokens)} if config.add_tokens else {}
+    return {name: hash_file(path) for name, path in files.items()} | kind | added
+
+
+def load_error(path: str, what: str, error: Exception) -> WhetError:
+    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")

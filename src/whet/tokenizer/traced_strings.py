@@ -1,0 +1,339 @@
+"""Strings that record what a chat template does with them, so that a cached layout is reused only where the template would behave the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, SupportsIndex
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Texts that note what a template asks about them, so that it is known for which other texts it would do the same.
+#
+# A template that only prints a text, joins, strips and splits it and looks for words in it does the same for every text
+# without these words and without the stripped characters at its ends. Whatever else could tell texts apart (length,
+# case, single characters, encodings) is refused: not what is known to be harmful is forbidden, but what is not known to
+# be harmless. Questions are noted where they are asked, so it does not matter how a template came to its words.
+
+
+class DataDependentError(Exception):
+    """The template looked into a text in a way that other texts of the same shape would answer differently."""
+
+
+class TraceGuards:
+    """What a template asked about the texts of a conversation."""
+
+    def __init__(self) -> None:
+        self.inspected = False
+        self.words: set[str] = set()
+        self.stripped: set[str] = set()
+
+    def closed(self) -> Callable[[str], bool]:
+        """Whether the answers for a text are known: no word is in it, overlaps its ends or holds it inside.
+
+        Overlaps count because a template may ask about a text that it has joined with others.
+        """
+        words = tuple(sorted(word for word in self.words if word))
+        starts = (*sorted({word[i:] for word in words for i in range(1, len(word))} | self.stripped),)
+        ends = (*sorted({word[:i] for word in words for i in range(1, len(word))} | self.stripped),)
+
+        def is_answered(text: str) -> bool:
+            return not (
+                text[:1].isspace()
+                or text[-1:].isspace()
+                or text.startswith(starts)
+                or text.endswith(ends)
+                or any(word in text or text in word for word in words)
+            )
+
+        return is_answered
+
+
+class TracedStr(str):
+    """A text that notes the words that are looked for in it, and refuses what it does not know."""
+
+    __slots__ = ("_questions",)
+    _questions: TraceGuards
+
+    def __new__(cls, text: str, questions: TraceGuards) -> TracedStr:
+        traced = str.__new__(cls, text)
+        traced._questions = questions
+        return traced
+
+    def _like(self, text: str) -> TracedStr:
+        return TracedStr(text, self._questions)
+
+    def _ask(self, word: Any) -> None:
+        if word is self:
+            return
+        if isinstance(word, TracedStr):
+            _refuse(self)
+        if isinstance(word, str):
+            self._questions.words.add(word)
+
+    def __str__(self) -> str:
+        return self
+
+    def __bool__(self) -> bool:
+        return str.__len__(self) > 0
+
+    def __iter__(self) -> Iterator[str]:  # asking whether it can be iterated is no look inside; iterating is
+        return map(_refuse, (self,))
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        if isinstance(key, str):
+            raise TypeError("a text has no keys")
+        _refuse(self)
+
+    def __add__(self, other: str) -> TracedStr:
+        return self._like(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> TracedStr:
+        return self._like(str.__add__(other, self))
+
+    def __eq__(self, other: object) -> bool:
+        self._ask(other)
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        self._ask(other)
+        return str.__ne__(self, other)
+
+    def __contains__(self, word: str) -> bool:  # type: ignore[override]
+        self._ask(word)
+        return str.__contains__(self, word)
+
+    def startswith(self, word: str | tuple[str, ...], *places: Any) -> bool:
+        return self._at_an_edge(str.startswith, word, places)
+
+    def endswith(self, word: str | tuple[str, ...], *places: Any) -> bool:
+        return self._at_an_edge(str.endswith, word, places)
+
+    def _at_an_edge(self, test: Callable[..., bool], word: str | tuple[str, ...], places: tuple[Any, ...]) -> bool:
+        if places:
+            _refuse(self)
+        for one in word if isinstance(word, tuple) else (word,):
+            self._ask(one)
+        return test(self, word)
+
+    def removeprefix(self, word: str) -> TracedStr:
+        self._ask(word)
+        return self._like(str.removeprefix(self, word))
+
+    def removesuffix(self, word: str) -> TracedStr:
+        self._ask(word)
+        return self._like(str.removesuffix(self, word))
+
+    def strip(self, chars: str | None = None) -> TracedStr:
+        return self._stripped(str.strip, chars)
+
+    def lstrip(self, chars: str | None = None) -> TracedStr:
+        return self._stripped(str.lstrip, chars)
+
+    def rstrip(self, chars: str | None = None) -> TracedStr:
+        return self._stripped(str.rstrip, chars)
+
+    def _stripped(self, strip: Callable[..., str], chars: str | None) -> TracedStr:
+        if isinstance(chars, TracedStr):
+            _refuse(self)
+        self._questions.stripped.update(chars or "")
+        return self._like(strip(self, chars))
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TracedStr:
+        self._ask(old)
+        if old == "":  # stands between all characters
+            _refuse(self)
+        return self._like(str.replace(self, old, new, count))
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        if sep is None:
+            _refuse(self)
+        self._ask(sep)
+        return [self._like(part) for part in str.split(self, sep, maxsplit)]
+
+
+def _refuse(text: TracedStr, *_: Any, **__: Any) -> NoReturn:
+    text._questions.inspected = True
+    raise DataDependentError
+
+
+_INHERITED_ATTRIBUTES = (
+    "__class__",
+    "__getattribute__",
+    "__init__",
+    "__setattr__",
+    "__dir__",
+    "__doc__",
+    "__reduce_ex__",
+)
+for _name in sorted(set(dir(str)) - set(vars(TracedStr)) - set(_INHERITED_ATTRIBUTES)):
+    setattr(TracedStr, _name, _refuse)
+TracedStr.__hash__ = _refuse  # type: ignore[assignment, method-assign]
+TracedStr.__rmod__ = _refuse  # type: ignore[attr-defined]
+
+
+def _traced_in(value: Any) -> Iterator[TracedStr]:
+    if isinstance(value, TracedStr):
+        yield value
+    elif isinstance(value, dict):
+        yield from _traced_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _traced_in(part)
+
+
+def _refuse_traced_in(*values: Any) -> None:
+    for text in _traced_in(values):
+        _refuse(text)
+
+
+def _concat_traced(parts: Iterable[str]) -> str:
+    parts = list(parts)
+    text = "".join(parts)
+    return next((part._like(text) for part in parts if isinstance(part, TracedStr)), text)
+
+
+class _TracedLength:
+    """The length of a traced text, of which only is told whether it is 0."""
+
+    def __init__(self, text: TracedStr) -> None:
+        self._text = text
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def _is_empty(self, other: object) -> bool:
+        if other != 0:
+            _refuse(self._text)
+        return not self._text
+
+    def __eq__(self, other: object) -> bool:
+        return self._is_empty(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self._is_empty(other)
+
+    def __gt__(self, other: object) -> bool:
+        return not self._is_empty(other)
+
+    def _look(self, *_: object) -> NoReturn:
+        _refuse(self._text)
+
+    __hash__ = __str__ = __lt__ = __le__ = __ge__ = __int__ = __index__ = __getattr__ = _look
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _look
+
+
+def _traced_length(value: Any) -> Any:
+    return _TracedLength(value) if isinstance(value, TracedStr) else len(value)
+
+
+class _SearchedStr:
+    """A plain text in which a template looks for something."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __contains__(self, item: Any) -> bool:
+        if isinstance(item, TracedStr):
+            item._ask(self._text)
+        return item in self._text
+
+
+def _searched(value: Any) -> Any:
+    return _SearchedStr(value) if isinstance(value, str) and not isinstance(value, TracedStr) else value
+
+
+class _TracingCodeGenerator(CodeGenerator):
+    """`~` and `in` go through the environment, where texts can be noted."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:  # noqa: N802
+        if node.op not in ("in", "notin"):
+            super().visit_Operand(node, frame)
+            return
+        self.write(" in environment.haystack(" if node.op == "in" else " not in environment.haystack(")
+        self.visit(node.expr, frame)
+        self.write(")")
+
+
+class TracingEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja whose filters, tests and calls take a traced text only if they are known to keep it traced."""
+
+    code_generator_class = _TracingCodeGenerator
+    intercepted_binops = frozenset({"%"})
+    concat = staticmethod(_concat_traced)
+    haystack = staticmethod(_searched)
+
+    def watch(self) -> None:
+        """Guard all filters and tests that are there by now."""
+        for name, function in self.filters.items():
+            if name not in _PASS_THROUGH_FILTERS:
+                self.filters[name] = _reject_traced_arguments(function, name in _METHOD_FILTERS)
+        self.filters |= {
+            "join": _join_traced,
+            "length": _traced_length,
+            "count": _traced_length,
+            **dict.fromkeys(_MARKUP_FILTERS, _refuse_markup),
+        }
+        self.tests["in"] = lambda value, values: value in _searched(values)
+        is_sequence = self.tests["sequence"]
+        self.tests["sequence"] = lambda value: isinstance(value, str) or is_sequence(value)
+        self.tests["sameas"] = _reject_traced_arguments(self.tests["sameas"], False)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _refuse_traced_in(left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str) and not isinstance(owner, TracedStr):
+            if getattr(__obj, "__name__", "") == "join" and len(args) == 1:
+                return _join_traced(args[0], owner)
+            own = ("_loop_vars", "_block_vars")  # which Jinja adds to every call
+            _refuse_traced_in(args, [value for name, value in kwargs.items() if name not in own])
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+_PASS_THROUGH_FILTERS = (
+    "attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map",
+    "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "string", "unique",
+)  # fmt: skip
+"""Filters that hand values on or ask them through their own methods."""
+
+_MARKUP_FILTERS = ("e", "escape", "forceescape", "safe", "urlize", "xmlattr")
+"""Filters that make Markup, which escapes every text that it is joined with and compares without asking it."""
+
+_METHOD_FILTERS = ("trim", "replace")
+"""Filters that call the method of their name."""
+
+
+def _refuse_markup(*_: Any, **__: Any) -> NoReturn:
+    raise DataDependentError
+
+
+def _reject_traced_arguments(function: Callable[..., Any], keeps_first: bool) -> Callable[..., Any]:
+    """Without traced texts among the arguments; with `keeps_first`, the value itself may be one."""
+    first = 1 + hasattr(function, "jinja_pass_arg") if keeps_first else 0
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        _refuse_traced_in(args[first:], kwargs)
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def _join_traced(values: Iterable[Any], between: str = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        raise DataDependentError
+    parts = list(values)
+    return _concat_traced(str(part) for i, value in enumerate(parts) for part in ((between, value) if i else (value,)))

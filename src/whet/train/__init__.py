@@ -1,1 +1,0 @@
-"""The optimizer, the schedule, the step and the loop around it."""

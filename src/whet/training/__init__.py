@@ -1,0 +1,1 @@
+"""The training loop: step, optimizers, schedule, guard, metrics, profiler and trackers."""

@@ -1,0 +1,85 @@
+"""Muon: matrices move along the orthogonalised momentum of their gradients; all else by AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from whet.parallel.fsdp import local_shard_of, local_tensor, shard_like
+from whet.training.optimizers.adamw import AdamW
+from whet.training.optimizers.state import copy_rounded, update_dtype
+
+_NS_A, _NS_B, _NS_C = 3.4445, -4.7750, 2.0315  # steep at zero; singular values end between 0.7 and 1.2, not at 1
+_ITERATIONS = 5
+_TINY = 1e-7
+
+
+class Muon(AdamW):
+    """The group `matrices` by Muon, with Nesterov's momentum. An orthogonal update has the root mean square of
+    AdamW's, 0.2, once multiplied by 0.2 · sqrt(the longer side), so that one rate serves both."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, momentum: float, momentum_start: float, momentum_warmup: int, **rest: Any
+    ) -> None:
+        self._momentum = (momentum_start, momentum, momentum_warmup)
+        super().__init__(groups, **rest)
+
+    def momentum(self, done: int | None = None) -> float:
+        """Of the step after `done` steps; without a number, of the next one."""
+        start, end, warmup = self._momentum
+        if done is None:
+            done = max((int(state["step"]) for state in self.state.values()), default=0)
+        return end if done >= warmup else start + (end - start) * done / warmup
+
+    def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        if not _uses_muon(group, weight):
+            return super()._start(group, weight)
+        return {"momentum": torch.zeros_like(weight, dtype=update_dtype(weight))}
+
+    def _move(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
+        if not _uses_muon(group, weight):
+            super()._move(group, weight, gradient, step)
+            return
+        arithmetic, momentum = update_dtype(weight), self.momentum(step - 1)
+        slope = self._slope(local_tensor(gradient), arithmetic)
+        mean = local_tensor(self.state[weight]["momentum"]).lerp_(slope, 1 - momentum)
+        direction = _orthogonalize_shard(slope.lerp(mean, momentum), weight).to(local_tensor(weight).device, arithmetic)
+        moved = local_tensor(weight).to(arithmetic).mul_(1 - group["lr"] * group["weight_decay"])
+        moved.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
+        copy_rounded(local_tensor(weight), moved, self._generator(weight, step))
+
+
+def _uses_muon(group: dict[str, Any], weight: Tensor) -> bool:
+    """Convolutions of single channels are stacks of rows: nothing in them can be orthogonal."""
+    return group["name"] == "matrices" and min(weight.shape[-2:]) > 1
+
+
+def _orthogonalize_shard(part: Tensor, weight: Tensor) -> Tensor:
+    """This process's part of an orthogonalised matrix that is divided as `weight` is: it takes the whole to know it.
+
+    Where weights wait in the host's memory it is gathered and computed on the device all the same.
+    """
+    if not isinstance(weight, DTensor):
+        return newton_schulz(part)
+    whole: Any = shard_like(weight, part.to(weight.device_mesh.device_type))
+    direction = newton_schulz(whole.full_tensor())
+    return local_shard_of(weight, direction)
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """The nearest matrix whose singular values are about 1, by Newton–Schulz; stacked matrices each on their own.
+
+    It needs the whole matrix. In bf16 on CUDA, where that is many times faster and precise enough.
+    """
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_TINY)
+    if x.is_cuda and x.dtype == torch.float32:
+        x = x.bfloat16()
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = _NS_A * x + (_NS_B * gram + _NS_C * gram @ gram) @ x
+    return x.mT if tall else x

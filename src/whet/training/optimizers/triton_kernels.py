@@ -1,0 +1,138 @@
+"""Triton kernels: fused AdamW with stochastic rounding, and the sum of squares for the gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# AdamW in one Triton kernel: each number is read once and written once, whatever it is kept in.
+#
+# By torch's own operations the same step goes some thirty times through memory: on an 8B model 700 ms, here 30.
+
+_BLOCK = 2048
+_SEED_MASK = 0x7FFFFFFF  # more bits would sometimes be another type, for which all is compiled again
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """The numbers of one step of AdamW that are the same for all numbers of a weight."""
+
+    factor: float
+    """What the gradient is multiplied by first."""
+    beta1: float
+    beta2: float
+    eps: float
+    rate: float
+    """lr ÷ (1 − β₁ᵗ)"""
+    root: float
+    """√(1 − β₂ᵗ)"""
+    keep: float
+    """What weight decay leaves of a weight."""
+
+
+@triton.jit
+def _hash32(x):  # type: ignore[no-untyped-def]
+    """32 bits that look random, of 32 that do not (the last rounds of MurmurHash3). As good as a generator's for
+    rounding, and ten times cheaper, which decides whether memory or arithmetic is waited for."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _stochastic_round(x, noise):  # type: ignore[no-untyped-def]
+    """fp32 → bf16, up or down as 16 random bits say; what is not finite stays what it is."""
+    bits = x.to(tl.uint32, bitcast=True)
+    cut = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F800000) == 0x7F800000, x, cut).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["seed", "other_seed"])  # they are other ones each time
+def _adamw_kernel(  # type: ignore[no-untyped-def]
+    weight_at, gradient_at, mean_at, square_at, decision_at, count, seed, other_seed,
+    factor, beta1, rest1, beta2, rest2, eps, rate, root, keep,
+    rounds_weight: tl.constexpr, rounds_states: tl.constexpr, decides: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * block
+    at = first + tl.arange(0, block)
+    if decides:
+        factor = tl.load(decision_at)
+        count = tl.where(tl.load(decision_at + 1) != 0, count, 0)  # nothing is read then, and nothing written
+    known = at < count
+    weight = tl.load(weight_at + at, mask=known).to(tl.float32)
+    slope = tl.load(gradient_at + at, mask=known).to(tl.float32) * factor
+    mean = tl.load(mean_at + at, mask=known).to(tl.float32)
+    square = tl.load(square_at + at, mask=known).to(tl.float32)
+    mean = beta1 * mean + rest1 * slope
+    square = beta2 * square + rest2 * slope * slope
+    weight = keep * weight - rate * mean / (tl.sqrt(square) / root + eps)
+    if rounds_weight or rounds_states:
+        number = at.to(tl.uint32) ^ ((at >> 32).to(tl.uint32) * 0x9E3779B9)
+        noise = _hash32(number ^ seed.to(tl.uint32))
+    if rounds_states:
+        other = _hash32(number ^ other_seed.to(tl.uint32))
+        tl.store(mean_at + at, _stochastic_round(mean, other & 0xFFFF), mask=known)
+        tl.store(square_at + at, _stochastic_round(square, other >> 16), mask=known)
+    else:
+        tl.store(mean_at + at, mean, mask=known)
+        tl.store(square_at + at, square, mask=known)
+    if rounds_weight:
+        tl.store(weight_at + at, _stochastic_round(weight, noise >> 16), mask=known)
+    else:
+        tl.store(weight_at + at, weight.to(weight_at.dtype.element_ty), mask=known)
+
+
+def move(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, motion: Motion, seed: int,
+    decision: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One step, in place; what is kept in bf16 is rounded at random, as `seed` (64 bits) and the place say.
+
+    All four are contiguous and of the same size; states are both in fp32 or both in bf16. `decision`, two numbers in
+    fp32: the factor, instead of the motion's, and 0 if there is to be no step.
+    """
+    _adamw_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
+        weight, gradient, mean, square, weight if decision is None else decision, weight.numel(),
+        seed & _SEED_MASK, (seed >> 32) & _SEED_MASK,
+        motion.factor, motion.beta1, 1 - motion.beta1, motion.beta2, 1 - motion.beta2, motion.eps, motion.rate,
+        motion.root, motion.keep,
+        rounds_weight=weight.dtype == torch.bfloat16, rounds_states=mean.dtype == torch.bfloat16,
+        decides=decision is not None, block=_BLOCK,
+        num_warps=8,
+    )  # fmt: skip
+
+
+# Sums of squares of many large tensors, each number read once, in a Triton kernel.
+#
+# torch's own norms of many tensors reach half of what memory gives: on an 8B model 8 ms for gradients that 4 suffice for.
+
+_NORM_BLOCK, _NORM_TILE = 16384, 4096
+"""Numbers that one program sums, and so many of them at a time."""
+
+
+@triton.jit
+def _sum_of_squares_kernel(at, sums_at, count, block: tl.constexpr, at_once: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0).to(tl.int64) * block
+    total = tl.zeros((at_once,), tl.float32)
+    for start in range(0, block, at_once):
+        place = first + start + tl.arange(0, at_once)
+        number = tl.load(at + place, mask=place < count, other=0.0).to(tl.float32)
+        total += number * number
+    tl.store(sums_at + tl.program_id(0), tl.sum(total))
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all numbers of all tensors, contiguous and of at most 32 bits each: parts in fp32, their sum in fp64."""
+    parts = [triton.cdiv(tensor.numel(), _NORM_BLOCK) for tensor in tensors]
+    sums = torch.empty(sum(parts), dtype=torch.float32, device=tensors[0].device)
+    for tensor, own in zip(tensors, sums.split(parts), strict=True):
+        if tensor.numel():
+            _sum_of_squares_kernel[(len(own),)](
+                tensor, own, tensor.numel(), block=_NORM_BLOCK, at_once=_NORM_TILE, num_warps=8
+            )
+    return sums.sum(dtype=torch.float64)

@@ -1,0 +1,119 @@
+"""Watching some steps closely: a trace of every operation, a table of them, and where the model's FLOPs are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from whet.core.console import info
+from whet.core.distributed import Ranks
+from whet.core.errors import WhetError
+from whet.training.config import ProfileConfig
+
+_TABLE_ROWS = 60  # of the table
+_MAX_MEMORY_EVENTS = 200_000  # allocations in a memory snapshot
+
+
+class Profiler:
+    """One that is off: steps pass through it untouched."""
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """A step, counted from 1."""
+        yield
+
+    def comes_after(self, step: int) -> bool:
+        """Whether it begins or ends between this step and the next, which takes time."""
+        return False
+
+    def close(self) -> None:
+        """Write what was seen, if that has not been done."""
+
+
+class StepProfiler(Profiler):
+    """One that is on, from the first of its steps to the last; where the run ends earlier, to there."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, ranks: Ranks, flops_table: Callable[[], str]) -> None:
+        self._config, self._ranks, self._flops_table = config, ranks, flops_table
+        self._folder = folder
+        self._running: profile | None = None
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        first, last = self._config.steps
+        if first <= step <= last and self._running is None:
+            self._start()
+        yield
+        if step == last:
+            self.close()
+
+    def comes_after(self, step: int) -> bool:
+        first, last = self._config.steps
+        return step in (first - 1, last)
+
+    def close(self) -> None:
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank-{self._ranks.rank}"
+        if self._takes_snapshot:
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        running.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
+        (self._folder / f"{name}.table.txt").write_text(self._table(running))
+        if self._ranks.rank == min(self._config.ranks):
+            (self._folder / "flops.txt").write_text(self._flops_table())
+        info(f"profile: {self._folder}; the trace opens in https://ui.perfetto.dev")
+
+    @property
+    def _takes_snapshot(self) -> bool:
+        return self._config.memory and self._ranks.device.type == "cuda"
+
+    def _start(self) -> None:
+        config = self._config
+        if self._takes_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+        activities = [ProfilerActivity.CPU]
+        if self._ranks.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._running = profile(
+            activities=activities, record_shapes=config.shapes, profile_memory=config.memory, with_stack=config.stack
+        )
+        self._running.start()
+
+    def _table(self, seen: profile) -> str:
+        """Operations, the costliest first."""
+        try:
+            averages = seen.key_averages(
+                group_by_input_shape=self._config.shapes, group_by_stack_n=5 if self._config.stack else 0
+            )
+        except UnicodeDecodeError:  # with stacks, torch 2.13 sometimes reads a frame's name that is gone by then
+            return "torch could not read the names of all frames, so there is no table; the trace is complete\n"
+        device = "cpu" if self._ranks.device.type == "cpu" else "device"
+        return averages.table(sort_by=f"self_{device}_time_total", row_limit=_TABLE_ROWS)
+
+
+def make_profiler(
+    config: ProfileConfig | None, folder: Path, ranks: Ranks, steps: int, flops_table: Callable[[], str]
+) -> Profiler:
+    """The profiler that `profile` asks for on this rank, for a run of so many steps."""
+    if config is None:
+        return Profiler()
+    if config.steps[1] > steps:
+        raise WhetError(
+            f"profile.steps: {list(config.steps)}, but the run has {steps} steps. Give [first, last] within them"
+        )
+    beyond = [rank for rank in config.ranks if rank >= ranks.world]
+    if beyond:
+        raise WhetError(
+            f"profile.ranks: {beyond[0]}, but there are {ranks.world} processes here, counted from 0. Leave it out"
+        )
+    if ranks.rank not in config.ranks:
+        return Profiler()
+    return StepProfiler(config, folder / "profile", ranks, flops_table)

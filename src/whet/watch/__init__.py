@@ -1,1 +1,0 @@
-"""Looking at runs; it knows only the files in a run directory."""

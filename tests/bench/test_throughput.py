@@ -1,0 +1,63 @@
+"""Speed from clock and counts, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from whet.bench.results import (
+    StepTimings,
+    StepVariation,
+    TokenFlops,
+    attention_flops_per_token,
+    compute_throughput,
+    step_variation,
+    variation_warnings,
+)
+
+STEPS = StepTimings(ended=[110.0, 114.0, 115.0, 117.0], tokens=[1, 100, 200, 400], supervised=[1, 10, 20, 40])
+
+
+def test_only_steps_after_the_warm_up_count_and_by_the_clock_between_their_ends() -> None:
+    found = compute_throughput(
+        STEPS, warm=2, began=100.0, load=TokenFlops(weights=10**9, attention=0.0, is_adapter=False)
+    )
+    assert found.tokens_per_s == 600 / 3
+    assert found.supervised_per_s == 60 / 3
+    assert found.step_ms == 1500
+    assert found.first_step_s == 10
+    assert found.tflops == pytest.approx(200 * 6e9 / 1e12)
+
+
+def test_an_adapters_frozen_weights_cost_four_instead_of_six() -> None:
+    assert TokenFlops(weights=10, attention=3.0, is_adapter=True).per_token == 43
+    assert TokenFlops(weights=10, attention=3.0, is_adapter=False).per_token == 63
+
+
+def test_attention_costs_what_the_published_formula_says() -> None:
+    # Two conversations of 1 and 3 tokens: a token is in one of mean length (1 + 9) / 4.
+    assert attention_flops_per_token(layers=2, heads=4, head_width=8, lengths=[1, 3]) == 6 * 2 * 4 * 8 * 2.5
+
+
+def test_steps_are_alike_by_tokens_a_second_and_not_by_time() -> None:
+    alike = StepTimings(ended=[0.0, 1.0, 3.0], tokens=[5, 100, 200], supervised=[1, 1, 1])
+    assert step_variation(alike, warm=1) == StepVariation(spread=1.0, median=100.0, first_half=100.0, second_half=100.0)
+    assert variation_warnings(step_variation(alike, warm=1)) == []
+    assert step_variation(STEPS, warm=1) == StepVariation(spread=8.0, median=200.0, first_half=112.5, second_half=200.0)
+    assert step_variation(STEPS, warm=3) == StepVariation(spread=1.0, median=200.0, first_half=200.0, second_half=200.0)
+
+
+def test_a_slow_step_and_steps_that_become_faster_are_told() -> None:
+    def told(*rates: int) -> list[str]:
+        steps = StepTimings(
+            ended=[float(second) for second in range(len(rates) + 1)], tokens=[1, *rates], supervised=[]
+        )
+        return variation_warnings(step_variation(steps, warm=1))
+
+    (slow,) = told(1000, 1000, 700, 1000, 1000, 1000)
+    assert "1.4 times as long" in slow
+    assert "its median step does 1,000 tokens/s" in slow
+    (settling,) = told(1000, 1020, 1040, 1060, 1080, 1100)
+    assert "still getting faster: 1,020 tokens/s" in settling
+    assert "1,080 by that of the second" in settling
+    assert told(1000, 1010, 1000, 1005, 1010, 1000) == []
+    assert told(1050, 1040, 1030, 1020, 1010, 1000) == []

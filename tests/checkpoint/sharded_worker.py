@@ -1,0 +1,88 @@
+"""Started under torchrun by test_sharded.py: a sharded model is saved, changed meanwhile, loaded again.
+
+python sharded.py FOLDER save|load, or `missing`: one of them does not come to save, or `gone`: one dies while it loads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from whet.checkpoint.dcp_storage import SafeStorageReader
+from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.save import CheckpointSaver
+from whet.core.distributed import Ranks, init_distributed, is_peer_failure
+from whet.core.errors import RunFailedError
+
+
+def main(folder: Path, work: str) -> None:
+    ranks = init_distributed()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    whole = {}
+    if work == "missing":
+        _wait_in_vain(CheckpointSaver(folder, model, optimizer, ranks, patience_s=1.0), ranks)
+        return
+    if work == "save":
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with CheckpointSaver(folder, model, optimizer, ranks) as saver:
+            saver.save(3, {})
+            whole = _whole(model, optimizer)
+            for parameter in model.parameters():
+                parameter.data.zero_()
+    if work == "gone":
+        _lose_one(folder / "step-000003", model, optimizer, ranks)
+    load_checkpoint(folder / "step-000003", model, optimizer, ranks)
+    found = _whole(model, optimizer)
+    if work == "save":
+        assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    if ranks.is_first:
+        torch.save(found, folder / f"{work}.pt")
+    ranks.leave_together()
+
+
+def _wait_in_vain(saver: CheckpointSaver, ranks: Ranks) -> None:
+    began = time.monotonic()
+    if ranks.is_first:
+        saver.save(3, {})
+        try:
+            saver.wait()
+        except RunFailedError as error:
+            sys.stdout.write(f"after {time.monotonic() - began:.0f} s: {error}\n")
+    ranks.leave_together()
+
+
+def _lose_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    if not ranks.is_first:
+        SafeStorageReader.read_data = lambda *_: os._exit(0)  # type: ignore[method-assign, assignment, misc]
+    try:
+        load_checkpoint(path, model, optimizer, ranks)
+    except Exception as error:
+        sys.stdout.write(f"lost: {is_peer_failure(error)}\n")
+        sys.stdout.flush()
+    os._exit(0)
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        found[name] = parameter.full_tensor().detach().clone()
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
+
+
+main(Path(sys.argv[1]), sys.argv[2])

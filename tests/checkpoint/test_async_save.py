@@ -1,0 +1,245 @@
+"""Saving beside training: what is saved is what was there, training waits for the copy alone, failures come out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.checkpoint import directory, host_staging
+from whet.checkpoint import save as saving
+from whet.checkpoint.dcp_storage import ParallelStorageWriter
+from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.save import CheckpointSaver
+from whet.core.distributed import Ranks
+from whet.core.errors import RunFailedError, WhetError
+from whet.core.signals import StopRequested
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Gate:
+    """Holds the writing of every checkpoint until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open, write = threading.Event(), saving.dcp_save
+
+        def wait_and_write(*args: Any, **kwargs: Any) -> Any:
+            self._open.wait()
+            return write(*args, **kwargs)
+
+        monkeypatch.setattr(saving, "dcp_save", wait_and_write)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    model, optimizer = make()
+    step(model, optimizer)
+    weight = model.weight.detach().clone()
+    moment = optimizer.state[model.weight]["exp_avg"].clone()
+    with CheckpointSaver(tmp_path, model, optimizer, ALONE) as saver:
+        saver.save(1, {})
+        for _ in range(3):  # training goes on before a byte is written
+            step(model, optimizer)
+        assert directory.list_steps(tmp_path) == []
+        gate.open()
+    assert not torch.equal(model.weight, weight)
+    other, others = make()
+    load_checkpoint(tmp_path / "step-000001", other, others, ALONE)
+    assert torch.equal(other.weight, weight)
+    assert torch.equal(others.state[other.weight]["exp_avg"], moment)
+    assert int(others.state[other.weight]["step"]) == 1
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with CheckpointSaver(tmp_path, *make(), ALONE, saving.Retention(9)) as saver:
+        saver.save(1, {})
+        threading.Timer(0.2, gate.open).start()
+        saver.save(2, {})
+        assert directory.list_steps(tmp_path)[:1] == [1]
+    assert directory.list_steps(tmp_path) == [1, 2]
+
+
+def test_a_failure_comes_out_at_the_next_save_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = CheckpointSaver(tmp_path, *make(), ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "replace_folder", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "bad", "place")))
+        saver.save(1, {})
+        while not saver.has_failed:
+            time.sleep(0.01)
+        with pytest.raises(WhetError, match=r"place: the disk or its file system fails.*while saving a checkpoint"):
+            saver.save(2, {})
+    saver.save(3, {})
+    saver.wait()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000003"]
+
+
+def failure_of(saver: CheckpointSaver) -> str | None:
+    try:
+        saver.wait()
+    except WhetError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
+def test_whatever_call_fails_the_checkpoint_before_stays_and_nothing_half_written(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the calls by which a checkpoint gets onto the disk fails once, the first, the second, …"""
+    model, optimizer = make()
+    with CheckpointSaver(tmp_path, model, optimizer, ALONE, saving.Retention(9)) as saver:
+        saver.save(1, {})
+    before = sorted(file.name for file in tmp_path.rglob("*"))
+    real, failures = getattr(os, call), 0
+    for number in range(40):
+        count = iter(range(100))
+
+        def fail(*args: Any, _count: Any = count, _number: int = number, **kwargs: Any) -> Any:
+            if next(_count) == _number:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            saver = CheckpointSaver(tmp_path, model, optimizer, ALONE, saving.Retention(9))
+            saver.save(2, {})
+            said = failure_of(saver)
+        if said is not None:
+            failures += 1
+            assert "the disk is full while saving a checkpoint" in said
+            if directory.list_steps(tmp_path) == [1]:
+                assert sorted(file.name for file in tmp_path.rglob("*")) == before
+        for found in directory.list_steps(tmp_path):
+            load_checkpoint(tmp_path / directory.checkpoint_name(found), *make(), ALONE)
+        assert 1 in directory.list_steps(tmp_path)
+        if next(count) <= number:
+            break  # there is no such call any more
+        directory.delete_checkpoints(tmp_path, [found for found in directory.list_steps(tmp_path) if found != 1])
+        (tmp_path / "latest").write_text("step-000001\n")
+    assert failures > 0
+    assert number < 39
+
+
+def test_an_error_in_the_block_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs: the process must still end."""
+    monkeypatch.setattr(saving, "_ABORT_TIMEOUT_S", 0.1)
+
+    may_end = threading.Event()
+
+    def hang(*args: Any, **kwargs: Any) -> None:
+        assert not may_end.wait(60), "the disk has come back, too late"
+
+    monkeypatch.setattr(saving, "dcp_save", hang)
+    saver = CheckpointSaver(tmp_path, *make(), ALONE)
+    began = time.monotonic()
+    saver.save(1, {})
+    saver.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert time.monotonic() - began < 3
+    (writing,) = (thread for thread in threading.enumerate() if thread.name == "save a checkpoint")
+    assert writing.daemon
+    may_end.set()
+    writing.join(10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_the_block_lets_a_save_finish(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, *make(), ALONE)
+    saver.save(1, {})
+    saver.__exit__(RunFailedError, RunFailedError("the model diverged"), None)
+    assert directory.list_steps(tmp_path) == [1]
+
+
+def test_without_memory_for_a_copy_training_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_staging, "available_memory", lambda: 100)
+    with CheckpointSaver(tmp_path, *make(), ALONE) as saver:
+        saver.save(1, {})
+        assert directory.list_steps(tmp_path) == [1]
+    load_checkpoint(tmp_path / "step-000001", *make(), ALONE)
+
+
+def test_being_asked_to_stop_while_training_waits_for_the_disk_is_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: Any) -> None:
+        raise StopRequested
+
+    monkeypatch.setattr(host_staging, "available_memory", lambda: 100)
+    monkeypatch.setattr(ParallelStorageWriter, "write_data", asked)
+    with pytest.raises(StopRequested), CheckpointSaver(tmp_path, *make(), ALONE) as saver:
+        saver.save(1, {})
+    assert directory.list_steps(tmp_path) == []
+
+
+def test_copies_are_made_in_room_that_is_made_once() -> None:
+    staging = host_staging.HostStaging()
+    first = staging.copy({"a": torch.ones(3)})["a"]
+    second = staging.copy({"a": torch.zeros(3)})["a"]
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(second, torch.zeros(3))
+
+
+def test_room_is_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the first device. Asked for memory there, each process of a machine would take half a GB of
+    the first one's, after it was measured that all fits."""
+    entered, made_on = [], []
+
+    class OnDevice:
+        def __init__(self, device: torch.device) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            entered.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", OnDevice)
+    staging = host_staging.HostStaging()
+    monkeypatch.setattr(staging._pinned, "like", lambda tensor: made_on.append(list(entered)))
+    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3), nbytes=8)
+    staging.prepare({"weight": there})
+    staging._settle()
+    assert made_on == [[torch.device("cuda", 3)]]
+
+
+@pytest.mark.parametrize("neighbour", [True, False])
+def test_room_is_made_where_all_processes_of_a_machine_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: bool
+) -> None:
+    """Each alone would find less than there was, after another had begun."""
+
+    class Two(Ranks):
+        def gather(self, items: list[Any]) -> list[Any]:
+            return [*items, neighbour]
+
+    saver = CheckpointSaver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))
+    asked: list[Any] = []
+    monkeypatch.setattr(saver._staging, "prepare", asked.append)
+    saver.get_ready()
+    assert bool(asked) == neighbour

@@ -1,0 +1,197 @@
+"""A checkpoint that is damaged, foreign or forged: an error that says so, and nothing left of a save that failed."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.checkpoint import load as loading
+from whet.checkpoint import save as saving
+from whet.checkpoint.dcp_storage import SafeStorageReader
+from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.manifest import DamagedCheckpointError
+from whet.checkpoint.save import CheckpointSaver
+from whet.core import retry
+from whet.core.distributed import Ranks
+from whet.core.errors import RunFailedError, WhetError
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with CheckpointSaver(tmp_path, *make(), ALONE) as saver:
+        saver.save(5, {"seen": {"tokens": 1234}})
+    return tmp_path / "step-000005"
+
+
+def test_a_checkpoint_of_another_model_is_an_error_that_says_so(path: Path) -> None:
+    with pytest.raises(WhetError, match="step-000005: this checkpoint does not fit the model"):
+        load_checkpoint(path, nn.Linear(7, 7), None, ALONE)
+
+
+def every_file(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def test_one_altered_byte_anywhere_is_found_and_the_file_named(path: Path) -> None:
+    files = every_file(path)
+    assert {file.relative_to(path).parts[0] for file in files} == {"model", "optimizer", "manifest.json"}
+    for file in files:
+        whole = file.read_bytes()
+        for at in (0, len(whole) // 2, len(whole) - 3):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            model, optimizer = make()
+            before = model.weight.clone()
+            with pytest.raises(DamagedCheckpointError) as raised:
+                load_checkpoint(path, model, optimizer, ALONE)
+            assert str(file) in str(raised.value)
+            assert torch.equal(model.weight, before)  # nothing was loaded
+        file.write_bytes(whole)
+    load_checkpoint(path, *make(), ALONE)
+
+
+class FailingDisk:
+    """Opens one file for so many times as a disk does that fails: nothing can be read from it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path, times: int, error: int = errno.EIO) -> None:
+        self.file, self.left, self.error, self._open = file, times, error, io.open
+        monkeypatch.setattr(io, "open", self)
+        monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001, 0.002))
+
+    def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        opened = self._open(file, mode, *args, **kwargs)
+        if self.left and Path(file) == self.file and "r" in mode:
+            self.left -= 1
+            opened.close()
+            raise OSError(self.error, os.strerror(self.error), str(file))
+        return opened
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_for_a_moment_is_asked_again(path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    for file in every_file(path):
+        disk = FailingDisk(monkeypatch, file, times=2, error=error)
+        load_checkpoint(path, *make(), ALONE)
+        assert disk.left == 0, file
+        monkeypatch.undo()
+
+
+def test_a_disk_that_goes_on_failing_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in every_file(path):
+        FailingDisk(monkeypatch, file, times=99)
+        model, optimizer = make()
+        before = model.weight.clone()
+        with pytest.raises(retry.UnreadableError, match=r"Input/output error \(tried 3 times") as raised:
+            load_checkpoint(path, model, optimizer, ALONE)
+        assert str(file) in str(raised.value)
+        assert raised.value.exit_code == 1
+        assert torch.equal(model.weight, before)
+        monkeypatch.undo()
+
+
+def test_a_disk_that_begins_to_fail_after_the_hashes_were_compared_is_no_other_model(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = loading.verify_checkpoint
+    for file in every_file(path / "model"):
+        disk = FailingDisk(monkeypatch, file, times=0)
+
+        def verify(*args: Any, disk: FailingDisk = disk) -> Any:
+            manifest = compare(*args)
+            disk.left = 99
+            return manifest
+
+        monkeypatch.setattr(loading, "verify_checkpoint", verify)
+        with pytest.raises(retry.UnreadableError) as raised:
+            load_checkpoint(path, *make(), ALONE)
+        assert str(file) in str(raised.value)
+        monkeypatch.undo()
+
+
+def test_what_may_not_be_read_is_not_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FailingDisk(monkeypatch, path / "manifest.json", times=99, error=errno.EACCES)
+    with pytest.raises(retry.UnreadableError, match=r"Permission denied\. It may be whole"):
+        load_checkpoint(path, *make(), ALONE)
+    assert disk.left == 98
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux has a file that fails to be read")
+def test_a_read_that_the_kernel_refuses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001,))
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("/proc/self/mem")  # its first page is never there: EIO
+    with pytest.raises(retry.UnreadableError, match="Input/output error"):
+        load_checkpoint(path, *make(), ALONE)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_truncated_file_is_found_and_named(path: Path, left: float) -> None:
+    for file in every_file(path):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: int(left * len(whole))])
+        with pytest.raises(DamagedCheckpointError) as raised:
+            load_checkpoint(path, *make(), ALONE)
+        assert str(file) in str(raised.value)
+        file.write_bytes(whole)
+
+
+def test_a_file_that_is_gone_is_named(path: Path) -> None:
+    for file in every_file(path / "model"):
+        file.rename(path / "elsewhere")
+        with pytest.raises(DamagedCheckpointError, match="the file is gone") as raised:
+            load_checkpoint(path, *make(), ALONE)
+        assert str(file) in str(raised.value)
+        (path / "elsewhere").rename(file)
+
+
+def test_who_wants_the_weights_alone_does_not_care_about_the_optimizer(path: Path) -> None:
+    for file in every_file(path / "optimizer"):
+        file.write_bytes(b"")
+    load_checkpoint(path, make()[0], None, ALONE)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"garbage\n", b"\x80\x04."])
+def test_damaged_metadata_is_an_error_that_names_the_file_once(path: Path, content: bytes) -> None:
+    (path / "model" / ".metadata").write_bytes(content)
+    with pytest.raises(WhetError, match=r"\.metadata: not the metadata") as raised:
+        SafeStorageReader(path / "model").read_metadata()
+    assert str(raised.value).count(".metadata") == 1
+
+
+@pytest.mark.parametrize("name", ["os", "torch", "dataclass", "field", "Enum", "Any"])
+def test_what_the_metadata_module_merely_imports_is_refused(tmp_path: Path, name: str) -> None:
+    module = "torch.distributed.checkpoint.metadata"
+    opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
+    (tmp_path / ".metadata").write_bytes(opcodes + b"\x93}(\x8c\x04evilK\x01ub.")  # and sets an attribute `evil`
+    with pytest.raises(WhetError, match="does not belong in a checkpoint"):
+        SafeStorageReader(tmp_path).read_metadata()
+
+
+def test_a_save_that_torch_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def broken(tensors: Any, storage_writer: Any, **options: Any) -> None:
+        (storage_writer.path / "__0_0.distcp").write_bytes(b"half")
+        raise CheckpointException("write", {})  # a BaseException, not an Exception
+
+    monkeypatch.setattr(saving, "dcp_save", broken)
+    saver = CheckpointSaver(tmp_path, *make(), ALONE)
+    with pytest.raises(RunFailedError, match="could not be saved after step 5"), saver:
+        saver.save(5, {})
+    assert list(tmp_path.iterdir()) == []

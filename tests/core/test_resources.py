@@ -1,0 +1,71 @@
+"""Free memory: the machine's, or what the limits of control groups leave of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whet.core.resources import available_memory
+
+NO_LIMIT = 9223372036854771712  # what version 1 says where there is none
+
+
+def system(root: Path, groups: str, **files: object) -> Path:
+    """A machine with 8 MB available; `groups` is /proc/self/cgroup, `files` are under /sys/fs/cgroup."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 16000 kB\nMemAvailable: 8000 kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, value in files.items():
+        file = root / "sys/fs/cgroup" / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{value}\n")
+    return root
+
+
+def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+    assert available_memory(system(tmp_path, "")) == 8_192_000
+
+
+def test_where_the_system_does_not_tell_nothing_is_known(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", 8_192_000), ("5000000", 4_000_000), ("90000000", 8_192_000)])
+def test_version_2(tmp_path: Path, limit: str, free: int) -> None:
+    files = {"memory.max": limit, "memory.current": 1_000_000}
+    assert available_memory(system(tmp_path, "0::/\n", **files)) == free
+
+
+def test_pages_of_files_are_not_gone(tmp_path: Path) -> None:
+    stat = "anon 1\ninactive_file 300\nactive_file 50\nshmem 9000"
+    files = {"memory.max": 1000, "memory.current": 900, "memory.stat": stat}
+    assert available_memory(system(tmp_path, "0::/\n", **files)) == 450
+
+
+def test_a_limit_further_out_holds_for_all_inside(tmp_path: Path) -> None:
+    files = {
+        "job__step__memory.max": "max", "job__step__memory.current": 700,
+        "job__memory.max": 2000, "job__memory.current": 1700,
+    }  # fmt: skip
+    assert available_memory(system(tmp_path, "0::/job/step\n", **files)) == 300
+
+
+def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    assert available_memory(system(tmp_path, "0::/\n", **{"memory.max": 10, "memory.current": 11})) == 0
+
+
+@pytest.mark.parametrize("path", ["/", "/slurm/job", "/docker/not-seen-from-inside"])
+def test_version_1_also_by_the_hosts_path(tmp_path: Path, path: str) -> None:
+    files = {
+        "memory__memory.limit_in_bytes": 4000, "memory__memory.usage_in_bytes": 3000,
+        "memory__memory.stat": "inactive_file 1\ntotal_inactive_file 200\ntotal_active_file 5",
+        "memory__slurm__job__memory.limit_in_bytes": NO_LIMIT, "memory__slurm__job__memory.usage_in_bytes": 9,
+    }  # fmt: skip
+    groups = f"5:cpu,cpuacct:/\n4:memory:{path}\n0::/\n"
+    assert available_memory(system(tmp_path, groups, **files)) == 1205
+
+
+def test_this_machine_has_some() -> None:
+    free = available_memory()
+    assert free is None or free > 0

@@ -1,0 +1,235 @@
+"""The run directory: who owns it, what is in it, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+import whet.core.run_folder as run_module
+from whet.core.errors import WhetError
+from whet.core.run_folder import RunConfig, RunFolder, read_status, record_failure
+
+
+def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "a")
+    assert (tmp_path / "runs" / "a").is_dir()
+    with pytest.raises(WhetError, match="in use by"):
+        RunFolder(tmp_path / "runs" / "a")
+    folder.close()
+    RunFolder(tmp_path / "runs" / "a").close()
+
+
+def test_a_folder_in_use_names_its_owner_since_when_and_its_last_sign_of_life(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    owner = rf"in use by {socket.gethostname()} pid {os.getpid()} since \d{{4}}-\d\d-\d\dT[\d:]+\+00:00 \(\d s ago\)"
+    with pytest.raises(WhetError, match=rf"{owner}\. .*touch {tmp_path}/stop.*run\.dir=FOLDER"):
+        RunFolder(tmp_path)
+    folder.set_status("running", 3, 10)
+    status = read_status(tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps({**status, "heartbeat": status["heartbeat"] - 7300}))
+    with pytest.raises(WhetError, match=rf"{owner}; its last sign of life was 2 h ago\. "):
+        RunFolder(tmp_path)
+    folder.close()
+
+
+def test_a_lock_that_a_dead_process_left_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("elsewhere pid 1 since 2026-01-01T00:00:00+00:00\n")
+    folder = RunFolder(tmp_path)
+    assert f"pid {os.getpid()} since" in (tmp_path / "lock").read_text()
+    folder.close()
+
+
+def test_a_failure_can_be_noted_by_one_that_does_not_own_the_folder(tmp_path: Path) -> None:
+    record_failure(tmp_path, "rank 1 hangs", 3)
+    assert read_status(tmp_path) == {}
+    folder = RunFolder(tmp_path)
+    folder.set_status("running", 3, 10)
+    record_failure(tmp_path, "rank 1 hangs", 3, step=5)
+    status = read_status(tmp_path)
+    assert (status["state"], status["exit_code"], status["step"], status["reason"]) == ("failed", 3, 5, "rank 1 hangs")
+    folder.close()
+
+
+def test_a_path_that_is_a_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    with pytest.raises(WhetError, match=rf"run\.dir: {tmp_path}/f cannot be used as a folder: .*run\.dir=FOLDER"):
+        RunFolder(tmp_path / "f")
+    with pytest.raises(WhetError, match=rf"{tmp_path}/f/below: a part of the path is not a folder .*run\.dir for runs"):
+        RunFolder(tmp_path / "f" / "below")
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "no", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    with pytest.raises(WhetError, match="permission denied while opening the run folder"):
+        RunFolder(tmp_path / "a")
+
+
+def test_a_folder_holds_a_run_once_its_config_is_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert not folder.holds_run()
+    (tmp_path / "config.yaml").touch()
+    assert folder.holds_run()
+    folder.close()
+
+
+def test_a_folder_with_other_files_is_refused_and_some_are_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.require_empty()
+    for name in "dcba":
+        (tmp_path / name).touch()
+    with pytest.raises(WhetError, match=r"not of a run \(a, b, c\)\. .*run\.dir=FOLDER"):
+        folder.require_empty()
+    folder.close()
+
+
+def test_a_status_says_who_runs_where_and_how_far(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert read_status(tmp_path) == {}
+    folder.set_status("running", 3, 10)
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"], status["steps"], status["exit_code"]) == ("running", 3, 10, None)
+    assert (status["host"], status["pid"]) == (socket.gethostname(), os.getpid())
+    assert status["started"] <= status["heartbeat"]
+    folder.set_status("stopped", 4, 10, 75)
+    assert read_status(tmp_path)["exit_code"] == 75
+    folder.close()
+
+
+def test_the_first_start_is_remembered_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RunFolder(tmp_path)
+    first.set_status("running", 1, 2)
+    first.close()
+    started = read_status(tmp_path)["started"]
+    monkeypatch.setattr(run_module.time, "time", lambda: started + 1000)
+    second = RunFolder(tmp_path)
+    second.set_status("running", 2, 2)
+    second.close()
+    assert read_status(tmp_path)["started"] == started
+    assert read_status(tmp_path)["heartbeat"] == started + 1000
+
+
+def test_signs_of_life_come_every_few_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(run_module.time, "time", lambda: now)
+    folder = RunFolder(tmp_path)
+    steps = []
+    for step, wait in enumerate([0, 1, 3, 2, 4.9, 0.2], 1):
+        now += wait
+        folder.beat(step, 9)
+        steps.append(read_status(tmp_path)["step"])
+    assert steps == [1, 1, 1, 4, 4, 6]
+    folder.close()
+
+
+def test_the_end_is_written_at_the_last_step_that_was_reached(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.set_status("running", 0, 9)
+    folder.beat(4, 9)  # too soon to be written
+    assert read_status(tmp_path)["step"] == 0
+    folder.end("stopped", 75)
+    folder.close()
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"], status["steps"], status["exit_code"]) == ("stopped", 4, 9, 75)
+
+
+def test_a_run_that_never_began_has_no_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.end("failed", 1)
+    folder.close()
+    assert read_status(tmp_path) == {}
+
+
+def test_a_stop_file_is_a_request_and_is_taken_away_at_the_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert not folder.stop_requested()
+    (tmp_path / "stop").touch()
+    assert folder.stop_requested()
+    folder.close()
+    assert not (tmp_path / "stop").exists()
+
+
+def begun(path: Path) -> RunFolder:
+    """A run that has written what comes before the first step."""
+    folder = RunFolder(path)
+    folder.set_status("running", 0, 1)
+    for name in ("config.yaml", "ledger.json", "plan.json", "metrics.jsonl"):
+        (path / name).touch()
+    (path / "plan").mkdir()
+    (path / "plan" / "rows.npy").touch()
+    return folder
+
+
+def test_a_run_that_had_not_begun_to_learn_leaves_no_trace(tmp_path: Path) -> None:
+    begun(tmp_path / "runs" / "a").abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_there_before_stays_and_is_free_again(tmp_path: Path) -> None:
+    begun(tmp_path).abandon()
+    assert list(tmp_path.iterdir()) == []
+    RunFolder(tmp_path).close()
+
+
+def test_runs_beside_an_abandoned_one_stay(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "b").mkdir()
+    folder.abandon()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["b"]
+
+
+def test_a_run_that_has_learned_something_stays_when_abandoned(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "a")
+    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
+    folder.abandon()
+    assert (tmp_path / "a" / "config.yaml").exists()
+    RunFolder(tmp_path / "a").close()
+
+
+def test_an_earlier_run_stays_when_its_successor_is_abandoned(tmp_path: Path) -> None:
+    begun(tmp_path).close()
+    RunFolder(tmp_path).abandon()
+    assert (tmp_path / "config.yaml").exists()
+    assert (tmp_path / "plan" / "rows.npy").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "plan", "metrics.jsonl"])
+def test_files_called_like_a_runs_are_still_someone_elses(tmp_path: Path, name: str) -> None:
+    """A typing error in a recipe must not cost anyone their checkpoints."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious.pt").touch()
+    folder = RunFolder(tmp_path)
+    with pytest.raises(WhetError, match=rf"not of a run \({name}\)"):
+        folder.require_empty()
+    folder.abandon()
+    assert (tmp_path / name / "precious.pt").exists()
+
+
+def test_files_of_someone_elses_stay_when_a_run_is_abandoned(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    begun(tmp_path).abandon()
+    assert (tmp_path / "thesis.tex").exists()
+    RunFolder(tmp_path).close()
+
+
+def test_a_damaged_status_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{")
+    with pytest.raises(WhetError, match=r"status\.json:1: not valid JSON"):
+        read_status(tmp_path)
+
+
+def test_a_status_is_json_that_others_can_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.set_status("running", 1, 2)
+    folder.close()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+def test_a_seed_may_be_zero_and_is_unless_given() -> None:
+    assert RunConfig().seed == RunConfig(seed=0).seed == 0

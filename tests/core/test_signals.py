@@ -1,0 +1,92 @@
+"""Signals that ask for an end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from whet.core.errors import StoppedError
+from whet.core.signals import StopRequested, collect_stop_signals, raise_on_stop_signals
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_schedulers_signals_end_like_ctrl_c_and_only_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with raise_on_stop_signals():
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+        send(number)  # torchrun asks again whoever takes longer than the first
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_are_noted_and_a_second_ctrl_c_interrupts(number: signal.Signals) -> None:
+    signals: list[int] = []
+    told: list[int] = []
+    with raise_on_stop_signals(), collect_stop_signals(signals, lambda: told.append(1)):
+        send(number)
+        send(signal.SIGTERM)
+        assert signals == [number, signal.SIGTERM]
+        assert len(told) == 2
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_who_is_stopping_is_not_disturbed_while_it_writes_down_how() -> None:
+    with raise_on_stop_signals():
+        with pytest.raises(StoppedError), collect_stop_signals([], lambda: None):
+            raise StoppedError("stopped")
+        send(signal.SIGTERM)  # would raise
+    with pytest.raises(KeyboardInterrupt), raise_on_stop_signals():
+        send(signal.SIGTERM)
+
+
+def test_nothing_is_left_behind_without_the_frame_around() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StoppedError), collect_stop_signals([], lambda: None):
+        raise StoppedError("stopped")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_after_a_good_end_signals_interrupt_again() -> None:
+    with raise_on_stop_signals():
+        with collect_stop_signals([], lambda: None):
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
+
+
+def test_a_signal_whose_exception_was_lost_is_noted_all_the_same() -> None:
+    signals: list[int] = []
+    with raise_on_stop_signals():
+        with contextlib.suppress(BaseException):  # as some libraries do
+            send(signal.SIGTERM)
+        with collect_stop_signals(signals, lambda: None):
+            pass
+    assert signals == [signal.SIGTERM]
+    later: list[int] = []
+    with raise_on_stop_signals(), collect_stop_signals(later, lambda: None):
+        pass
+    assert later == []
+
+
+def test_what_programs_ask_for_is_told_from_ctrl_c() -> None:
+    with pytest.raises(StopRequested), raise_on_stop_signals(), raise_on_stop_signals():
+        send(signal.SIGUSR1)
+    with pytest.raises(KeyboardInterrupt) as raised, raise_on_stop_signals():
+        send(signal.SIGINT)
+    assert raised.type is KeyboardInterrupt
+
+
+def test_inside_another_one_that_is_ending_nothing_is_disturbed() -> None:
+    with raise_on_stop_signals():
+        with pytest.raises(StoppedError), raise_on_stop_signals(), collect_stop_signals([], lambda: None):
+            raise StoppedError("stopped")
+        send(signal.SIGTERM)  # would raise

@@ -1,0 +1,57 @@
+"""Meeting without a collective: no deadline, and the others are told who is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+import whet.core.distributed as meeting
+from whet.core.distributed import has_agent_store, store_barrier
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def test_all_wait_for_the_last_and_those_who_wait_are_told(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LOG_AFTER_S", 0.2)
+    told, came = list[int](), list[int]()
+
+    def come(rank: int) -> None:
+        store_barrier("here", rank, 3, told.append)
+        came.append(rank)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    assert (came, told) == ([], [1, 1])
+    store_barrier("here", 2, 3)
+    for thread in threads:
+        thread.join(10)
+    assert sorted(came) == [0, 1]
+
+
+def test_meetings_of_other_names_are_other_meetings(store: TCPStore) -> None:
+    store_barrier("one", 0, 1)
+    late = threading.Thread(target=store_barrier, args=("two", 0, 2), daemon=True)
+    late.start()
+    late.join(0.5)
+    assert late.is_alive()
+    store_barrier("two", 1, 2)
+    late.join(10)
+    assert not late.is_alive()
+
+
+def test_only_torchrun_keeps_a_store_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert not has_agent_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert has_agent_store()

@@ -1,0 +1,115 @@
+"""Templates: rendered as transformers renders them."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from whet.core.errors import BadRecordError, WhetError
+from whet.tokenizer.chat_template import ChatTemplate
+
+from .families import CHATML_TEMPLATE, DATED, FAMILIES, Family, small_tokenizer, tokenizer_of
+from .shipped import FIXED, SHIPPED, Shipped
+from .test_shipped_templates import as_dicts, full
+
+TALK = [{"role": "user", "content": ' "Hi"\n'}, {"role": "assistant", "content": "Ā <b>&\\"}]
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_is_rendered_as_transformers_renders_it(family: Family, prompt: bool) -> None:
+    tokenizer = tokenizer_of(family)
+    messages = TALK[:1] if prompt else TALK
+    wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    assert ChatTemplate(family.template, tokenizer.special_tokens_map).render(messages, prompt=prompt) == wanted
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda shipped: shipped.name)
+def test_a_shipped_template_is_rendered_as_transformers_renders_it(shipped: Shipped) -> None:
+    renderer = full(shipped, "assistant")  # whose dates are answered
+    for conversation in FIXED.values():
+        messages = as_dicts(conversation.messages, renderer)
+        outcomes: list[str] = []
+        for render in (renderer.text, renderer._chat.render):
+            try:
+                outcomes.append(render(messages, tools=conversation.tools))
+            except BadRecordError as error:
+                outcomes.append(error.reason)
+        assert outcomes[0] == outcomes[1]
+
+
+JSON: list[Any] = [{"ā": 'q"\\\n', "b": [1, 2.5, None, True], "c": {"<": "&'"}}, "tēxt", [], 3]
+
+
+@pytest.mark.parametrize(
+    "options", ["", "(indent=2)", "(ensure_ascii=true)", "(sort_keys=true)", "(separators=(',',':'))"]
+)
+def test_json_is_written_as_transformers_writes_it(options: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ m['content'] | tojson{options} }}}}{{% endfor %}}"
+    tokenizer = small_tokenizer(source, ())
+    messages = [{"role": "user", "content": value} for value in JSON]
+    wanted = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert ChatTemplate(source, {}).render(messages) == wanted
+    assert "&" in wanted, "nothing is escaped as in a web page"
+
+
+@pytest.mark.parametrize("tag", ["{% break %}", "{% continue %}", "{% generation %}x{% endgeneration %}"])
+def test_the_tags_that_transformers_adds_are_known(tag: str) -> None:
+    source = f"{{% for m in messages %}}a{tag}b{{% endfor %}}"
+    wanted = small_tokenizer(source, ()).apply_chat_template(TALK, tokenize=False)
+    assert ChatTemplate(source, {}).render(TALK) == wanted
+
+
+def test_tools_documents_and_special_tokens_are_there() -> None:
+    source = "{{ tools is none }}{{ documents is none }}{{ bos_token }}{{ eos_token is defined }}"
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(TALK) == "TrueTrue<s>False"
+    assert ChatTemplate("{{ tools[0].a }}", {}).render(TALK, [{"a": 5}]) == "5"
+
+
+@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
+def test_a_date_is_answered_once_and_for_all(call: str) -> None:
+    chat = ChatTemplate(f"{{{{ {call} }}}}|{{{{ strftime_now('%Y') }}}}", {}, "2001-02-03")
+    assert chat.render([]) == "03 Feb 2001|2001"
+    assert "strftime_now" not in chat.source
+    assert chat.today == "2001-02-03"
+
+
+def test_without_a_date_given_it_is_todays() -> None:
+    today = datetime.date.today()
+    assert today.strftime("%d %b %Y") in ChatTemplate(DATED.template, {"bos_token": ""}).render(TALK)
+
+
+def test_a_template_may_ask_whether_there_is_a_date() -> None:
+    source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
+    assert ChatTemplate(source, {}, "2001-02-03").render([]) == "2001"
+
+
+def test_a_date_that_cannot_be_answered_before_is_refused() -> None:
+    with pytest.raises(BadRecordError) as refused:
+        ChatTemplate("{% set f = '%Y' %}{{ strftime_now(f) }}", {}).render([])
+    assert refused.value.reason == "template refuses"
+
+
+def test_words_are_what_a_template_compares_with_or_looks_for() -> None:
+    source = (
+        "{% if '</think>' in c and c != 'a' %}{{ 'printed' }}{{ c.split('b')[0] | replace('d', 'e') }}{% endif %}"
+        "{% if c is equalto 'f' %}{% endif %}{{ c.strip(' ') }}"
+    )
+    assert ChatTemplate(source, {}).words() == ("</think>", "a", "b", "d", "e", "f")
+
+
+def test_what_is_no_jinja_is_an_error_and_what_fails_is_refused() -> None:
+    with pytest.raises(WhetError, match="not valid Jinja"):
+        ChatTemplate("{% if %}", {})
+    with pytest.raises(BadRecordError, match="alternate"):
+        ChatTemplate("{{ raise_exception('must alternate') }}", {}).render([])
+    with pytest.raises(BadRecordError):
+        ChatTemplate("{{ messages[0].content.__class__.__mro__ }}", {}).render(TALK)
+
+
+def test_templates_may_not_change_what_they_are_given() -> None:
+    with pytest.raises(BadRecordError):
+        ChatTemplate("{% set _ = messages.append(1) %}", {}).render([*TALK])
+    assert ChatTemplate(CHATML_TEMPLATE, {}).render(TALK).startswith("<|im_start|>user")

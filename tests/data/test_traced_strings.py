@@ -1,0 +1,332 @@
+"""Traced texts: what a template may ask without being found out is what other texts of the shape answer alike.
+
+The property is tried from outside: a renderer that has met tame texts must treat every other text as one that renders
+in full, whatever the template does with texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from whet.core.errors import BadRecordError
+from whet.data.conversation import Conversation
+from whet.data.render.renderer import Layout, Renderer
+from whet.tokenizer.chat_template import ChatTemplate
+from whet.tokenizer.traced_strings import DataDependentError, TracedStr, TraceGuards
+
+from .families import CHATML_TEMPLATE
+from .test_render import talk, with_template
+
+TOKENIZER = with_template(CHATML_TEMPLATE, ("<|im_start|>", "<|im_end|>", "<think>"))
+TAME = [[("user", f"{mark}u"), ("assistant", f"{mark}a")] for mark in ("Hi", "Zo", "Ku")]
+
+
+def template(expression: str, before: str = "") -> str:
+    """ChatML that prints an expression of the content `c` in its place."""
+    loop, rest = "{% for m in messages %}", "{% set c = m['content'] %}"
+    return "{% set w = '<think>' %}{% macro echo(x) %}{{ x }}{% endmacro %}" + CHATML_TEMPLATE.replace(
+        loop, loop + rest + before
+    ).replace("m['content'] + '<|im", f"({expression}) + '<|im")
+
+
+def fate(renderer: Renderer, conversation: Conversation) -> Layout | str:
+    try:
+        return renderer.layout(conversation)
+    except BadRecordError as error:
+        return error.reason
+
+
+def warmed(source: str) -> Renderer:
+    """One that has met tame texts and never looks whether its skeletons still hold."""
+    renderer = Renderer(TOKENIZER, "assistant", template=source)
+    assert renderer._shapes is not None
+    renderer._shapes.is_due_for_a_check = lambda _: False  # type: ignore[method-assign]
+    for turns in TAME:
+        fate(renderer, talk(*turns))
+    return renderer
+
+
+def is_cached(renderer: Renderer) -> bool:
+    assert renderer._shapes is not None
+    return any(known is not None for known in renderer._shapes._known.values())
+
+
+def agrees(source: str, *texts: str) -> bool:
+    """Whether the cache is of no consequence; returns whether it was in use."""
+    cold, warm = Renderer(TOKENIZER, "assistant", template=source, cached=False), warmed(source)
+    for text in texts:
+        for turns in ([("user", text), ("assistant", "zz")], [("user", "zz"), ("assistant", text)]):
+            assert fate(warm, talk(*turns)) == fate(cold, talk(*turns)), (source, turns)
+    return is_cached(warm)
+
+
+# What skeletons must survive: each of these was once filled in wrongly, or could have been
+
+IF = "('#' if {} else '') + c"
+SERVED = {
+    "plain": ("c", "a"),
+    "strip": ("c.strip()", " a"),
+    "strip characters": ("c.strip('ab')", "b now"),
+    "strip characters right": ("c.rstrip('ab')", "now b"),
+    "trim characters": ("c | trim('ab')", "b now"),
+    "a word in a variable": (IF.format("w in c"), "a <think> b"),
+    "equal to a variable": (IF.format("c == w"), "<think>"),
+    "unequal": (IF.format("'yes' != c"), "yes"),
+    "equal to joined constants": (IF.format("c == 'ye' + 's'"), "yes"),
+    "in a constant": (IF.format("c in 'yes no'"), "yes"),
+    "not in a constant": (IF.format("c not in 'yes no'"), "yes"),
+    "in a list": (IF.format("c in ['yes', 'no']"), "yes"),
+    "test in": (IF.format("c is in 'yes no'"), "yes"),
+    "selected by a test": (IF.format("messages | selectattr('content', 'in', 'yes no') | list"), "yes"),
+    "selected by equality": (IF.format("messages | selectattr('content', 'equalto', 'yes') | list"), "yes"),
+    "a word over a seam": (IF.format("w in '<' + c"), "think> b"),
+    "a word over a seam behind": (IF.format("w in c + 'k>'"), "b <thin"),
+    "a text inside a word": (IF.format("w in '<th' ~ c ~ 'k>'"), "in"),
+    "starts with": (IF.format("c.startswith(w)"), "<think>b"),
+    "starts with one of": (IF.format("c.startswith((w, 'b'))"), "b"),
+    "ends with": (IF.format("c.endswith(w)"), "b<think>"),
+    "removeprefix": ("c.removeprefix(w)", "<think>b"),
+    "removesuffix": ("c.removesuffix(w)", "b<think>"),
+    "split": ("c.split(w)[-1]", "a<think>b"),
+    "number of parts": (IF.format("c.split(w) | length > 1"), "a<think>b"),
+    "replace": ("c.replace('b', 'xy')", "abc"),
+    "replace filter": ("c | replace('b', 'xy')", "abc"),
+    "empty": (IF.format("c | trim | length == 0"), " "),
+    "not empty": (IF.format("(c | length) > 0"), "a"),
+    "concatenated": ("'' ~ c ~ ''", "a"),
+    "joined": ("[c] | join('')", "a"),
+    "joined by a method": ("''.join([c])", "a"),
+    "by a macro": ("echo(c)", "a"),
+    "macro and word": (IF.format("w in echo(c)"), "<think>"),
+    "default": ("c | default('x')", "a"),
+    "types": (IF.format("c is string and c is not mapping and c is iterable and c is sequence and c is defined"), "a"),
+    "key of a text": (IF.format("c.text is defined"), "a"),
+    "compared with itself": (IF.format("c == m['content']"), "a"),
+}
+LOOKED_INTO = {
+    "escaped": ("c | e", "a & b"),
+    "title": ("c | title", "hello you"),
+    "upper": (IF.format("c | upper == c"), "A"),
+    "lower method": (IF.format("c.lower() == c"), "A"),
+    "int": (IF.format("c | int > 5"), "77"),
+    "float": (IF.format("c | float > 0"), "7"),
+    "length": (IF.format("c | length > 9"), "a very long text"),
+    "length of a concatenation": (IF.format("(c ~ '') | length > 9"), "a very long text"),
+    "length of a replacement": (IF.format("(c | replace('§', '')) | length > 9"), "a very long text"),
+    "length of a format": (IF.format("'{}'.format(c) | length > 9"), "a very long text"),
+    "length of a format filter": (IF.format("('%s' | format(c)) | length > 9"), "a very long text"),
+    "length of a percent": (IF.format("('%s' % c) | length > 9"), "a very long text"),
+    "length of a percent that is made": (IF.format("((w ~ '%s') % (c,)) | length > 16"), "a very long text"),
+    "length of a percent of a tuple": (IF.format("('%s' % (c,)) | length > 9"), "a very long text"),
+    "length of a join": (IF.format("([c] | join('')) | length > 9"), "a very long text"),
+    "length of a join by a method": (IF.format("''.join([c]) | length > 9"), "a very long text"),
+    "length of a list as text": (IF.format("([c] | string) | length > 9"), "a very long text"),
+    "length of a macro": (IF.format("echo(c) | length > 9"), "a very long text"),
+    "length in a sum": (IF.format("(c | length) + 1 > 9"), "a very long text"),
+    "length printed": ("c ~ (c | length)", "abc"),
+    "a character": (IF.format("c[0] == 'A'"), "A"),
+    "a slice": (IF.format("c[:2] == 'ab'"), "abc"),
+    "first": (IF.format("c | first == 'A'"), "A"),
+    "list": (IF.format("c | list | length > 3"), "abcd"),
+    "reversed": (IF.format("(c | reverse) == 'sey'"), "yes"),
+    "words": (IF.format("c.split() | length > 3"), "a b c d"),
+    "word count": (IF.format("c | wordcount > 3"), "a b c d"),
+    "lines": (IF.format("c.splitlines() | length > 1"), "a\nb"),
+    "count": (IF.format("c.count('l') > 1"), "all"),
+    "find": (IF.format("c.find('l') > 0"), "all"),
+    "order": (IF.format("c < 'b'"), "a"),
+    "largest": (IF.format("([c, 'b'] | max) == 'b'"), "a"),
+    "key": (IF.format("{'yes': 1}.get(c)"), "yes"),
+    "key by subscript": (IF.format("{'yes': 1}[c] is defined"), "yes"),
+    "json": ("c ~ ('' if (c | tojson) == '\"' ~ c ~ '\"' else '#')", 'a"b'),
+    "nested json": ("c ~ ('#' if '\\\\' in ([{'a': c}] | tojson) else '')", 'a"b'),
+    "equal texts": (IF.format("c == messages[0]['content']"), "zz"),
+    "text in text": (IF.format("messages[0]['content'] in c"), "zz"),
+    "in a constant by a method": (IF.format("'yes no'.startswith(c)"), "yes"),
+    "replacement in a constant": (IF.format("'a-b'.replace('-', c) | length > 9"), "a very long text"),
+    "stripped of a text": (IF.format("'zaz'.strip(c) == 'a'"), "z"),
+    "tags": ("c | striptags", "a <b>x</b>"),
+    "url": ("c | urlize", "http://a.bc"),
+    "wrapped": ("c | wordwrap(12)", "a very long text indeed"),
+    "centred": ("c | center(6)", "abcdefg"),
+    "indented": ("c | indent", "a\nb"),
+    "marked as safe": ("(('' | safe) + c) ~ ''", "a & b"),
+    "is upper": (IF.format("c is upper"), "A"),
+    "is a test": (IF.format("c is filter"), "upper"),
+    "unique": (IF.format("([c, 'yes'] | unique | list | length) == 1"), "yes"),
+    "grouped": (IF.format("(messages | groupby('content') | length) == 1"), "zz"),
+    "joined by attribute": (IF.format("(messages | join('', attribute='content')) | length > 9"), "a very long text"),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_texts_that_answer_alike_are_filled_in_and_others_are_not(name: str) -> None:
+    expression, text = SERVED[name]
+    assert agrees(template(expression), text, "other", f"x{text}x", text * 3), "the shape should be in the cache"
+
+
+@pytest.mark.parametrize("name", LOOKED_INTO)
+def test_a_template_that_looks_into_texts_has_no_skeletons(name: str) -> None:
+    expression, text = LOOKED_INTO[name]
+    assert not agrees(template(expression), text, "other", f"x{text}x", text * 3), "the shape must not be in the cache"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "{% set x %}{{ c }}{% endset %}",
+        "{% set x = echo(c) %}",
+        "{% set ns = namespace(x='') %}{% set ns.x = c ~ '' %}{% set x = ns.x %}",
+        "{% set x %}{% for part in [c] %}{{ part }}{% endfor %}{% endset %}",
+        "{% set x %}{% filter trim %}{{ c }}{% endfilter %}{% endset %}",
+        "{% macro f() %}{{ caller() }}{% endmacro %}{% set x %}{% call f() %}{{ c }}{% endcall %}{% endset %}",
+    ],
+)
+def test_texts_stay_traced_through_blocks_macros_and_namespaces(before: str) -> None:
+    assert not agrees(template("('#' if x | length > 9 else '') + x", before), "a very long text", "a")
+    assert agrees(template("('#' if w in x else '') + x", before), "a very long text", "<think>", "a<think>")
+
+
+@pytest.mark.parametrize("loop", ["{% for x in c %}{% if x == 'l' %}{% set ns.n = 1 %}{% endif %}{% endfor %}"])
+def test_a_loop_over_characters_has_no_skeletons(loop: str) -> None:
+    source = template("c ~ ('#' if ns.n else '')", "{% set ns = namespace(n=0) %}" + loop)
+    assert not agrees(source, "all", "other")
+
+
+def test_a_generation_prompt_that_looks_into_texts_has_no_skeletons() -> None:
+    source = CHATML_TEMPLATE.replace(
+        "assistant\n' }}", "assistant\n' }}{{ '<think>' if messages[-1]['content'] | length > 5 else '' }}"
+    ).replace("+ m['content']", "+ ('<think>' if m['role'] == 'assistant' else '') + m['content']")
+    assert not agrees(source, "a very long text", "a")
+
+
+# Templates at random
+
+WORDS = ["<think>", "</think>", "b", "ab", "\n", " ", "yes", "<", ""]
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 3) -> str:
+    """Of the text `c`, a text."""
+    if depth == 0:
+        return "c"
+    inner, word, other = draw(expressions(depth - 1)), draw(_WORD), draw(_WORD)
+    return draw(
+        st.sampled_from([
+            inner, inner, f"({inner} ~ {word})", f"({word} + {inner})", f"{inner}.strip()", f"{inner}.strip({word})",
+            f"({inner} | trim)", f"{inner}.lstrip({word})", f"{inner}.replace({word}, {other})",
+            f"({inner} | replace({word}, {other}))", f"{inner}.split({word})[-1]", f"{inner}.split({word})[0]",
+            f"echo({inner})", f"({inner} if {draw(conditions(depth - 1))} else {word} ~ {inner})",
+            f"([{inner}, {word}] | join({other}))", f"({inner} | upper)", f"{inner}[1:]", f"({inner} | title)",
+            f"{inner}.removeprefix({word})", f"({inner} | default({word}))", f"({inner} | string)",
+        ])
+    )  # fmt: skip
+
+
+@st.composite
+def conditions(draw: st.DrawFn, depth: int = 2) -> str:
+    inner, word = draw(expressions(depth)), draw(_WORD)
+    return draw(
+        st.sampled_from([
+            f"{word} in ({inner})", f"({inner}) in {word}", f"({inner}) == {word}", f"{word} != ({inner})",
+            f"({inner}).startswith({word})", f"({inner}).endswith({word})", f"(({inner}) | length) > 0",
+            f"(({inner}) | length) > 4", f"({inner}) in [{word}, 'b']", f"({inner})", f"({inner}) is string",
+            f"(({inner}) ~ '') | wordcount > 1", f"({inner}).split({word}) | length > 1",
+        ])
+    )  # fmt: skip
+
+
+_WORD = st.sampled_from([repr(word) for word in WORDS] + ["w", "m['role']"])
+TEXTS = st.lists(st.sampled_from([*WORDS, "c", "user", "think>", "</", "X"]), min_size=1, max_size=3).map("".join)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(expressions(), st.lists(TEXTS, min_size=3, max_size=5))
+@example("(w + c) if w in ('<' ~ c) else c", ["think>"])
+def test_random_templates_treat_texts_alike_with_and_without_the_cache(expression: str, texts: list[str]) -> None:
+    agrees(template(expression), *texts)
+
+
+# The pieces
+
+
+def traced(text: str) -> tuple[TracedStr, TraceGuards]:
+    questions = TraceGuards()
+    return TracedStr(text, questions), questions
+
+
+def test_every_method_of_a_text_is_answered_or_refused() -> None:
+    """A method that a later Python brings must be refused until it is known."""
+    answering = {
+        "startswith", "endswith", "removeprefix", "removesuffix", "strip", "lstrip", "rstrip", "replace", "split",
+    }  # fmt: skip
+    for name in dir(str):
+        if not name.startswith("_") and name != "maketrans":
+            text, questions = traced("abc")
+            arguments: tuple[Any, ...] = {"replace": ("x", "y")}.get(name, ("x",))
+            if name in answering:
+                getattr(text, name)(*arguments)
+                assert not questions.inspected, name
+            else:
+                with pytest.raises(DataDependentError):
+                    getattr(text, name)(*arguments)
+                assert questions.inspected, name
+
+
+@pytest.mark.parametrize(
+    "look",
+    [len, list, hash, repr, lambda t: t[0], lambda t: t[1:], lambda t: t < "b", lambda t: t >= "b", lambda t: t * 2,
+     lambda t: t % (), lambda t: f"{t}", lambda t: t.split(), lambda t: t.startswith("a", 1),
+     lambda t: t.replace("", "-"), lambda t: sorted([t, t])],
+)  # fmt: skip
+def test_a_look_inside_is_refused_and_remembered(look: Any) -> None:
+    text, questions = traced("abc")
+    with pytest.raises(DataDependentError):
+        look(text)
+    assert questions.inspected
+
+
+def test_asking_about_another_text_is_refused() -> None:
+    questions = TraceGuards()
+    a, b = TracedStr("a", questions), TracedStr("b", questions)
+    for ask in (lambda: a == b, lambda: a in b, lambda: a.startswith(b), lambda: a.replace(b, ""), lambda: a.strip(b)):
+        with pytest.raises(DataDependentError):
+            ask()
+
+
+def test_what_is_printed_joined_and_stripped_stays_traced() -> None:
+    text, questions = traced("abc")
+    for kept in (str(text), text + "x", "x" + text, text.strip(), text.replace("x", "y"), *text.split("x")):
+        assert type(kept) is TracedStr
+    assert bool(text)
+    assert not bool(traced("")[0])
+    assert not questions.inspected
+
+
+def test_questions_are_answered_for_texts_that_no_word_touches() -> None:
+    text, questions = traced("abc")
+    assert "<think>" not in text
+    text.strip("*")
+    is_answered = questions.closed()
+    assert all(map(is_answered, ["abc", "a <thin b", "a* b", "think", "é"][:3]))
+    refused = ["a<think>b", "<think>", "think", "k> a", "a <th", "*a", "a*", " a", "a\n", "\u3000a"]
+    assert [text for text in refused if is_answered(text)] == []
+
+
+def test_words_that_are_empty_ask_nothing() -> None:
+    text, questions = traced("abc")
+    assert text != ""
+    assert questions.closed()("abc")
+
+
+def test_tracing_renders_as_the_template_does() -> None:
+    for expression, text in SERVED.values():
+        chat = ChatTemplate(template(expression), {})
+        plain = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
+        questions = TraceGuards()
+        marked = [{**message, "content": TracedStr(message["content"], questions)} for message in plain]
+        assert "".join([chat.trace(marked)]) == chat.render(plain)

@@ -1,0 +1,94 @@
+"""What was compiled is kept in whet's cache: another process compiles nothing anew and computes the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMPILE = """
+import json, os, torch
+from torch._dynamo.utils import counters
+from whet.execution.compile import compile_forward
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x, documents):
+        return x + self.down(torch.nn.functional.silu(self.up(x))) * documents
+
+torch.manual_seed(0)
+layer = Layer()
+layer.forward = compile_forward(layer.forward)
+out = layer(torch.randn(4, 8), documents=torch.ones(4, 1))
+out.sum().backward()
+numbers = [out, *(parameter.grad for parameter in layer.parameters())]
+print(json.dumps({
+    "bits": [number.detach().numpy().tobytes().hex() for number in numbers],
+    "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+    "misses": counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
+}))
+"""
+"""A layer, forward and backward, in inductor's C++."""
+
+DECIDE = """
+import json, os, torch._inductor.codecache
+from whet.execution.compile import use_compile_cache
+
+for _ in range(2):
+    use_compile_cache()
+print(json.dumps({name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}))
+"""
+
+
+def start(script: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """What a process of its own found, and what it said."""
+    ours = {key: value for key, value in os.environ.items() if "CACHE_DIR" not in key}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ours | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.system("g++")
+def test_a_second_process_compiles_nothing_anew_and_computes_the_same(tmp_path: Path) -> None:
+    first, _ = start(COMPILE, WHET_CACHE=str(tmp_path))
+    assert first["misses"] > 0
+    assert first["hits"] == 0
+    second, _ = start(COMPILE, WHET_CACHE=str(tmp_path))
+    assert second["misses"] == 0
+    assert second["hits"] > 0
+    assert second["bits"] == first["bits"]
+    assert [path.name for path in tmp_path.iterdir()] == ["compiled"]
+
+
+def test_compiled_code_is_kept_beside_the_stores(tmp_path: Path) -> None:
+    found, said = start(DECIDE, WHET_CACHE=str(tmp_path))
+    assert found == {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"),
+        "TRITON_CACHE_DIR": str(tmp_path / "compiled" / "triton"),
+    }
+    assert not said
+
+
+def test_a_cache_that_cannot_be_written_is_said_once_and_torch_uses_its_own(tmp_path: Path) -> None:
+    (tmp_path / "compiled").write_text("in the way")
+    found, said = start(DECIDE, WHET_CACHE=str(tmp_path))
+    assert said.count("compiled code cannot be kept here") == 1
+    assert not str(found["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(tmp_path))
+
+
+def test_a_folder_that_the_user_has_set_stays(tmp_path: Path) -> None:
+    mine = str(tmp_path / "mine")
+    found, _ = start(DECIDE, WHET_CACHE=str(tmp_path / "whet"), TORCHINDUCTOR_CACHE_DIR=mine)
+    assert found == {"TORCHINDUCTOR_CACHE_DIR": mine, "TRITON_CACHE_DIR": None}
+    assert not (tmp_path / "whet").exists()

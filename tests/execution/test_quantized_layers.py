@@ -1,0 +1,113 @@
+"""Layers in 4 bits under what is done to layers for memory and speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whet.execution import offload
+from whet.execution.transform import transform_layers
+from whet.model import attention
+from whet.model.config import AdapterConfig
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.model.loss.loss_model import LossModel
+from whet.model.quantize import quantize_
+from whet.parallel.config import ParallelConfig
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    before = torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = before
+
+
+def make(layers: int = 2, backend: str = "sdpa", dtype: torch.dtype = torch.float32) -> LossModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = LlamaForCausalLM(config).to(dtype).requires_grad_(False)
+    quantize_(model, torch.device("cpu"))
+    attention.install_backend(model, backend)
+    model = add_adapter(model, AdapterConfig(rank=4, dropout=0.2 if backend == "sdpa" else 0.0), seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return LossModel(unwrap_peft(model)).train()
+
+
+def gradients(root: LossModel, batch: Any) -> list[Tensor]:
+    torch.manual_seed(7)
+    result = root(batch)
+    result.objective.backward()
+    found = [parameter.grad for parameter in root.parameters() if parameter.requires_grad]
+    assert all(gradient is not None for gradient in found)
+    return [result.loss, *found]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kept", ["none", "activations"])
+def test_recomputed_and_offloaded_they_have_the_same_gradients(
+    make_batch: Make, recompute: Any, kept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "_MIN_BYTES", 1)  # bytes: everything goes
+    plain, changed = make(), make()
+    transform_layers(changed.language_model, ParallelConfig(recompute=recompute, offload=kept), compile=False)
+    batch = make_batch([9, 20, 8])
+    for one, other in zip(gradients(changed, batch), gradients(plain, batch), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_keeps_products_with_4_bit_weights(make_batch: Make, recompute: Any, times: int) -> None:
+    root = make(layers=2)
+    transform_layers(root.language_model, ParallelConfig(recompute=recompute), compile=False)
+    with _Operations() as counted:
+        root(make_batch([9, 20, 8])).objective.backward()
+    assert counted.seen["bitsandbytes::gemm_4bit"] == times * 2 * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_all_layers_are_one_compile_and_compute_the_same(make_batch: Make, dtype: torch.dtype) -> None:
+    """Two, because the first layer's input takes no gradient; with more layers not one more."""
+    counts = []
+    for layers in (3, 5):
+        torch._dynamo.reset()
+        plain, changed = make(layers, "eager", dtype), make(layers, "eager", dtype)
+        counter = CompileCounterWithBackend("aot_eager")
+        transform_layers(changed.language_model, ParallelConfig(), True, counter)
+        for lengths in ([9, 20, 8], [30, 10], [48]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                results = [root(make_batch(lengths)) for root in (plain, changed)]
+            for result in results:
+                result.objective.backward()
+        counts.append(counter.frame_count)
+        for one, other in zip(plain.parameters(), changed.parameters(), strict=True):
+            if one.requires_grad:
+                torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-6)
+    assert counts == [2, 2]

@@ -1,0 +1,54 @@
+"""Small random models of several families, and what asks for their export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., Any]:
+    """random_model("qwen3", tie_word_embeddings=True): two layers, with the tokens of builtin:tiny."""
+
+    def make(kind: str, **settings: Any) -> Any:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from whet.model.config import ModelConfig
+        from whet.tokenizer.loading import load_tokenizer
+
+        shape = AutoConfig.for_model(
+            kind, **{
+                "vocab_size": len(load_tokenizer(ModelConfig(path="builtin:tiny"))) + 3, "hidden_size": 64,
+                "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False, **settings,
+            },
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(shape).eval()
+        for name, weight in model.named_parameters():  # norms and biases that do something
+            if weight.dim() == 1:
+                torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def order_of() -> Callable[..., Any]:
+    """order_of(model, "f16"): its export, spoken to with builtin:tiny's tokenizer."""
+
+    def make(model: Any, dtype: str = "f32", tokenizer: Any = None, **more: Any) -> Any:
+        from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
+        from whet.exporting.trained_model import TrainedModel
+        from whet.model.config import ModelConfig
+        from whet.tokenizer.loading import load_tokenizer
+
+        spoken = tokenizer or load_tokenizer(ModelConfig(path="builtin:tiny"))
+        return ExportSpec(
+            TrainedModel(model), GenerationSettings(spoken, [2, 5], 2, {}), EXPORT_DTYPES[dtype], 7, **more
+        )
+
+    return make

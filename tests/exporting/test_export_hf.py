@@ -1,0 +1,321 @@
+"""What ships is what was trained: loaded back and compared, or refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from whet.core.errors import WhetError
+from whet.core.files import hash_file, read_json, write_json
+from whet.exporting.exporter import write_export
+from whet.exporting.hf_folder import HFFolderFormat
+from whet.exporting.spec import EXPORT_DTYPES, ExportMismatchError, ExportSpec, GenerationSettings
+from whet.exporting.trained_model import TrainedModel
+from whet.model import attention
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.load.pretrained import load_model
+from whet.model.lora.peft_adapters import add_adapter
+from whet.tokenizer.loading import load_tokenizer
+
+TINY = ModelConfig(path="builtin:tiny")
+STOPS = [2, 5]
+PROBES = [list(range(3, 60)), list(range(100, 120))]
+
+
+def order(model: nn.Module, dtype: str = "f32", **more: Any) -> ExportSpec:
+    speech = GenerationSettings(load_tokenizer(TINY), STOPS, 2, {"temperature": 0.6, "do_sample": True})
+    return ExportSpec(TrainedModel(model), speech, EXPORT_DTYPES[dtype], 7, **more)
+
+
+@pytest.fixture
+def adapted() -> nn.Module:
+    """Tiny with adapters that have learned something, attending by documents, as training leaves it."""
+    model = load_model(TINY, torch.float32)
+    attention.install_backend(model, "sdpa")
+    model = add_adapter(model, AdapterConfig(rank=4), seed=0)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([PROBES[0]])).logits
+
+
+def test_a_model_without_adapters_does_not_wait_for_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes two seconds to import, with what it imports itself."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert write_export(order(load_model(TINY, torch.float32)), "merged", tmp_path / "merged", PROBES).verified
+
+
+def test_a_merged_export_loads_in_transformers_and_carries_its_certificate(adapted: nn.Module, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "exports" / "merged"
+    base = logits(load_model(TINY, torch.float32))
+    certificate = write_export(order(adapted), "merged", folder, PROBES)
+    written = json.loads((folder / "certificate.json").read_text())
+    assert written == certificate.as_dict()
+    assert written["verified"] is True
+    assert (written["kind"], written["conversations"], written["tokens"]) == ("merged", 2, 57 + 20)
+    assert (written["same_next_token"], written["same_ids"], written["stops"], written["dtype"]) == (
+        1,
+        True,
+        True,
+        "f32",
+    )
+    assert written["kl"] < 1e-9
+    assert written["files"] == {"model.safetensors": hash_file(folder / "model.safetensors")}
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.generation_config.eos_token_id == STOPS
+    assert loaded.generation_config.temperature == 0.6
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    assert (logits(loaded) - base).abs().max() > 0.1  # the adapters are in it
+    assert AutoTokenizer.from_pretrained(folder).chat_template == load_tokenizer(TINY).chat_template
+
+
+def test_exporting_leaves_the_model_as_it_was(adapted: nn.Module, tmp_path: Path) -> None:
+    before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
+    write_export(order(adapted), "merged", tmp_path / "merged", PROBES)
+    torch.testing.assert_close(dict(adapted.state_dict()), before, rtol=0, atol=0)
+    assert adapted.config._attn_implementation == attention.registered_name("sdpa")
+    assert not any(getattr(module, "merged", False) for module in adapted.modules())
+
+
+def test_merged_weights_are_those_of_peft(adapted: nn.Module, tmp_path: Path) -> None:
+    write_export(order(adapted), "merged", tmp_path / "merged", PROBES)
+    merged = {name: weight.detach() for name, weight in adapted.merge_and_unload().named_parameters()}
+    torch.testing.assert_close(load_file(tmp_path / "merged/model.safetensors"), merged, rtol=0, atol=0)
+
+
+def test_an_adapter_export_loads_in_peft(adapted: nn.Module, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    folder = tmp_path / "adapter"
+    adapted.eval()
+    adapted.set_attn_implementation("sdpa")
+    wanted = logits(adapted)
+    certificate = write_export(order(adapted), "adapter", folder, PROBES)
+    assert certificate.verified
+    assert list(certificate.files) == ["adapter_model.safetensors"]
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), wanted)
+
+
+def test_a_whole_model_has_no_adapter_to_export(tmp_path: Path) -> None:
+    with pytest.raises(WhetError, match="--to merged"):
+        write_export(order(load_model(TINY, torch.float32)), "adapter", tmp_path / "adapter", PROBES)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_sixteen_bits_are_written_and_said(adapted: nn.Module, tmp_path: Path, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    certificate = write_export(order(adapted, dtype), "merged", tmp_path / "merged", PROBES)
+    assert certificate.dtype == dtype
+    assert 0 < certificate.max_logit_difference < 0.1
+    kept = {weight.dtype for weight in load_file(tmp_path / "merged/model.safetensors").values()}
+    assert kept == {EXPORT_DTYPES[dtype].dtype} == {AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype}
+
+
+def test_small_files_hold_the_same_and_are_loaded_from_the_disk(adapted: nn.Module, tmp_path: Path) -> None:
+    """Files of 100 kB: most of the model is left on the disk while it is compared."""
+    write_export(order(adapted), "merged", tmp_path / "one", PROBES)
+    certificate = write_export(order(adapted, shard_size=100_000), "merged", tmp_path / "many", PROBES)
+    assert len(certificate.files) > 2
+    assert all((tmp_path / "many" / name).stat().st_size < 140_000 for name in certificate.files)
+    index = read_json(tmp_path / "many/model.safetensors.index.json")
+    many = {key: value for name in certificate.files for key, value in load_file(tmp_path / "many" / name).items()}
+    assert set(index["weight_map"]) == set(many)
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in many.values())
+    torch.testing.assert_close(many, load_file(tmp_path / "one/model.safetensors"), rtol=0, atol=0)
+
+
+def _rewrite(folder: Path, name: str, **values: Any) -> None:
+    write_json(folder / name, {**read_json(folder / name), **values})
+
+
+def _other_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|im_start|> "))
+
+
+def _other_cut(folder: Path) -> None:
+    """The tokenizer cuts around every l."""
+    said = read_json(folder / "tokenizer.json")
+    around = {"type": "Split", "pattern": {"Regex": "l"}, "behavior": "Isolated", "invert": False}
+    said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [around, said["pre_tokenizer"]]}
+    write_json(folder / "tokenizer.json", said)
+
+
+def _weights(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = next(folder.glob("*.safetensors"))
+    weights = {name: weight.clone() for name, weight in load_file(file).items()}
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _halved(weights: dict[str, Any]) -> None:
+    weights["model.layers.0.mlp.down_proj.weight"] *= 0.5
+
+
+def _rounded(weights: dict[str, Any]) -> None:
+    weights["model.norm.weight"] = weights["model.norm.weight"].half()
+
+
+def _left_out(weights: dict[str, Any]) -> None:
+    del weights["model.norm.weight"]
+
+
+def _zero_adapter(weights: dict[str, Any]) -> None:
+    for name in weights:
+        if "lora_B" in name:
+            weights[name].zero_()
+
+
+def _stops(folder: Path) -> None:
+    _rewrite(folder, "generation_config.json", eos_token_id=5)
+
+
+def _eos(folder: Path) -> None:
+    _rewrite(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
+
+
+def _config(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: _rewrite(folder, "config.json", **values)
+
+
+def _adapter(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: _rewrite(folder, "adapter_config.json", **values)
+
+
+def _changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    return lambda folder: _weights(folder, change)
+
+
+def _no_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+
+
+CORRUPTIONS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "template": ("merged", _other_template, "its chat template is not the one"),
+    "tokenizer": ("merged", _other_cut, "its tokenizer cuts"),
+    "stops": ("merged", _stops, r"do not stop at '<\|im_end\|>'"),
+    "eos": ("merged", _eos, "eos token is"),
+    "dtype of config.json": ("merged", _config(dtype="float16"), "load it in torch.float16"),
+    "dtype of a weight": ("merged", _changed(_rounded), "weights in F16 instead of F32"),
+    "a weight": ("merged", _changed(_halved), "its logits differ by"),
+    "a weight less": ("merged", _changed(_left_out), "missing weights: .*norm"),
+    "configuration": ("merged", _config(rms_norm_eps=0.1), "its logits differ by"),
+    "a file": ("merged", _no_file, "is damaged"),
+    "adapter": ("adapter", _changed(_zero_adapter), "its logits differ by"),
+    "scale": ("adapter", _adapter(lora_alpha=1), "its logits differ by"),
+    "base": ("adapter", _adapter(base_model_name_or_path="/nowhere"), "peft cannot load it over /nowhere"),
+}
+
+
+@pytest.mark.parametrize("what", CORRUPTIONS)
+def test_what_was_corrupted_after_writing_is_refused_and_leaves_what_was_there(
+    adapted: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    from whet.exporting.exporter import EXPORT_FORMATS
+
+    kind, corrupt, reason = CORRUPTIONS[what]
+    form = type(EXPORT_FORMATS[kind])
+    write = form.write
+
+    def written_badly(self: Any, asked: ExportSpec, folder: Path) -> None:
+        write(self, asked, folder)
+        corrupt(folder)
+
+    folder = tmp_path / kind
+    folder.mkdir()
+    (folder / "older").touch()
+    monkeypatch.setattr(form, "write", written_badly)
+    with pytest.raises(ExportMismatchError, match=reason):
+        write_export(order(adapted), kind, folder, PROBES)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [kind, f"{kind}/older"]
+
+
+def test_a_new_export_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    (folder / "older").touch()
+    write_export(order(load_model(TINY, torch.float32)), "merged", folder, PROBES)
+    assert not (folder / "older").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter", "gguf", "megatron"])
+def test_a_full_disk_is_said_and_leaves_nothing(
+    adapted: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from whet.exporting.exporter import EXPORT_FORMATS
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(EXPORT_FORMATS[kind]), "write", full)
+    with pytest.raises(WhetError, match="the disk is full while exporting"):
+        write_export(order(adapted), kind, tmp_path / kind, PROBES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    adapted: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HFFolderFormat, "size", lambda self, asked: 2**60)
+    with pytest.raises(WhetError, match="the disk is too full for the export"):
+        write_export(order(adapted), "merged", tmp_path / "merged", PROBES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
+    """transformers has the experts of a layer in one weight in memory, and each by itself in files."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = Qwen3MoeConfig(
+        vocab_size=load_model(TINY, torch.float32).config.vocab_size, hidden_size=32, intermediate_size=64,
+        moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(settings).eval()
+    write_export(order(model, shard_size=30_000), "merged", tmp_path / "merged", PROBES)
+    names = read_json(tmp_path / "merged/model.safetensors.index.json")["weight_map"]
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
+    assert not any("gate_up_proj" in name for name in names)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_layers_in_4_bits_are_turned_back_with_and_without_an_adapter(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from whet.model.lora.peft_adapters import unwrap_peft
+    from whet.model.quantize import quantize_
+
+    model = load_model(TINY, torch.float32).requires_grad_(False)
+    quantize_(model, torch.device("cpu"))
+    model = add_adapter(model, AdapterConfig(rank=4, targets=["q_proj"]), seed=0).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    certificate = write_export(order(model), "merged", tmp_path / "merged", PROBES)
+    assert certificate.quantize == "nf4"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(loaded), logits(unwrap_peft(model)), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,137 @@
+"""Sums are worked out by a parser, and what a model asks for comes back into its answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from calling import TOOL_TEMPLATE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.core.errors import WhetError
+from whet.data.calculator import CALCULATOR_SCHEMA
+from whet.data.render.renderer import Renderer
+from whet.inference.calculator_tool import (
+    CALCULATOR_TOKENS,
+    FunctionCallCalculator,
+    InlineCalculator,
+    calculate,
+    make_calculator,
+    parse_calculator_call,
+)
+from whet.model.config import ModelConfig
+from whet.tokenizer.loading import load_tokenizer
+
+
+def renderer(markers: bool = False, template: str | None = None) -> Renderer:
+    tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
+    if markers:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(CALCULATOR_TOKENS)})
+    if template:
+        tokenizer.chat_template = template
+    return Renderer(tokenizer, "assistant")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("48/2", "24"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("-3 - -4", "1"), ("1,234 + 1", "1235"), ("7//2", "3"),
+        ("-7//2", "-4"), ("1/3", "0.333333333333"), ("-1/3", "-0.333333333333"), ("0.1+0.2", "0.3"), (".5*4.", "2"),
+        ("12 × 3 ÷ 4 − 1", "8"), ("2/3*3", "2"), ("'strawberry'.count('r')", "3"), ('"a b".count(" ")', "1"),
+        ("1/1000", "0.001"), ("-0.25", "-0.25"),
+    ],
+)  # fmt: skip
+def test_a_value_is_what_a_person_would_write(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "", "1/0", "2**9", "2 3", "(1", "1)", "1+", "__import__('os')", "open('x')", "a+1", "1e9", "[1]", "'a'.upper()",
+        "'a'.count('a').real", "'a'.count(x)", "(" * 40 + "1" + ")" * 40, "1+" * 200 + "1", "lambda: 1", "0x10", "7//0",
+    ],
+)  # fmt: skip
+def test_what_is_no_sum_has_no_value(expression: str) -> None:
+    assert calculate(expression) is None
+
+
+def test_no_expression_takes_long() -> None:
+    began = time.process_time()
+    calculate("9" * 80 + "*" + "9" * 80 + "/" + "7" * 80)
+    calculate("*".join(["99"] * 85))
+    calculate("-" * 250 + "1")
+    assert time.process_time() - began < 0.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 999), st.sampled_from("+-*")), min_size=1, max_size=8))
+def test_whole_numbers_are_added_and_multiplied_as_python_does(parts: list[tuple[int, str]]) -> None:
+    text = "".join(f"{number} {sign} " for number, sign in parts) + "3"
+    assert calculate(text) == str(eval(text))
+
+
+def test_between_markers_the_value_follows_its_sum() -> None:
+    its = renderer(markers=True)
+    calculator = make_calculator(its)
+    assert isinstance(calculator, InlineCalculator)
+    opening, closing, output, end = its.tokenizer.convert_tokens_to_ids(list(CALCULATOR_TOKENS))
+    digits = its.tokenizer.encode("48/2", add_special_tokens=False)
+    watcher = calculator.watch()
+    assert [list(watcher.see(token)) for token in (5, opening, *digits)] == [[]] * (2 + len(digits))
+    assert list(watcher.see(closing)) == [output, *its.tokenizer.encode("24", add_special_tokens=False), end]
+    assert list(watcher.see(closing)) == []  # it was not opened again
+    bad = calculator.watch()
+    assert not any(
+        bad.see(token) for token in (opening, *its.tokenizer.encode("no", add_special_tokens=False), closing)
+    )
+
+
+def test_a_call_by_the_template_is_followed_by_the_tool_s_turn_and_a_new_one() -> None:
+    its = renderer(template=TOOL_TEMPLATE)
+    calculator = make_calculator(its)
+    assert isinstance(calculator, FunctionCallCalculator)
+    call: dict[str, Any] = {"name": "calculator", "arguments": {"expression": "48/2"}}
+    asked = [{"role": "user", "content": "Half of 48?"}]
+    called = {"role": "assistant", "content": "Well, ", "tool_calls": [{"type": "function", "function": call}]}
+    answered = {"role": "tool", "content": "24"}
+    prompt = its.prompt_ids(asked, tools=[CALCULATOR_SCHEMA])
+    whole = its.prompt_ids([*asked, called, answered], tools=[CALCULATOR_SCHEMA])
+    assert whole[: len(prompt)] == prompt
+    end = its.end_of_turn()
+    assert end is not None
+    turn = whole[len(prompt) : whole.index(end, len(prompt)) + 1]
+    watcher = calculator.watch()
+    given = [list(watcher.see(token)) for token in turn]
+    assert not any(given[:-1])
+    assert [*prompt, *turn, *given[-1]] == whole
+    assert not any(watcher.see(token) for token in given[-1])
+    assert list(watcher.see(end)) == []  # no call: the answer may end
+    final = its.tokenizer.encode("It is 24.", add_special_tokens=False)
+    assert calculator.said([*turn, *given[-1], *final]) == final
+    assert calculator.said(final) == final
+    assert calculator.said([*turn, *given[-1], *turn, *given[-1], *final]) == final
+
+
+def test_a_model_that_cannot_call_is_told_so() -> None:
+    with pytest.raises(WhetError, match="calculator: the model's chat template"):
+        make_calculator(renderer())
+    with pytest.raises(WhetError, match=r"no token <\|python_start"):
+        InlineCalculator(renderer())
+
+
+@pytest.mark.parametrize(
+    ("text", "expression"),
+    [
+        ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>', "1+1"),
+        ('{"name": "calculator", "parameters": {"expression": "2"}}', "2"),
+        ('{x} {"name": "calculator", "arguments": {"expression": "3"}}', "3"),
+        ('{"name": "weather", "arguments": {"expression": "3"}}', None),
+        ('{"name": "calculator", "arguments": {"expression": 3}}', None),
+        ('{"name": "calculator", "arguments"', None),
+        ("no call", None),
+    ],
+)
+def test_an_expression_is_found_in_a_turn_that_calls(text: str, expression: str | None) -> None:
+    assert parse_calculator_call(text) == expression

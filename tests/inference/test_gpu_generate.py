@@ -1,0 +1,82 @@
+"""Answers on CUDA: recorded steps say what plain ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from whet.inference import decode_runner
+from whet.inference.generate import Sampling, generate
+from whet.model.config import ModelConfig
+from whet.model.load.pretrained import load_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 400, (n,), generator=generator).tolist() for n in (5, 1, 230, 17, 2, 90, 3, 40, 33)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = load_model(ModelConfig(path="builtin:tiny"), torch.float32, torch.device("cuda"))
+    for parameter in made.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(8)
+    return made
+
+
+def test_greedy_answers_are_those_of_transformers(model: Any, prompts: list[list[int]]) -> None:
+    expected = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt], device="cuda")
+        output = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=40, eos_token_id=1 << 30,
+            pad_token_id=0,
+        )  # fmt: skip
+        expected.append(output[0, len(prompt) :].tolist())
+    for batch in (1, 4, 32):
+        assert generate(model, prompts, [], 0, Sampling(max_new_tokens=40), batch) == expected
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_new_tokens=40),
+        Sampling(temperature=2.0, top_p=0.9, min_p=0.01, repetition_penalty=1.3, max_new_tokens=40, seed=3),
+        Sampling(temperature=2.0, top_k=0, max_new_tokens=40),
+    ],
+)
+def test_recorded_steps_choose_what_plain_ones_do(
+    model: Any, prompts: list[list[int]], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [40, 3, 12, 40, 1, 7, 25, 30, 40]
+    recorded = generate(model, prompts, [], 0, sampling, 4, limits=limits)
+    graphs: list[int] = []
+    real = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (graphs.append(1), real(graph))[1])
+    assert generate(model, prompts, [], 0, sampling, 4, limits=limits) == recorded
+    assert len(graphs) > 20, "steps were not recorded"
+    original = decode_runner.DecodeRunner.__init__
+    monkeypatch.setattr(
+        decode_runner.DecodeRunner,
+        "__init__",
+        lambda self, *rest: original(self, *rest[:-2], False, False),  # not recorded
+    )
+    assert generate(model, prompts, [], 0, sampling, 4, limits=limits) == recorded
+
+
+def test_bf16_with_varlen_prompts_follows_fp32(model: Any, prompts: list[list[int]]) -> None:
+    """Loud random weights make the likeliest token clear; most answers begin alike in 16 bits."""
+    exact = generate(model, prompts, [], 0, Sampling(max_new_tokens=4))
+    coarse_model = load_model(ModelConfig(path="builtin:tiny"), torch.bfloat16, torch.device("cuda"))
+    for parameter in coarse_model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(8)
+    coarse = generate(coarse_model, prompts, [], 0, Sampling(max_new_tokens=4))
+    first = [one[0] == other[0] for one, other in zip(exact, coarse, strict=True)]
+    assert sum(first) >= len(first) - 2

@@ -1,0 +1,148 @@
+"""Every scorer on answers that are right, wrong and strange."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.core.errors import WhetError
+from whet.inference.config import TaskConfig
+from whet.inference.tasks import scorers
+from whet.inference.tasks.scorers import last_number, make_scorer
+from whet.inference.tasks.task import Example
+
+
+def example(*answers: str, **more: Any) -> Example:
+    return Example(({"role": "user", "content": "?"},), answers, "my.jsonl:3", more=more)
+
+
+def points(scorer: str, answer: str, right: Example, **options: Any) -> float:
+    config = TaskConfig(path="my.jsonl", scorer=scorer, **options)  # type: ignore[arg-type]
+    return make_scorer(config, scorer).score(answer, right)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "answer", "right", "score"),
+    [
+        ("exact", " Paris\n", "Paris", 1),
+        ("exact", "paris", "Paris", 0),
+        ("exact", "Paris.", "Paris", 0),
+        ("number", "48/2 = 24, so\n#### 24", "… #### 24", 1),
+        ("number", "It is $1,234.00 in all.", "1234", 1),
+        ("number", "#### 24 and then 25", "24", 1),
+        ("number", "−3", "-3", 1),
+        ("number", "24", "25", 0),
+        ("number", "no idea", "25", 0),
+        ("json", '{"vip": 1}', '{"vip": true}', 0),
+        ("json", '[{"vip": true, "n": 1.0}]', '[{"n": 1, "vip": true}]', 1),
+        ("contains", "The answer is PARIS, I think", "Paris", 1),
+        ("contains", "Par is", "Paris", 0),
+        ("regex", "on 2024-05-01", r"\d{4}-\d\d-\d\d", 1),
+        ("regex", "on May 1", r"\d{4}-\d\d-\d\d", 0),
+        ("json", '{"b": 2, "a": 1.0}', '{"a": 1, "b": 2}', 1),
+        ("json", '```json\n{"a": 1}\n```', '{"a": 1}', 1),
+        ("json", '{"a": 1} and more', '{"a": 1}', 0),
+        ("json", "[" * 100_000, "[1]", 0),
+        ("json", "", "null", 0),
+    ],
+)
+def test_answers(scorer: str, answer: str, right: str, score: int) -> None:
+    assert points(scorer, answer, example(right)) == score
+
+
+@pytest.mark.parametrize("scorer", ["exact", "number", "contains", "json"])
+def test_any_of_several_right_answers_will_do(scorer: str) -> None:
+    assert points(scorer, "2", example("1", "2")) == 1
+    assert points(scorer, "3", example("1", "2")) == 0
+
+
+def test_a_pattern_finds_the_answer_in_the_answer() -> None:
+    how = {"pattern": r"Answer: *(\w+)"}
+    assert points("regex", "Answer: red? No.\nAnswer: blue", example("blue"), **how) == 1
+    assert points("regex", "Answer: red", example("blue"), **how) == 0
+    assert points("regex", "blue", example("blue"), **how) == 0
+    assert points("regex", "it is 12 or 13", example("13"), pattern=r"\d+") == 1
+
+
+def test_what_is_no_pattern_is_named() -> None:
+    with pytest.raises(WhetError, match=re.escape("eval.tasks: my: pattern '(' is no regular expression")):
+        points("regex", "x", example("x"), pattern="(")
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: the answer '\(' is no regular expression"):
+        points("regex", "x", example("("))
+
+
+def test_a_pattern_that_takes_for_ever_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scorers, "_PATTERN_TIMEOUT_S", 0.05)
+    endless = "a" * 40 + "!"
+    assert points("regex", endless, example("yes"), pattern=r"(a|aa)+(b|bb)+$|(a|a?)+$") == 0
+    assert points("regex", endless, example(r"(a|aa)+(b|bb)+$", "!$")) == 1  # the next right answer still counts
+    assert capsys.readouterr().err.count("my.jsonl:3: the pattern") == 2
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("a 7. b", "7"), ("1,000,000", "1000000"), (".5", "0.5"), ("x", None), ("10-5", "5"), ("(1+2)-5", "5"),
+    ("it is -5", "-5"), ("-$5.20", "-5.2"), ("$-5", "-5"), ("#### −€1,000", "-1000"), ("B-52", "52"),
+])  # fmt: skip
+def test_numbers_are_read_as_people_write_them(text: str, number: str | None) -> None:
+    found = last_number(text)
+    assert (None if found is None else format(found.normalize(), "f")) == number
+
+
+SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+
+
+def test_json_by_a_schema(tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema")
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    for answer, score in (('{"n": 1}', 1), ('{"n": "1"}', 0), ("{}", 0), ("n = 1", 0)):
+        assert points("json-schema", answer, example("-", schema=SCHEMA)) == score
+        assert points("json-schema", answer, example("-"), schema_file=str(file)) == score
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: there is no schema"):
+        points("json-schema", "{}", example("-"))
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: this is no JSON schema"):
+        points("json-schema", "{}", example("-", schema={"type": "lizard"}))
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+def test_overlap_with_translations(name: str) -> None:
+    pytest.importorskip("sacrebleu")
+    scorer = make_scorer(TaskConfig(path="my.jsonl"), name)
+    right = example("the cat sat on the mat today", "a cat was on the mat today")
+    scores = [scorer.score(text, right) for text in ("the cat sat on the mat today", "the cat sat on a rug", "xyz", "")]
+    assert scores[0] == pytest.approx(1)
+    assert scores[0] > scores[1] > scores[2] >= scores[3] == 0
+    assert scorer.graded
+    assert scorer.whole
+    assert scorer.whole(["the cat sat on the mat today", "x"], [right, example("x")]) == pytest.approx(1)
+
+
+def test_overlap_with_summaries() -> None:
+    pytest.importorskip("rouge_score")
+    assert points("rouge", "the cat sat", example("dogs run", "the cat sat")) == 1
+    assert points("rouge", "the cat ran", example("the cat sat")) == pytest.approx(2 / 3)
+    assert points("rouge", "", example("the cat sat")) == 0
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, scorer in (
+        ("jsonschema", "json-schema"),
+        ("sacrebleu.metrics", "bleu"),
+        ("rouge_score.rouge_scorer", "rouge"),
+    ):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(WhetError, match=rf"scorer {scorer} needs a package.*pip install 'whet\[eval\]'"):
+            make_scorer(TaskConfig(path="my.jsonl"), scorer)
+
+
+@pytest.mark.parametrize("scorer", ["number", "json"])
+def test_a_right_answer_that_no_answer_can_match_is_named(scorer: str) -> None:
+    """Otherwise every model scores nothing, which looks like a measurement."""
+    with pytest.raises(WhetError, match=re.escape("my.jsonl:3")):
+        points(scorer, "4", example("Paris is it"))

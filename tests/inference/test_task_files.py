@@ -1,0 +1,195 @@
+"""Files of the user's as tasks: the layouts that are public, one's own, and what is wrong with some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.core.errors import WhetError
+from whet.inference.config import EvalConfig, TaskConfig, parse_task_text
+from whet.inference.tasks.task import Task
+from whet.inference.tasks.task_files import load_file_task
+from whet.inference.tasks.task_registry import load_tasks
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def make(*records: Any, name: str = "my.jsonl") -> str:
+        file = tmp_path / name
+        file.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in records))
+        return str(file)
+
+    return make
+
+
+def read(path: str, **options: Any) -> Task:
+    return load_file_task(TaskConfig(path=path, **options), 100, "strict")
+
+
+def test_prompt_and_answer(write: Write) -> None:
+    task = read(write({"prompt": "2+2?", "answer": 4}, {"prompt": "Capital?", "answer": ["Paris", "paris"]}))
+    first, second = task.examples(9)
+    assert task.name == "my"
+    assert (first.messages, first.answers) == (({"role": "user", "content": "2+2?"},), ("4",))
+    assert second.answers == ("Paris", "paris")
+    assert (task.scorer.name, task.max_new_tokens, len(task.examples(1))) == ("exact", 256, 1)
+
+
+def test_messages_and_answer_and_a_system_message(write: Write) -> None:
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "2+2?"},
+    ]
+    own = [{"role": "system", "content": "Own."}, turns[0]]
+    path = write({"messages": turns, "answer": "4"}, {"messages": own, "answer": "x"})
+    first, second = read(path, system="Be brief.").examples(9)
+    assert [turn["role"] for turn in first.messages] == ["system", "user", "assistant", "user"]
+    assert second.messages[0]["content"] == "Own."
+    assert first.prompt.startswith("system: Be brief.\nuser: Hi")
+
+
+def test_fields_by_other_names(write: Write) -> None:
+    path = write({"text": "2+2?", "gold": "4"})
+    (found,) = read(path, fields={"prompt": "text", "answer": "gold"}).examples(9)
+    assert (found.prompt, found.expected) == ("2+2?", "4")
+
+
+def test_conversations_are_asked_for_their_last_answer(write: Write) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (found,) = read(write({"messages": turns})).examples(9)
+    assert (found.messages, found.expected) == (({"role": "user", "content": "Hi"},), "Hello")
+
+
+CHOICES = ["1", "2", "3", "4"]
+ARC = {"id": "x", "question": "1+1?", "choices": {"text": CHOICES, "label": list("ABCD")}, "answerKey": "B"}
+_LABELLED = [{"text": text, "label": text} for text in CHOICES]
+ARC_OWN = {"id": "x", "question": {"stem": "1+1?", "choices": _LABELLED}, "answerKey": "2"}
+
+
+@pytest.mark.parametrize(
+    ("records", "name"),
+    [
+        ([{"question": "1+1?", "subject": "maths", "choices": CHOICES, "answer": 1}], "mmlu.jsonl"),
+        ([ARC], "arc.jsonl"),
+        ([ARC_OWN], "arc.jsonl"),
+        (["1+1?,1,2,3,4,B"], "mmlu_test.csv"),
+        (["question,A,B,C,D,answer", "1+1?,1,2,3,4,B"], "table.csv"),
+    ],
+    ids=["MMLU", "ARC", "ARC's own", "MMLU's own", "columns"],
+)  # fmt: skip
+def test_multiple_choice(write: Write, records: list[Any], name: str) -> None:
+    task = read(write(*records, name=name))
+    (found,) = task.examples(9)
+    assert found.prompt.startswith("1+1?\n\n- A) 1\n- B) 2\n- C) 3\n- D) 4")
+    assert (found.choices, found.expected, task.scorer.name) == (4, "B", "letters")
+
+
+def test_multiple_choice_in_parquet(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": "1+1?", "subject": "m", "choices": CHOICES, "answer": 1}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "mmlu.parquet")
+    (found,) = read(str(tmp_path / "mmlu.parquet")).examples(9)
+    assert (found.choices, found.expected) == (4, "B")
+
+
+def test_gsm8k_is_judged_by_its_number(write: Write) -> None:
+    task = read(write({"question": "Half of 48?", "answer": "It is 48/2=<<48/2=24>>24.\n#### 24"}))
+    (found,) = task.examples(9)
+    assert "<<" not in found.expected
+    assert task.scorer.score("I think #### 24.00", found) == 1
+    assert task.scorer.score("48", found) == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "my.jsonl:2: there is no right answer to compare with"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": ""}], "my.jsonl:2: there is no right answer"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": []}], "my.jsonl:2: there is no right answer"),
+        ([{"prompt": "a", "answer": "b"}, {"answer": "c"}], "my.jsonl:2: the record has no 'prompt'"),
+        ([{"prompt": "a", "answer": "b"}, "{"], "my.jsonl:2: not valid JSON"),
+        ([{"prompt": "a", "answer": "b"}, [1]], "my.jsonl:2: a record is an object"),
+        ([{"prompt": "a"}, {"prompt": "b"}], "my.jsonl:1: a record needs a question and a right answer"),
+        (
+            [{"question": "a", "choices": ["x", "y"], "answer": 7}],
+            "my.jsonl:1: 'answer' is 7; it must be one of 0 to 1",
+        ),
+        ([{"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}], "my.jsonl:1: the last of 'messages'"),
+        ([], 'the file is empty. It needs one JSON object on each line, such as {"prompt": '),
+    ],
+)
+def test_a_file_that_cannot_be_a_task(write: Write, records: list[Any], said: str) -> None:
+    with pytest.raises(WhetError) as caught:
+        read(write(*records))
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("eval.tasks: ")
+    assert "data.sources" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "said"),
+    [("number", "there is no number"), ("json", "is no JSON"), ("regex", "is no regular expression")],
+)
+def test_a_right_answer_that_cannot_be_judged_by_is_told_of_at_once(write: Write, scorer: str, said: str) -> None:
+    file = write({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "(b"})
+    with pytest.raises(WhetError, match=rf"my\.jsonl:2: .*{said}"):
+        read(file, scorer=scorer)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(WhetError, match=r"eval\.tasks: no/such\.jsonl: no such file"):
+        read("no/such.jsonl")
+
+
+def test_a_scorer_for_what_has_its_own(write: Write) -> None:
+    with pytest.raises(WhetError, match="judged by its letters; remove the scorer"):
+        read(write({"question": "a", "choices": ["x", "y"], "answer": 0}), scorer="exact")
+
+
+def test_an_unknown_task_is_told_the_known_ones() -> None:
+    with pytest.raises(WhetError, match=r"eval\.tasks: there is no task 'order'; known are: orders, spelling"):
+        load_tasks(EvalConfig(tasks=[TaskConfig(path="order")]))
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("orders", {"path": "orders"}),
+        ("builtin:orders", {"path": "builtin:orders"}),
+        ("builtin:orders:json", {"path": "builtin:orders", "scorer": "json"}),
+        ("a/my.jsonl:number", {"path": "a/my.jsonl", "scorer": "number"}),
+        ("hub:OWNER/NAME", {"path": "hub:OWNER/NAME"}),
+    ],
+)
+def test_a_text_is_a_path_and_perhaps_a_scorer(text: str, meant: dict[str, str]) -> None:
+    assert parse_task_text(text) == meant
+
+
+def test_a_file_whose_name_has_a_colon(tmp_path: Path) -> None:
+    (tmp_path / "a:number").touch()
+    assert parse_task_text(str(tmp_path / "a:number")) == {"path": str(tmp_path / "a:number")}
+
+
+@pytest.mark.parametrize(
+    ("path", "title"),
+    [("builtin:orders", "orders"), ("data/my.test.jsonl", "my"), ("./orders", "orders"), ("hub:OWNER/chat", "chat")],
+)
+def test_titles(path: str, title: str) -> None:
+    assert TaskConfig(path=path).title == title
+
+
+def test_an_empty_choice_does_not_shift_the_letters(write: Write) -> None:
+    """As columns: without B, the answer C is the second of what is left."""
+    record = {"question": "?", "A": "one", "B": "", "C": "two", "D": "three", "answer": "C"}
+    (asked,) = read(write(record)).examples(1)
+    assert "- B) two" in asked.messages[0]["content"]
+    assert (asked.answers, asked.choices) == (("B",), 3)
+    with pytest.raises(WhetError, match=r"my\.jsonl:1"):
+        read(write({**record, "answer": "B"}))

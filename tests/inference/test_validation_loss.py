@@ -1,0 +1,116 @@
+"""Losses on what was held out: every supervised token counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whet.core.distributed import Ranks
+from whet.data.config import DataConfig, Source
+from whet.data.loader import Loader
+from whet.data.plan.planner import plan_single_step
+from whet.data.prepare.build import prepare_store
+from whet.data.render.chat_tokenizer import ChatTokenizer
+from whet.inference.validation import ValidationMetadata, source_names, validation_loss
+from whet.model import attention
+from whet.model.config import ModelConfig
+from whet.model.load.pretrained import load_model
+from whet.model.loss.loss_model import LossModel
+from whet.tokenizer.loading import load_tokenizer
+from whet.tokenizer.token_bytes import bytes_per_token
+
+TINY = ModelConfig(path="builtin:tiny")
+LANGUAGE = ChatTokenizer({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("packing", "micro_rows"), [("none", 1), ("best-fit", 3)])
+def test_validation_counts_every_supervised_token_once(packing: str, micro_rows: int) -> None:
+    config = DataConfig(sources=[Source(path="builtin:orders", split="held-out", max_samples=9)])
+    store = prepare_store(config, config.sources, "validation", LANGUAGE).store
+    model: Any = load_model(TINY, torch.float64)
+    total, right, count = 0.0, 0, 0
+    for document in range(len(store)):
+        ids, mask = torch.from_numpy(store.ids(document)), torch.from_numpy(store.loss(document))[1:]
+        with torch.no_grad():
+            log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1)[mask]
+        targets = ids[1:][mask]
+        total -= log_p.gather(1, targets[:, None]).sum().item()
+        right += int((log_p.argmax(dim=-1) == targets).sum())
+        count += len(targets)
+    attention.install_backend(model, "sdpa")
+    plan = plan_single_step(store.lengths, np.arange(len(store)), 400, packing, 16)
+    loader = Loader(store, plan, micro_rows, 0, 1)
+    found = validation_loss(
+        LossModel(model).train(), loader, ALONE, torch.autocast("cpu", enabled=False), ValidationMetadata()
+    )
+    assert found["val_loss"] == pytest.approx(total / count, rel=1e-9)
+    assert found["val_accuracy"] == pytest.approx(right / count)
+
+
+@pytest.mark.parametrize(("packing", "micro_rows", "world"), [("none", 1, 1), ("best-fit", 3, 1), ("best-fit", 1, 3)])
+def test_bits_per_byte_and_losses_by_source_do_not_depend_on_the_layout(
+    packing: str, micro_rows: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the definition: bits of supervised tokens that stand for text ÷ their bytes, as text counts them."""
+    config = DataConfig(sources=[Source(path="builtin:orders", split="held-out", max_samples=n) for n in (7, 4)])
+    store = prepare_store(config, config.sources, "validation", LANGUAGE).store
+    tokenizer = load_tokenizer(TINY)
+    model: Any = load_model(TINY, torch.float64)
+    nats, bytes_, by_source = 0.0, 0, {0: [0.0, 0], 1: [0.0, 0]}
+    for document in range(len(store)):
+        ids, mask = torch.from_numpy(store.ids(document)), torch.from_numpy(store.loss(document))[1:]
+        with torch.no_grad():
+            log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1)[mask]
+        targets = ids[1:][mask]
+        for number, loss in zip(targets.tolist(), -log_p.gather(1, targets[:, None])[:, 0], strict=True):
+            by_source[int(store.sources[document])][0] += loss.item()
+            by_source[int(store.sources[document])][1] += 1
+            if number not in tokenizer.all_special_ids:
+                nats += loss.item()
+                bytes_ += len(tokenizer.decode([number]).encode())  # the orders are plain ASCII
+    attention.install_backend(model, "sdpa")
+    plan = plan_single_step(store.lengths, np.arange(len(store)), 400, packing, 16)
+    kinds = ValidationMetadata(bytes_per_token(tokenizer, 0), store.sources, ("a", "b"))
+    measured: list[Any] = []
+    monkeypatch.setattr(Ranks, "sum_", lambda self, tensor: measured.append(tensor) or tensor)
+    for rank in range(world):
+        loader = Loader(store, plan, micro_rows, rank, world)
+        ranks = Ranks(rank, world, torch.device("cpu"))
+        found = validation_loss(LossModel(model), loader, ranks, torch.autocast("cpu", enabled=False), kinds)
+    if world > 1:  # what all_reduce would have done for the last rank
+        monkeypatch.setattr(Ranks, "sum_", lambda self, tensor: tensor.copy_(torch.stack(measured).sum(dim=0)))
+        loader = Loader(store, plan, micro_rows, 0, world)
+        found = validation_loss(LossModel(model), loader, ALONE, torch.autocast("cpu", enabled=False), kinds)
+    assert found["val_bpb"] == pytest.approx(nats / (np.log(2) * bytes_), rel=1e-9)
+    for number, name in enumerate("ab"):
+        total, count = by_source[number]
+        assert found[f"val_loss/{name}"] == pytest.approx(total / count, rel=1e-9)
+        assert found[f"val_tokens/{name}"] == count
+
+
+def test_a_part_of_the_validation_is_chosen_evenly() -> None:
+    lengths = np.arange(1, 101)
+    whole = plan_single_step(lengths, np.arange(100), 100, "best-fit", 16)
+    part = plan_single_step(lengths, np.arange(100), 100, "best-fit", 16, rows=10)
+    assert len(part.rows) - 1 == 10
+    assert set(map(tuple, part.rows_of(0))) <= set(map(tuple, whole.rows_of(0)))
+    assert lengths[part.documents].min() < 25  # the first rows would be the longest documents
+    assert plan_single_step(lengths, np.arange(100), 100, "best-fit", 16, rows=1000).documents.tolist() == (
+        whole.documents.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["data/a.jsonl", "b.jsonl.gz"], ("a", "b")),
+        (["builtin:orders", "hub:OWNER/chat"], ("orders", "chat")),
+        (["x/a.jsonl", "y/a.jsonl", "folder/"], ("a-1", "a-2", "folder")),
+    ],
+)
+def test_names_of_sources_are_short_and_differ(paths: list[str], names: tuple[str, ...]) -> None:
+    assert source_names(paths) == names

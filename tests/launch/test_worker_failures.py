@@ -1,0 +1,110 @@
+"""Several processes under torchrun alone: what one dies of is told, and a stop is a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_options import OPTIONS, TWO
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle")
+WITH_USR1 = (*TORCHRUN, "SIGTERM,SIGINT,SIGUSR1", "-m", "whet", "train")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_torchrun_that_is_asked_to_stop_leaves_75_in_the_status(
+    number: signal.Signals, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
+) -> None:
+    run = start(*WITH_USR1, recipe, *OPTIONS)
+    run.wait_for_step(30)
+    run.process.send_signal(number)
+    run.ended()
+    assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
+    saved = (run.folder / "checkpoints" / "latest").read_text().strip()
+    assert saved == f"step-{run.status['step']:06d}"
+    if number != signal.SIGTERM:  # once is enough: it takes long
+        return
+    resumed = start(*WITH_USR1, recipe, *OPTIONS, "--resume")
+    code, _, err = resumed.ended()
+    assert code == 0, err
+    assert_same(run.folder, whole)
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_killed_leaves_no_processes_that_go_on(start: Any, recipe: str) -> None:
+    run = start(*WITH_USR1, recipe, *OPTIONS, "train.steps=100000")
+    run.wait_for_step(20)
+    workers = [run.worker(rank) for rank in range(2)]
+    os.kill(run.process.pid, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
+    assert (run.folder / "checkpoints" / "latest").read_text().strip() == f"step-{run.status['step']:06d}"
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: Any, recipe: str) -> None:
+    run = start.launch(
+        recipe, *OPTIONS, "train.steps=100000", *TWO, "parallel.timeout=0.05", "launch.max_restarts=0",
+    )  # fmt: skip
+    run.wait_for_step(20)
+    stopped = run.worker(rank)
+    os.kill(stopped, signal.SIGSTOP)
+    until = time.monotonic() + 30
+    while not (run.folder / "logs" / f"rank-{1 - rank}.json").exists():
+        assert time.monotonic() < until, "nobody noticed"
+        time.sleep(0.1)
+    os.kill(stopped, signal.SIGKILL)  # torchrun does so too, after 30 s
+    code, _, err = run.ended()
+    assert code == 3, err
+    assert "no process has got any further for 3 s (parallel.timeout = 0.05 minutes)" in err
+    assert f"Behind the others: rank {rank} on " in err
+    assert f"Waiting for it: rank {1 - rank}, in step " in err
+    status = run.status
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert f"rank {rank} on " in status["reason"]
+    assert status["step"] >= 19  # finished for sure
+
+
+def test_the_rank_that_failed_first_is_named_by_the_others(start: Any, recipe: str, tmp_path: Path) -> None:
+    """Rank 1 finds its folder for checkpoints gone; rank 0 only sees that it is alone."""
+    fault = tmp_path / "sitecustomize.py"
+    fault.write_text(FAULT)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    run = start(*TORCHRUN, "SIGTERM", "-m", "whet", "train", recipe, *OPTIONS, env=env)
+    code, _, err = run.ended()
+    assert code != 0
+    assert "rank 1 on " in run.status["reason"]
+    assert "failed in step 4: ZeroDivisionError: planted" in run.status["reason"]
+    assert (run.status["state"], run.status["exit_code"]) == ("failed", 3)
+    assert (run.folder / "logs" / "rank-1.json").exists()
+    assert not (run.folder / "logs" / "rank-0.json").exists()
+    assert "ZeroDivisionError: planted" in err
+
+
+FAULT = '''
+import os, sys
+
+if os.environ.get("RANK") == "1":
+    class Planted:
+        """Breaks the fourth step of this rank, once the trainer is imported."""
+        def find_spec(self, name, path=None, target=None):
+            if name == "whet.training.trainer":
+                sys.meta_path.remove(self)
+                import whet.training.step as step
+                real, count = step.find_gradients, []
+                def broken(*args, **kwargs):
+                    count.append(1)
+                    if len(count) == 4:
+                        raise ZeroDivisionError("planted")
+                    return real(*args, **kwargs)
+                step.find_gradients = broken
+            return None
+    sys.meta_path.insert(0, Planted())
+'''

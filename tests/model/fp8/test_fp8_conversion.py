@@ -1,0 +1,315 @@
+"""8-bit training with its roundings emulated: against torchao, against exact gradients, and what it leaves alone."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whet.core.errors import WhetError
+from whet.model import attention
+from whet.model.config import AdapterConfig
+from whet.model.flops import count_step_flops, matrix_costs
+from whet.model.fp8.conversion import (
+    convert_to_fp8_,
+    count_fp8_layers,
+    fp8_unsupported_reason,
+    is_faster_in_fp8,
+    require_fp8,
+)
+from whet.model.fp8.linear import FP8Linear, tensorwise_matmul_emulated
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.model.loss.loss_model import LossModel
+
+Make = Callable[..., Any]
+RECIPES = ["tensorwise", "rowwise"]
+
+
+@pytest.fixture(autouse=True)
+def _has_torchao(request: pytest.FixtureRequest) -> None:
+    if "rowwise" in request.node.name:
+        pytest.importorskip("torchao")
+
+
+def everything(*sizes: Any) -> bool:
+    return True
+
+
+def emulated_(model: nn.Module, recipe: Any = "tensorwise") -> list[str]:
+    return convert_to_fp8_(model, recipe, worth=everything, emulate=True)
+
+
+def gradients(function: Callable[..., Tensor], input: Tensor, weight: Tensor) -> list[Tensor]:
+    """Output, and the gradients of both, for a small gradient of the output."""
+    d_output = torch.randn(len(input), len(weight), generator=torch.Generator().manual_seed(5)) * 1e-5
+    input, weight = input.detach().requires_grad_(), weight.detach().requires_grad_()
+    output = function(input, weight)
+    return [output.detach(), *torch.autograd.grad(output, (input, weight), d_output.to(output.dtype))]
+
+
+def matrices(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return 3 * torch.randn(48, 64, generator=draw).to(dtype), torch.randn(96, 64, generator=draw).to(dtype) / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensorwise_is_torchaos_bit_for_bit(dtype: torch.dtype) -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    def torchaos(input: Tensor, weight: Tensor) -> Tensor:
+        layer = Float8Linear(64, 96, bias=False, config=Float8LinearConfig(emulate=True))
+        del layer.weight
+        layer.weight = weight
+        return layer(input)
+
+    ours, theirs = (gradients(each, *matrices(dtype)) for each in (tensorwise_matmul_emulated, torchaos))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_product_is_off_by_what_three_bits_of_mantissa_round_away() -> None:
+    exact = gradients(lambda input, weight: input @ weight.T, *matrices())
+    found = gradients(tensorwise_matmul_emulated, *matrices())
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    assert all(0.01 < error < 0.1 for error in errors), errors  # a rounding to e4m3 is 2.6 %, to e5m2 5 %
+
+
+def test_zeros_and_numbers_that_are_not_finite_come_through() -> None:
+    input, weight = matrices()
+    assert torch.equal(tensorwise_matmul_emulated(torch.zeros_like(input), weight), torch.zeros(48, 96))
+    for broken in (float("nan"), float("inf")):
+        input[3, 5] = broken
+        assert not torch.isfinite(tensorwise_matmul_emulated(input, weight)[3]).any()
+
+
+def layer_of(product: Any, weight: Tensor, bias: Tensor | None = None) -> FP8Linear:
+    layer = FP8Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.product = product
+    layer.weight.data = weight
+    if bias is not None:
+        layer.bias.data = bias
+    return layer
+
+
+def test_any_number_of_tokens() -> None:
+    """CUDA multiplies blocks of 16 only: rows of zeros are added, and nobody sees them."""
+    sizes: list[int] = []
+
+    def product(input: Tensor, weight: Tensor) -> Tensor:
+        sizes.append(len(input))
+        return tensorwise_matmul_emulated(input, weight)
+
+    input, weight = matrices()
+    bias = torch.arange(96.0)
+    direct = gradients(tensorwise_matmul_emulated, input[:13], weight)
+    layer = layer_of(product, weight, bias)
+    rows = input[:13].clone().requires_grad_()
+    output = layer(rows[None])
+    d_output = torch.randn(13, 96, generator=torch.Generator().manual_seed(5)) * 1e-5
+    d_input, d_weight = torch.autograd.grad(output, (rows, layer.weight), d_output[None])
+    assert sizes == [16]
+    torch.testing.assert_close(output[0], direct[0] + bias, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(d_input, direct[1], rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(d_weight, direct[2], rtol=1e-5, atol=1e-9)
+
+
+def test_mixed_precision_decides_the_type_of_the_output() -> None:
+    layer = layer_of(tensorwise_matmul_emulated, matrices()[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(matrices()[0])
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("trained", "products"), [(True, 3), (False, 2)])
+def test_nothing_is_computed_for_a_frozen_weight(trained: bool, products: int) -> None:
+    input, weight = matrices()
+    input.requires_grad_()
+    weight.requires_grad_(trained)
+    with Products() as counter:
+        tensorwise_matmul_emulated(input, weight).sum().backward()
+    assert counter.count == products
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "tensorwise", "rowwise"),
+    [
+        (4096, 4096, True, True),  # an 8B Llama's q and o
+        (1024, 4096, True, False),  # its k and v
+        (14336, 4096, True, True),  # gate and up
+        (4096, 14336, True, True),  # down
+        (2048, 2048, True, False),
+        (8192, 2048, True, True),  # a 1B Llama's gate
+        (2048, 8192, True, False),
+        (8960, 1536, True, True),
+        (512, 2048, False, False),  # its k and v
+        (1536, 1536, False, False),
+    ],
+)
+def test_small_matrices_stay(out_features: int, in_features: int, tensorwise: bool, rowwise: bool) -> None:
+    assert is_faster_in_fp8(out_features, in_features, "tensorwise") == tensorwise
+    assert is_faster_in_fp8(out_features, in_features, "rowwise") == rowwise
+
+
+ALL_SEVEN = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+             "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
+
+
+def test_the_decoders_matrices_are_converted_and_nothing_else(make_model: Make) -> None:
+    model = make_model("Llama", tie_word_embeddings=False)
+    assert emulated_(model) == [f"model.layers.{number}.{name}" for number in (0, 1) for name in ALL_SEVEN]
+    assert count_fp8_layers(model) == 14
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_sides_that_are_no_multiples_of_sixteen_stay(make_model: Make) -> None:
+    model = make_model("Llama", hidden_size=32, intermediate_size=40)
+    assert {name.rpartition(".")[2] for name in emulated_(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_routers_stay_and_so_do_fused_experts(make_model: Make) -> None:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    model = make_model("Qwen3Moe", decoder_sparse_step=1, **sizes)
+    model.model.layers[0].mlp.gate = nn.Linear(32, 16)  # as where a router is a plain linear layer
+    assert {name.rpartition(".")[2] for name in emulated_(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_with_adapters_the_weights_below_are_converted(make_model: Make) -> None:
+    model = unwrap_peft(add_adapter(make_model("Llama"), AdapterConfig(rank=16), seed=0))
+    names = emulated_(model)
+    assert len(names) == 14
+    assert all(name.endswith(".base_layer") for name in names)
+
+
+def test_a_model_without_large_matrices_is_refused(make_model: Make) -> None:
+    with pytest.raises(WhetError, match=r"train\.precision=bf16"):
+        convert_to_fp8_(make_model("Llama"), "tensorwise", emulate=True)
+
+
+def test_weights_names_and_flops_stay(make_model: Make) -> None:
+    model = make_model("Llama")
+    before = {name: (value.data_ptr(), value.dtype) for name, value in model.state_dict().items()}
+    parameters, work, held = [id(p) for p in model.parameters()], count_step_flops(model), matrix_costs(model)
+    emulated_(model)
+    assert {name: (value.data_ptr(), value.dtype) for name, value in model.state_dict().items()} == before
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+    assert (count_step_flops(model), matrix_costs(model)) == (work, held)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_gradients_are_near_and_evaluation_is_not_touched(
+    make_model: Make, make_documents: Make, pack: Make, recipe: Any, adapter: bool
+) -> None:
+    def passes(convert: bool) -> tuple[Tensor, Tensor, Tensor]:
+        model = make_model("Llama", torch.float32)
+        if adapter:
+            model = add_adapter(model, AdapterConfig(rank=4), seed=0)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+        attention.install_backend(unwrap_peft(model), "sdpa")
+        root = LossModel(unwrap_peft(model))
+        if convert:
+            assert len(emulated_(root.language_model, recipe)) == 14
+        batch = pack(make_documents(20, 13))
+        with torch.no_grad():
+            measured = root.eval()(batch).nll
+        loss = root.train()(batch)
+        loss.objective.backward()
+        found = [p.grad.flatten() for p in root.parameters() if p.grad is not None]
+        return measured, loss.nll, torch.cat(found)
+
+    exact, rounded = passes(False), passes(True)
+    assert torch.equal(rounded[0], exact[0])
+    assert not torch.equal(rounded[1], exact[1])
+    torch.testing.assert_close(rounded[1], exact[1], rtol=0.02, atol=0.02)
+    assert 0.001 < ((rounded[2] - exact[2]).norm() / exact[2].norm()).item() < 0.15
+
+
+def test_compiled_products_with_one_input_round_it_once(make_model: Make) -> None:
+    """q, k and v share their input, so do gate and up: 4 inputs and 7 weights are rounded for the forward pass, and
+    turned once for the backward pass; there 7 gradients are looked through, and nothing else is a second time."""
+    rounded: dict[str, int] = {}
+    looked: dict[str, int] = {}
+    called: dict[str, Counter[str]] = {}
+
+    def count(name: str) -> Any:
+        def compiler(module: Any, inputs: Any) -> Any:
+            types = [node.meta["val"].dtype for node in module.graph.nodes if "convert_element" in str(node.target)]
+            rounded[name] = sum(dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for dtype in types)
+            looked[name] = sum("aten.max.default" in str(node.target) for node in module.graph.nodes)
+            called[name] = Counter(
+                str(node.target).split(".")[1] for node in module.graph.nodes if str(node.target).startswith("whet.")
+            )
+            return module.forward
+
+        return compiler
+
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    model = make_model("Llama", torch.float32).train()
+    emulated_(model)
+    layer = model.model.layers[0]
+    hidden = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    places = model.model.rotary_emb(hidden, torch.arange(32)[None])
+    wanted = torch.autograd.grad(layer(hidden, position_embeddings=places).square().sum(), hidden)[0]
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=lambda *a: make_boxed_func(count("forward")(*a)),
+        bw_compiler=lambda *a: make_boxed_func(count("backward")(*a)),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    run = torch.compile(lambda x: layer(x, position_embeddings=places), backend=backend, fullgraph=True)
+    found = torch.autograd.grad(run(hidden).square().sum(), hidden)[0]
+    torch._dynamo.reset()
+    # the middle of the MLP, an input of a product and two gradients, is looked through and rounded by itself
+    assert (rounded["forward"], looked) == (10, {"forward": 10, "backward": 5})
+    assert rounded["backward"] == 0
+    once = {"gated_largest": 1, "gated_rounded": 1, "gated_backward_largest": 1, "gated_backward_rounded": 1}
+    assert called["forward"] + called["backward"] == once | {"rounded_both": 5, "rounded_turned": 10}
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+
+
+def test_devices_without_8_bit_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WhetError, match=r"train\.precision: fp8 .* NVIDIA .* cpu\. Set train\.precision=bf16"):
+        require_fp8(torch.device("cpu"), "fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    for capability, can in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert (fp8_unsupported_reason(torch.device("cuda", 0)) is None) == can
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "A100" in str(fp8_unsupported_reason(torch.device("cuda", 0)))
+
+
+def test_a_missing_torchao_is_named_and_not_needed_for_tensorwise(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(WhetError, match=r"whet\[fp8\]"):
+        emulated_(make_model("Llama"), "rowwise")
+    assert len(emulated_(make_model("Llama"))) == 14

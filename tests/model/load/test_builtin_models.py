@@ -1,0 +1,93 @@
+"""The models that need no hub."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.core.errors import WhetError
+from whet.core.files import hash_file
+from whet.inference.generate import Sampling, generate
+from whet.model.config import ModelConfig
+from whet.model.load import builtin_models
+from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.pretrained import load_model
+from whet.tokenizer.loading import load_tokenizer, stop_ids
+
+SMOLLM2 = ModelConfig(path="builtin:smollm2")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """The converted model, or a reason why there is none here."""
+    try:
+        return builtin_folder(SMOLLM2.path)
+    except WhetError as error:
+        pytest.skip(f"SmolLM2 cannot be had here: {error}")
+
+
+def test_tiny_has_less_than_a_million_parameters() -> None:
+    model = load_model(ModelConfig(path="builtin:tiny"), torch.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+
+
+def test_tiny_is_the_same_wherever_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = builtin_folder("builtin:tiny")
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    torch.manual_seed(7)  # whatever was drawn before
+    again = builtin_folder("builtin:tiny")
+    assert again != made
+    assert {file.name: hash_file(file) for file in made.iterdir()} == {
+        file.name: hash_file(file) for file in again.iterdir()
+    }
+
+
+def test_a_model_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise WhetError("no")
+
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    monkeypatch.setitem(builtin_models._BUILDERS, "builtin:tiny", (fails, 1))
+    with pytest.raises(WhetError, match="no"):
+        builtin_folder("builtin:tiny")
+    assert [file.name for file in (tmp_path / "models").iterdir() if file.suffix != ".lock"] == []
+
+
+def test_an_unknown_builtin_model_is_an_error_that_names_the_known() -> None:
+    with pytest.raises(WhetError, match=r"builtin:smollm2.*builtin:tiny"):
+        builtin_folder("builtin:huge")
+
+
+def test_smollm2_splits_numbers_into_digits(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(SMOLLM2)
+    assert tokenizer.tokenize("2024") == ["2", "0", "2", "4"]
+    assert tokenizer.decode(tokenizer("In 2024, yes!").input_ids) == "In 2024, yes!"
+
+
+def test_smollm2_has_its_chat_template_and_stops_where_a_turn_ends(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(SMOLLM2)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert "<|im_start|>user\nHi<|im_end|>" in text
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in {*stop_ids(SMOLLM2), tokenizer.eos_token_id}
+    assert "quantization_config" not in json.loads((smollm2 / "config.json").read_text())
+
+
+def test_smollm2_loads_in_two_seconds_and_answers(smollm2: Path) -> None:
+    def load() -> tuple[float, torch.nn.Module]:
+        began = time.perf_counter()
+        model = load_model(SMOLLM2, "auto")
+        load_tokenizer(SMOLLM2)
+        return time.perf_counter() - began, model
+
+    seconds, model = min((load() for _ in range(3)), key=lambda loaded: loaded[0])
+    assert seconds < 2
+    tokenizer = load_tokenizer(SMOLLM2)
+    question = [{"role": "user", "content": "What is 2+2?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    answer = generate(model, [prompt], [tokenizer.eos_token_id], 0, Sampling(max_new_tokens=16))[0]
+    assert "4" in tokenizer.decode(answer)

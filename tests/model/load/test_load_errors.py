@@ -1,0 +1,87 @@
+"""What is said about a model that cannot be loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.core.errors import WhetError
+from whet.model.config import ModelConfig
+from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.pretrained import load_model
+from whet.tokenizer.loading import load_tokenizer, locate_model, stop_ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model"))
+
+
+def test_a_model_folder_loads(folder: Path) -> None:
+    config = ModelConfig(path=str(folder))
+    assert len(load_tokenizer(config)) == load_model(config, "auto").config.vocab_size
+    assert stop_ids(config) == [load_tokenizer(config).eos_token_id]
+
+
+def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(WhetError, match=r"model\.path: .*no config\.json"):
+        locate_model(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_copy(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(WhetError, match=r"model\.path: .*no tokenizer.*Copy"):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_file_is_not_a_model_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(WhetError, match="this is a file; give the folder"):
+        locate_model(str(file))
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/no-such-model", "nonsense", "a/b/c"])
+def test_a_path_that_leads_nowhere_says_where_was_looked(path: str) -> None:
+    with pytest.raises(WhetError, match=f"{path}: no such folder .looked in .*OWNER/NAME"):
+        locate_model(path)
+
+
+def test_owner_and_name_is_a_hub_id_and_an_unreachable_one_is_an_error() -> None:
+    assert locate_model("nobody/no-such-model") == "nobody/no-such-model"
+    for load in (load_tokenizer, lambda config: load_model(config, "auto")):
+        with pytest.raises(WhetError, match="nobody/no-such-model cannot be loaded"):
+            load(ModelConfig(path="nobody/no-such-model"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_an_error(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(WhetError, match=r"model\.path"):
+        load_model(ModelConfig(path=str(folder)), "auto")
+
+
+def test_a_broken_config_is_an_error(folder: Path) -> None:
+    (folder / "config.json").write_text("{broken")
+    with pytest.raises(WhetError, match="cannot be loaded"):
+        load_model(ModelConfig(path=str(folder)), "auto")
+
+
+def test_a_model_without_generation_settings_has_no_stop_ids(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert stop_ids(ModelConfig(path=str(folder))) == []
+
+
+def test_a_mixture_of_experts_computes_in_fp64(tmp_path: Path, make_model: Callable[..., Any]) -> None:
+    settings = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    make_model("Qwen3Moe", **settings).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float64)
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(5)[None]).logits.dtype == torch.float64

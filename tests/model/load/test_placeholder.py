@@ -1,0 +1,120 @@
+"""Models without memory, and rows of their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.placeholder import (
+    InMemorySource,
+    SafetensorsSource,
+    is_placeholder,
+    load_placeholder_model,
+    move_real_tensors_,
+    replace_with_placeholders_,
+)
+from whet.model.load.pretrained import load_model
+from whet.model.lora.peft_adapters import add_adapter
+
+TINY = ModelConfig(path="builtin:tiny")
+
+
+def test_a_hollow_model_takes_no_memory_and_keeps_what_is_computed() -> None:
+    model, source = load_placeholder_model(TINY, torch.float32)
+    whole = load_model(TINY, torch.float32)
+    assert isinstance(source, SafetensorsSource)
+    assert sum(weight.untyped_storage().nbytes() for weight in model.parameters()) < 1000
+    for (name, weight), (other, real) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert (name, weight.shape, weight.dtype) == (other, real.shape, real.dtype)
+        assert torch.equal(source.rows(name, 1, 5), real[1:5])
+        if real.ndim == 2:
+            for each in (source, InMemorySource(whole)):
+                assert torch.equal(each.rows(name, 1, 5, slice(2, 9)), real[1:5, 2:9])
+    for (name, buffer), (other, real) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(buffer, real)
+
+
+def test_numbers_of_their_own_and_buffers_come_from_the_files(tmp_path: Path) -> None:
+    """Gemma 4 keeps a buffer of one number in each layer's weights; a single number cannot be hollow."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    shape = Gemma4TextConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, hidden_size_per_layer_input=0, vocab_size_per_layer_input=64,
+    )  # fmt: skip
+    model = Gemma4ForCausalLM(shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.25)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    hollow, whole = load_placeholder_model(config, torch.float32)[0], load_model(config, torch.float32)
+    ours, theirs = dict(hollow.named_buffers()), dict(whole.named_buffers())
+    assert any(name.endswith("layer_scalar") for name in ours)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    single = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor([3.0])), torch.nn.Parameter(torch.ones(4))])
+    replace_with_placeholders_(single)
+    assert single[0].item() == 3
+    assert is_placeholder(single[1])
+
+
+def test_files_in_few_bits_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """Numbers with a scale beside them mean nothing by themselves."""
+    file = tmp_path / "model.safetensors"
+    save_file({"coded": torch.ones(4, 4).to(torch.float8_e4m3fn), "plain": torch.ones(4, 4)}, file)
+    files = SafetensorsSource(tmp_path)
+    assert files.holds("plain", torch.empty(4, 4))
+    assert not files.holds("plain", torch.empty(4, 5))
+    assert not files.holds("coded", torch.empty(4, 4))
+    assert not files.holds("missing", torch.empty(4, 4))
+
+
+def test_what_was_one_weight_stays_one() -> None:
+    model, _ = load_placeholder_model(TINY, torch.float32)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_adapters_of_a_hollow_model_begin_as_those_of_a_real_one() -> None:
+    hollow = add_adapter(load_placeholder_model(TINY, torch.float32)[0], AdapterConfig(rank=4), 3)
+    real = add_adapter(load_model(TINY, torch.float32), AdapterConfig(rank=4), 3)
+    move_real_tensors_(hollow, torch.device("cpu"))
+    ours, theirs = (
+        {name: weight for name, weight in model.named_parameters() if weight.requires_grad} for model in (hollow, real)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not any(map(is_placeholder, ours.values()))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_files_in_several_parts_are_found(tmp_path: Path, several: bool) -> None:
+    model = load_model(TINY, torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="100KB" if several else "5GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == several
+    config = ModelConfig(path=str(tmp_path))
+    _, source = load_placeholder_model(config, torch.float32)
+    assert isinstance(source, SafetensorsSource)
+    for name, weight in model.named_parameters():
+        assert torch.equal(source.rows(name, 0, len(weight)), weight)
+
+
+def test_files_that_hold_weights_otherwise_are_read_whole(tmp_path: Path) -> None:
+    folder = builtin_folder("builtin:tiny")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")  # as old checkpoints have them: without the body's prefix
+    save_file({name.removeprefix("model."): weight for name, weight in weights.items()}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    model, source = load_placeholder_model(ModelConfig(path=str(tmp_path)), torch.float32)
+    assert isinstance(source, InMemorySource)
+    whole = load_model(TINY, torch.float32)
+    for name, weight in whole.named_parameters():
+        assert torch.equal(source.rows(name, 0, len(weight)), weight)
+    assert all(map(is_placeholder, (weight for weight in model.parameters() if weight.numel() > 1)))

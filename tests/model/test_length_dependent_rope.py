@@ -1,0 +1,76 @@
+"""Positions that are turned by the longest document of a row: refused for packing once documents are that long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whet.core.errors import WhetError
+from whet.model import attention
+from whet.model.loss.loss_model import LossModel
+from whet.model.packing_check import PackingError, check_packing, check_unpacked
+
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.fixture(params=["longrope", "dynamic"])
+def model(request: pytest.FixtureRequest, make_model: Callable[..., nn.Module]) -> nn.Module:
+    """First trained on 32 tokens."""
+    if request.param == "dynamic":
+        return make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
+    return make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
+
+
+def test_a_long_document_would_change_a_short_one_beside_it(model: nn.Module, make_documents: Any, pack: Any) -> None:
+    """What the refusal is about: whet cannot serve these models packed."""
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model)
+    short, long = make_documents(20, 60)
+    with torch.no_grad():
+        alone, beside = (
+            root.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)[:20]
+            for batch in (pack([short]), pack([short, long]))
+        )
+    assert (alone - beside).abs().max() > 1e-3
+
+
+def test_documents_as_long_as_those_it_was_first_trained_on_are_packed(model: nn.Module) -> None:
+    attention.install_backend(model, "sdpa")
+    check_packing(LossModel(model), 64, longest=32)
+
+
+def test_longer_ones_are_refused_for_packing(model: nn.Module) -> None:
+    attention.install_backend(model, "sdpa")
+    with pytest.raises(PackingError, match=r"turns positions by the longest.*33 tokens.*data\.packing=none"):
+        check_packing(LossModel(model), 64, longest=33)
+
+
+def test_alone_a_document_is_turned_by_its_own_length_whatever_the_padding(
+    make_model: Callable[..., nn.Module], make_documents: Any, pack: Any
+) -> None:
+    model = make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
+    root = LossModel(model)
+    root.alone = True
+    check_unpacked(root, 64, longest=60)
+    (document,) = make_documents(20)
+    plain, padded = pack([document]), pack([document])
+    padded.tokens = torch.cat([document, torch.zeros(60, dtype=torch.int64)])
+    padded.labels = torch.cat([plain.labels, torch.full((60,), -100)])
+    padded.edges = (0, 20, 80)
+    assert torch.equal(root(plain).nll, root(padded).nll)
+
+
+def test_positions_that_remember_other_documents_are_refused_altogether(make_model: Callable[..., nn.Module]) -> None:
+    model = make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
+    root = LossModel(model)
+    root.alone = True
+    with pytest.raises(WhetError, match="could not be repeated"):
+        check_unpacked(root, 64, longest=33)

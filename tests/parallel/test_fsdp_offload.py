@@ -1,0 +1,96 @@
+"""Weights that wait in the host's memory: what is refused, and that host and device are never mixed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from whet.config import read_config
+from whet.core.distributed import Ranks
+from whet.core.errors import WhetError
+from whet.parallel.fsdp import local_tensor, shard_like
+from whet.training.config import OptimizerConfig
+from whet.training.optimizers.adamw import AdamW
+from whet.training.optimizers.factory import build_optimizer, optimizer_step
+from whet.training.step import _squared_gradient_norm
+
+HAS_CUDA = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA here")
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([], "parallel.offload: weights, but only weights that are divided can wait"),
+        (["parallel.shard=1", "adapter.rank=4", "quantize=nf4"], "weights, but those in nf4 stay on the device"),
+    ],
+)
+def test_what_does_not_fit_is_refused(others: list[str], words: str) -> None:
+    with pytest.raises(WhetError, match=words):
+        read_config(TINY, ["parallel.offload=weights", *others])
+
+
+@pytest.fixture
+def gpus() -> Iterator[DeviceMesh]:
+    """Two processes with a GPU each, of which none exists: tensors in here have a shape, a type and a device, and what
+    mixes devices is an error, as it is on a real one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("replicate", "shard"))
+        with FakeTensorMode():
+            yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def waiting(mesh: DeviceMesh, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """A weight divided among the GPUs whose part is in the host's memory."""
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
+    part = torch.ones(shape[0] // 2, *shape[1:], dtype=dtype)
+    return nn.Parameter(DTensor(part, DTensorSpec(mesh, (Replicate(), Shard(0)), meta), requires_grad=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "adamw16bit", pytest.param("muon", marks=HAS_CUDA)])
+def test_the_host_takes_the_step(gpus: DeviceMesh, name: Any, dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.LayerNorm(8, bias=False)})
+    model["a"].weight = waiting(gpus, 512, 256, dtype=dtype)
+    model["b"].weight = waiting(gpus, 512, dtype=dtype)
+    optimizer = build_optimizer(model, OptimizerConfig(name=name), seed=0)
+    for weight in model.parameters():
+        weight.grad = shard_like(weight, torch.ones_like(local_tensor(weight)))
+        assert local_tensor(weight.grad).device.type == "cpu"
+    if isinstance(optimizer, AdamW):  # its count of steps has no value here
+        optimizer.factor = 0.5
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                optimizer._move(group, weight, weight.grad, 3)
+    else:
+        optimizer_step(optimizer, 0.5)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert {local_tensor(value).device.type for value in (*kept, *model.parameters())} == {"cpu"}
+
+
+@HAS_CUDA
+def test_the_norm_of_gradients_on_the_host_is_a_number_for_the_device(gpus: DeviceMesh) -> None:
+    weight = waiting(gpus, 6, 4)
+    weight.grad = shard_like(weight, torch.ones_like(local_tensor(weight)))
+    sums = torch.zeros(5, dtype=torch.float64, device="cuda")
+    sums[3] = _squared_gradient_norm([weight], Ranks(0, 2, torch.device("cuda")))
+    assert sums.device.type == "cuda"
+
+
+def test_the_fake_gpus_tell_when_devices_are_mixed(gpus: DeviceMesh) -> None:
+    with pytest.raises(RuntimeError, match="two devices"):
+        torch.ones(2, device="cuda") + torch.ones(2)

@@ -1,0 +1,110 @@
+"""Weights that wait in the host's memory and compute on CUDA: whole runs, equal to those that keep them there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from whet.config import read_config
+from whet.core.distributed import Ranks
+from whet.model import attention
+from whet.model.config import ModelConfig
+from whet.model.load.pretrained import load_model
+from whet.model.loss.loss_model import LossModel
+from whet.parallel.config import ParallelConfig
+from whet.parallel.fsdp import apply_fsdp, local_tensor, reshard
+from whet.parallel.mesh import build_mesh
+from whet.run import assemble
+from whet.run.lifecycle import run_training
+
+pytestmark = pytest.mark.gpu
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+WAITING = ("parallel.shard=1", "parallel.offload=weights")
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A run of one process leaves its group of one at its end, also after an error."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lines(folder, key):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in found if key in line]
+
+
+def run(folder, *overrides, until=None):
+    run_training(read_config(TINY, [f"run.dir={folder}", *overrides]), resume=True, until=until)
+    return folder
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_a_run_whose_weights_wait_on_the_host_learns_the_same(tmp_path, optimizer):
+    options = ("train.precision=fp32", "train.steps=10", f"train.optimizer.name={optimizer}")
+    plain = run(tmp_path / "plain", *options)
+    waiting = run(tmp_path / "waiting", *options, *WAITING)
+    coarse = 1 if optimizer == "adamw" else 100  # Muon's products are in bf16 on CUDA
+    assert lines(waiting, "val_loss")[0] == pytest.approx(lines(plain, "val_loss")[0], rel=1e-5)
+    assert lines(waiting, "loss")[:5] == pytest.approx(lines(plain, "loss")[:5], rel=1e-4 * coarse)
+    assert lines(waiting, "grad_norm")[:5] == pytest.approx(lines(plain, "grad_norm")[:5], rel=1e-3 * coarse)
+    certificate = json.loads((waiting / "exports/merged/certificate.json").read_text())
+    assert certificate["verified"]
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("adapter.rank=8",), ("model.dtype=bf16",), ("train.micro_rows=1", "parallel.recompute=full")]
+)
+def test_in_mixed_precision_too(tmp_path, options):
+    plain = run(tmp_path / "plain", *options, "train.steps=10")
+    waiting = run(tmp_path / "waiting", *options, "train.steps=10", *WAITING)
+    assert lines(waiting, "loss") == pytest.approx(lines(plain, "loss"), rel=0.05)
+    assert lines(waiting, "loss")[-1] < lines(waiting, "loss")[0]
+
+
+def test_adapters_over_divided_weights_are_fused_and_learn_the_same(tmp_path, monkeypatch):
+    fused, fuse = [], assemble.fuse_lora_
+
+    def note(model):
+        fused.append(fuse(model))
+        return fused[-1]
+
+    monkeypatch.setattr(assemble, "fuse_lora_", note)
+    plain = run(tmp_path / "plain", "adapter.rank=8", "train.steps=10")
+    whole = sum(fused)
+    divided = run(tmp_path / "divided", "adapter.rank=8", "train.steps=10", *WAITING)
+    assert whole > 0
+    assert sum(fused) == 2 * whole
+    assert lines(divided, "loss") == pytest.approx(lines(plain, "loss"), rel=0.02)
+
+
+def test_stopped_and_resumed_without_waiting_it_goes_on(tmp_path):
+    options = ("train.precision=fp32", "train.steps=10")
+    plain = run(tmp_path / "plain", *options)
+    run(tmp_path / "run", *options, *WAITING, until=5)
+    run(tmp_path / "run", *options)
+    assert lines(tmp_path / "run", "loss") == pytest.approx(lines(plain, "loss"), rel=1e-3)
+
+
+def test_only_what_computes_is_on_the_device():
+    torch.cuda.set_device(0)
+    ranks = Ranks(0, 1, torch.device("cuda", 0))
+    mesh = build_mesh(ParallelConfig(shard=1, offload="weights"), ranks)
+    model = load_model(ModelConfig(path="builtin:tiny"), torch.float32)
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model)
+    size = sum(weight.nbytes for weight in root.parameters())
+    before = torch.cuda.memory_allocated()
+    apply_fsdp(root, mesh, torch.float32, on_host=True)
+    assert root.within(lambda: next(root.parameters()).device).type == "cuda"
+    reshard(root)
+    parts_of_it = [local_tensor(weight) for weight in root.parameters()]
+    assert {part.device.type for part in parts_of_it} == {"cpu"}
+    assert all(part.is_pinned() for part in parts_of_it)
+    assert torch.cuda.memory_allocated() - before < 0.3 * size

@@ -1,0 +1,40 @@
+"""The report in a real browser, cut off from any network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from whet.report.html_report import write_report
+
+pytestmark = pytest.mark.system("chromium")
+
+_POINT = """<script>
+const plot = document.querySelector(".plot");
+const box = plot.getBoundingClientRect();
+plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 5}));
+</script>"""
+
+
+def _open(page: Path, tmp_path: Path) -> tuple[str, str]:
+    """The document after its scripts ran, and what the browser complained about."""
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}/browser",
+        "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_the_chart_reads_out_the_value_under_the_pointer(make_run, tmp_path):
+    page = write_report(make_run())
+    page.write_text(page.read_text().replace("</body>", f"{_POINT}</body>"))
+    document, complaints = _open(page, tmp_path)
+    assert complaints == ""
+    (said, *_) = re.findall(r"<output[^>]*>([^<]+)</output>", document)
+    assert said.startswith("step 3 · ")

@@ -1,0 +1,280 @@
+"""What ships is what was trained: transformers, `whet chat EXPORT` and `whet chat RUN` give the same answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+PROMPTS = ["Please send two red mugs to Anna in Riga by Mon.", "Hello"]
+
+
+def answer_of_transformers(folder: Path, prompt: str) -> str:
+    """As the documentation of transformers says it is done, without whet."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        out = model.generate(**ids, max_new_tokens=24, do_sample=False)
+    return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("kind", ["tiny_run", "lora_run"])
+def test_the_export_the_run_and_transformers_answer_alike(kind: str, whet: Any, request: pytest.FixtureRequest) -> None:
+    run: Path = request.getfixturevalue(kind)
+    folder = run / "exports" / "merged"
+    assert json.loads((folder / "certificate.json").read_text())["verified"] is True
+    for prompt in PROMPTS:
+        said = [
+            json.loads(whet("chat", model, "--prompt", prompt, "--max-new-tokens", 24, "--json").out)["answer"]
+            for model in (folder, run, f"{run}@latest")
+        ]
+        assert said == [answer_of_transformers(folder, prompt)] * 3
+        assert said[0]
+
+
+def test_an_adapter_export_is_loaded_by_peft_and_answers_like_the_run(
+    whet: Any, lora_run: Path, tmp_path: Path
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    ended = whet("export", run, "--to", "adapter", "--json")
+    assert ended.code == 0, ended.err
+    folder = Path(json.loads(ended.out)["export"])
+    assert json.loads(ended.out)["certificate"]["verified"] is True
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        adapted = AutoPeftModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "exports" / "merged")(input_ids=ids).logits
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_model_has_no_adapter_to_export(whet: Any, tiny_run: Path) -> None:
+    ended = whet("export", tiny_run, "--to", "adapter")
+    assert ended.code == 1
+    assert "--to merged" in ended.err
+    assert not (tiny_run / "exports" / "adapter").exists()
+
+
+def test_a_tampered_merge_ends_the_run_with_3_and_can_be_mended(
+    whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tampered(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: weight * 0.5 if "embed" in name else weight}
+
+    folder = tmp_path / "run"
+    arguments = ["train", recipe, f"run.dir={folder}", "train.steps=2", "adapter.rank=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr("whet.exporting.hf_folder.to_saved_tensors", tampered)
+        ended = whet(*arguments)
+    assert ended.code == 3
+    assert "is not the trained one" in ended.err
+    assert list((folder / "exports").iterdir()) == []
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 3
+    assert whet(*arguments, "--resume").code == 0
+    assert (folder / "exports" / "merged" / "certificate.json").exists()
+
+
+def test_a_model_trained_further_starts_from_the_run(whet: Any, recipe: str, lora_run: Path, tmp_path: Path) -> None:
+    export = lora_run / "exports" / "merged"
+    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", f"model.path={export}")
+    assert ended.code == 0, ended.err
+    first, *_ = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    *_, last = (json.loads(line) for line in (lora_run / "metrics.jsonl").read_text().splitlines())
+    assert first["val_loss"] == pytest.approx(last["val_loss"], rel=1e-4)
+
+
+def exported(whet: Any, run: Path, *options: Any) -> tuple[Path, dict[str, Any]]:
+    ended = whet("export", run, *options, "--json")
+    assert ended.code == 0, ended.err
+    said = json.loads(ended.out)
+    return Path(said["export"]), said["certificate"]
+
+
+def test_a_merged_adapter_in_fp32_says_the_same_everywhere(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    folder, certificate = exported(whet, lora_run, "--to", "hf", "--dtype", "f32", "--out", tmp_path / "out")
+    assert folder == tmp_path / "out"
+    assert certificate["kind"] == "merged"
+    assert certificate["same_next_token"] == 1
+    assert certificate["same_ids"] is certificate["stops"] is True
+    assert certificate["kl"] < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["tiny_run", "lora_run"])
+def test_a_gguf_file_holds_what_the_merged_folder_holds(
+    kind: str, whet: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run: Path = request.getfixturevalue(kind)
+    folder, certificate = exported(whet, run, "--to", "gguf", "--dtype", "f32", "--out", tmp_path / "gguf")
+    (name,) = certificate["files"]
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(run / "exports" / "merged").float()
+    torch.testing.assert_close(dict(read.named_parameters()), dict(merged.named_parameters()), rtol=0, atol=0)
+
+
+def test_every_dtype_has_a_folder_of_its_own_and_a_name_in_the_certificate(
+    whet: Any, lora_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    folder, certificate = exported(whet, run, "--to", "gguf", "--dtype", "q8_0")
+    assert (folder, certificate["dtype"]) == (run / "exports/gguf-q8_0", "q8_0")
+    folder, certificate = exported(whet, run, "--to", "megatron", "--tensor-parallel", 2)
+    assert (folder, len(certificate["files"])) == (run / "exports/megatron", 2)
+    ended = whet("export", run, "--to", "merged", "--dtype", "q8_0")
+    assert ended.code == 1
+    assert "--dtype: q8_0 does not exist for --to merged; it can be f64, f32, bf16, f16" in ended.err
+
+
+def test_what_is_trained_in_16_bits_ships_in_16_bits(whet: Any, recipe: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run = tmp_path / "run"
+    ended = whet("train", recipe, f"run.dir={run}", "train.steps=1", "train.precision=bf16", "eval.at_start=false")
+    assert ended.code == 0, ended.err
+    weights = load_file(run / "exports/merged/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert json.loads((run / "exports/merged/certificate.json").read_text())["dtype"] == "bf16"
+    folder, certificate = exported(whet, run, "--dtype", "f32")
+    assert (folder.name, certificate["max_logit_difference"]) == ("merged-f32", 0)
+
+
+def test_a_run_can_end_in_a_gguf_file(whet: Any, recipe: str, tmp_path: Path) -> None:
+    arguments = ["train", recipe, f"run.dir={tmp_path / 'mine'}", "train.steps=1", "eval.at_start=false"]
+    ended = whet(*arguments, "export.at_end=gguf")
+    assert ended.code == 0, ended.err
+    assert [path.name for path in (tmp_path / "mine/exports").iterdir()] == ["gguf"]
+    assert len(list((tmp_path / "mine/exports/gguf").glob("mine-*.gguf"))) == 1
+
+
+def test_an_export_is_checked_again(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(lora_run / "exports" / "merged", tmp_path / "mine")
+    ended = whet("export", lora_run, "--check", folder, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["certificate"]["verified"] is True
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|im_end|> "))
+    ended = whet("export", lora_run, "--check", folder)
+    assert ended.code == 1
+    assert "its chat template is not the one that was trained with" in " ".join(ended.err.split())
+    assert json.loads((folder / "certificate.json").read_text())["verified"] is False
+    (folder / "certificate.json").unlink()
+    assert "no such file" in whet("export", lora_run, "--check", folder).err
+
+
+def test_files_of_ones_own_are_not_replaced(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    ended = whet("export", lora_run, "--out", tmp_path)
+    assert ended.code == 1
+    assert "--out:" in ended.err
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+
+
+def test_a_checkpoint_that_is_not_there_is_named(whet: Any, lora_run: Path) -> None:
+    ended = whet("export", f"{lora_run}@77", "--to", "gguf")
+    assert ended.code == 1
+    assert "no such checkpoint; there are:" in ended.err
+
+
+def test_an_adapter_whose_base_was_changed_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
+    from whet.tokenizer.loading import locate_model
+
+    base, run = shutil.copytree(locate_model("builtin:tiny"), tmp_path / "base"), tmp_path / "run"
+    options = ["train.steps=1", "adapter.rank=2", f"model.path={base}", "eval.at_start=false", "export.at_end=none"]
+    assert whet("train", recipe, f"run.dir={run}", *options).code == 0
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
+    ended = whet("export", run, "--to", "adapter")
+    assert ended.code == 1
+    assert "not those that this run's adapter was trained on" in " ".join(ended.err.split())
+
+
+_WITHOUT_WHET = """
+import sys
+sys.modules["whet"] = None  # whoever imports it fails
+sys.path += {paths!r}
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+said = []
+for model in (AutoModelForCausalLM.from_pretrained({merged!r}), AutoPeftModelForCausalLM.from_pretrained({adapter!r})):
+    tokenizer = AutoTokenizer.from_pretrained({adapter!r})
+    ids = tokenizer.apply_chat_template(
+        [{{"role": "user", "content": "Hello"}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said.append(model.generate(**ids, max_new_tokens=12, do_sample=False)[0].tolist())
+assert said[0] == said[1], said
+print(len(said[0]))
+"""
+
+
+def test_others_load_what_was_exported_without_whet(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    import sysconfig
+
+    adapter, _ = exported(whet, lora_run, "--to", "adapter", "--out", tmp_path / "adapter")
+    paths = [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
+    text = _WITHOUT_WHET.format(paths=paths, merged=str(lora_run / "exports/merged"), adapter=str(adapter))
+    # -S: what is installed in place of a copy (a .pth file) is not there either; -E: nor is PYTHONPATH
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 4
+
+
+def test_a_template_that_changed_since_training_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """It would be shipped with a certificate that calls it the trained one."""
+    template, run = tmp_path / "own.jinja", tmp_path / "run"
+    own = (
+        "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+    )
+    template.write_text(own)
+    ended = whet("train", recipe, f"run.dir={run}", f"data.template={template}", "train.steps=2", "--quiet")
+    assert ended.code == 0, ended.err
+    template.write_text(own.replace("<|im_start|>{{", "<|im_start|>The {{"))
+    for command in (
+        ("export", run, "--to", "merged"), ("export", run, "--check", run / "exports/merged"),
+        ("chat", run, "--prompt", "Hi"), ("eval", run, "--tasks", "orders"),
+    ):  # fmt: skip
+        ended = whet(*command)
+        assert ended.code == 1
+        assert "own.jinja is not what" in " ".join(ended.err.split())
+    template.write_text(own)
+    assert whet("export", run, "--check", run / "exports/merged").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"eos_token_id": [2, 40]}, "stop at 'F', which ends no answer"),
+        ({"suppress_tokens": [10, 11]}, "suppress_tokens = [10, 11]"),
+        (None, "model.safetensors changed since it was exported"),
+    ],
+)
+def test_a_second_look_finds_what_logits_do_not_show(
+    settings: dict[str, Any] | None, reason: str, whet: Any, tiny_run: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_run / "exports" / "merged", tmp_path / "merged")
+    if settings is None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] += 1e-6
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    else:
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    for _ in range(2):
+        ended = whet("export", tiny_run, "--check", folder)
+        assert ended.code == 1
+        assert reason in " ".join(ended.err.split())

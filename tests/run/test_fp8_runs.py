@@ -1,0 +1,148 @@
+"""Whole runs in 8 bits, their roundings emulated; and that such a run's model can be used anywhere."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.model.fp8.conversion import convert_to_fp8_
+from whet.run import assemble
+
+Steps = Callable[[Path], list[dict[str, Any]]]
+LONG = ("train.steps=40", "data.packing=best-fit", "eval.every=20")
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits on this CPU, for the tiny model's matrices too."""
+    monkeypatch.setattr(assemble, "require_fp8", lambda device, precision: None)
+    monkeypatch.setattr(assemble, "fp8_unsupported_reason", lambda device: None)
+    monkeypatch.setattr(
+        assemble, "convert_to_fp8_", functools.partial(convert_to_fp8_, worth=lambda *sizes: True, emulate=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def bf16(whet: Callable[..., Any], recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bf16") / "run"
+    ended = whet("train", recipe, f"run.dir={folder}", "train.precision=bf16", *LONG)
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train.precision=fp8"],
+        pytest.param(["train.precision=fp8", "model.dtype=bf16"], marks=pytest.mark.slow),
+        pytest.param(["train.precision=fp8-rowwise"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_it_learns_what_bf16_learns(
+    whet: Callable[..., Any], recipe: str, tmp_path: Path, bf16: Path, steps_of: Steps, options: list[str]
+) -> None:
+    if "train.precision=fp8-rowwise" in options:
+        pytest.importorskip("torchao")
+    folder = tmp_path / "run"
+    ended = whet("train", recipe, f"run.dir={folder}", *LONG, *options)
+    assert ended.code == 0, ended.err  # the export was compared too
+    assert "14 layers multiply in 8 bits" in ended.err
+    assert "without compiling" in ended.err
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (plan["precision"], plan["eight_bit_layers"]) == (options[0].partition("=")[2], 14)
+    found, wanted = ([line["loss"] for line in steps_of(run)] for run in (folder, bf16))
+    assert found == pytest.approx(wanted, rel=0.05)
+    assert found != wanted
+    assert found[-1] < found[0] / 2
+    flops = [[line["flops"] for line in steps_of(run)] for run in (folder, bf16)]
+    assert flops[0] == flops[1]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_killed_run_continues_bit_for_bit(
+    whet: Callable[..., Any], recipe: str, tmp_path: Path, exact_of: Callable[[Path], list[Any]]
+) -> None:
+    arguments = ["train.steps=12", "checkpoint.every=4", "export.at_end=none", "train.precision=fp8"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert whet("train", recipe, f"run.dir={whole}", *arguments).code == 0
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-000012")
+    (cut / "status.json").unlink()
+    assert whet("train", recipe, f"run.dir={cut}", *arguments, "--resume").code == 0
+    assert exact_of(cut) == exact_of(whole)
+
+
+def test_its_model_is_measured_and_shipped_where_there_are_no_8_bits(
+    whet: Callable[..., Any], tmp_path: Path, bf16: Path
+) -> None:
+    """Weights and checkpoints are bf16's: only the configuration differs."""
+    run = tmp_path / "run"
+    shutil.copytree(bf16, run)
+    shutil.rmtree(run / "exports")
+    config = (run / "config.yaml").read_text()
+    assert config.count("precision: bf16") == 1
+    (run / "config.yaml").write_text(config.replace("precision: bf16", "precision: fp8"))
+    results = []
+    for folder in (run, bf16):
+        ended = whet("eval", folder, "--json")
+        assert ended.code == 0, ended.err
+        results.append(json.loads(ended.out)["val_loss"])
+    assert results[0] == results[1]
+    assert whet("export", run, "--to", "merged").code == 0
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_faulty_step_is_run_again_in_8_bits(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
+    folder, options = tmp_path / "run", ["train.precision=fp8", "train.optimizer.lr=1e30", "eval.at_start=false"]
+    ended = whet("train", recipe, f"run.dir={folder}", *options, "train.schedule.warmup=0")
+    assert ended.code == 3, ended.err
+    (file,) = (folder / "faults").iterdir()
+    assert json.loads(file.read_text())["precision"] == "fp8"
+    again = whet("train", "--replay", file, "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["reproduced"] is True
+    assert "this device computes in" not in again.err
+
+
+def test_an_installed_torchao_is_silent(start: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
+    """transformers imports it whether 8 bits are wanted or not, and it complains of extensions that do not fit."""
+    pytest.importorskip("torchao")
+    _, errors = start("train", recipe, f"run.dir={tmp_path / 'run'}", "--smoke").communicate()
+    assert "steps on" in errors
+    assert not [line for line in errors.splitlines() if "Failed to load" in line or "Enum" in line]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_is_measured_is_what_is_shipped(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
+    folder, options = tmp_path / "run", ["train.precision=fp8", "train.steps=4", "eval.every=4"]
+    assert whet("train", recipe, f"run.dir={folder}", *options).code == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = [line["val_loss"] for line in lines if "val_loss" in line]
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("precision: fp8", "precision: bf16"))
+    assert json.loads(whet("eval", folder, "--json").out)["val_loss"] == measured[-1]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
+def test_a_device_without_it_is_refused(
+    whet: Callable[..., Any], recipe: str, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=True: None)
+    folder = tmp_path / "run"
+    ended = whet("train", recipe, f"run.dir={folder}", f"train.precision={precision}", "--json")
+    assert ended.code == 1
+    error = json.loads(ended.out)["error"]
+    assert f"train.precision: {precision}" in error
+    assert "train.precision=bf16" in error
+    checked = whet("check", recipe, f"train.precision={precision}", "--json")
+    assert checked.code == 1
+    (fault,) = [each for each in json.loads(checked.out)["checks"] if each["level"] == "fault"]
+    assert (fault["check"], "train.precision=bf16" in fault["text"]) == ("model", True)

@@ -1,0 +1,125 @@
+"""Whole runs on CUDA whose layers are recorded: the same numbers as of runs that ask for everything each time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.config import Config, read_config
+from whet.execution import cuda_graphs
+from whet.execution.cuda_graphs import GraphedHidden, StaticGradients
+from whet.run.lifecycle import run_training
+
+pytestmark = pytest.mark.gpu
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+CASES = [
+    (),
+    ("train.micro_rows=4",),
+    ("train.micro_rows=2", "data.packing=none"),
+    ("quantize=nf4",),
+    ("parallel.recompute=full",),
+    ("model.attention=varlen",),
+    ("eval.every=5", "checkpoint.every=7"),
+]
+
+
+def _run(folder: Path, *options: str, resume: bool = False) -> list[tuple[float, float]]:
+    run_training(_config(folder, "adapter.rank=8", *options), resume=resume)
+    return _steps(folder)
+
+
+def _config(folder: Path, *options: str) -> Config:
+    shared = (f"run.dir={folder}", "train.deterministic=true", "train.batch.conversations=32")
+    return read_config(TINY, [*shared, *options])
+
+
+def _steps(folder: Path) -> list[tuple[float, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def _says(folder: Path) -> bool:
+    recorded: bool = json.loads((folder / "plan.json").read_text())["recorded"]
+    return recorded
+
+
+@pytest.mark.parametrize("options", CASES, ids=" ".join)
+def test_recorded_steps_are_the_same_steps(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = []
+    backward = GraphedHidden.backward
+    monkeypatch.setattr(GraphedHidden, "backward", lambda *args: replayed.append(1) or backward(*args))
+    recorded = _run(tmp_path / "recorded", *options)
+    assert _says(tmp_path / "recorded")
+    assert len(replayed) >= 10
+    replayed.clear()
+    monkeypatch.setattr(cuda_graphs, "_LAUNCH_BOUND_S", 0.0)
+    asked = _run(tmp_path / "asked", *options)
+    assert not _says(tmp_path / "asked")
+    assert not replayed
+    assert recorded == asked
+    assert recorded[-1][0] < 0.95 * recorded[0][0]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole")
+    run_training(_config(tmp_path / "two", "adapter.rank=8"), resume=False, until=11)
+    assert _run(tmp_path / "two", resume=True) == whole
+
+
+@pytest.mark.parametrize("options", [(), ("train.micro_rows=8",), ("model.dtype=bf16",)], ids=" ".join)
+def test_every_weight_can_be_trained(tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's part in tied embeddings is added in another order."""
+    run_training(_config(tmp_path / "recorded", *options), resume=False)
+    assert _says(tmp_path / "recorded")
+    monkeypatch.setattr(cuda_graphs, "_LAUNCH_BOUND_S", 0.0)
+    run_training(_config(tmp_path / "asked", *options), resume=False)
+    recorded, asked = (_steps(tmp_path / name) for name in ("recorded", "asked"))
+    assert [loss for loss, _ in recorded] == pytest.approx([loss for loss, _ in asked], rel=0.01)
+
+
+def test_what_looks_at_the_device_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = _run(tmp_path / "wanted")
+    aliased = StaticGradients.aliased
+
+    def looking(self: StaticGradients) -> Any:
+        torch.ones(1, device="cuda").item()
+        return aliased(self)
+
+    monkeypatch.setattr(StaticGradients, "aliased", looking)
+    assert _run(tmp_path / "looking") == wanted
+    assert capsys.readouterr().err.count("cannot be recorded") == 1
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    room = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() > before
+    del room
+    torch.cuda.empty_cache()  # memory is found and given back as before
+    assert torch.cuda.memory_reserved() == before
+
+
+def test_what_is_forgotten_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    forget = GraphedHidden.forget
+
+    def measured(self: GraphedHidden) -> None:
+        recordings = bool(getattr(self, "_recordings", None))
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        forget(self)
+        torch.cuda.empty_cache()
+        if recordings:
+            held.append(before - torch.cuda.memory_reserved())
+
+    monkeypatch.setattr(GraphedHidden, "forget", measured)
+    _run(tmp_path / "run", "eval.every=10")
+    assert len(held) == 3
+    assert min(held) > 0

@@ -1,0 +1,169 @@
+"""`whet merge`: the sum of what adapters do, in a folder that transformers loads; what does not belong is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.pretrained import load_model
+from whet.model.load.resize_embeddings import trainable_token_ids
+from whet.model.lora.peft_adapters import add_adapter
+from whet.tokenizer.loading import load_tokenizer
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    def make(seed: int, tokens: tuple[str, ...] = (), **settings: Any) -> Path:
+        folder = tmp_path_factory.mktemp("adapter")
+        config = ModelConfig(path="builtin:tiny", add_tokens=list(tokens))
+        model = load_model(config, torch.float32)
+        ids = trainable_token_ids(config, [])
+        model = add_adapter(model, AdapterConfig(**{"rank": 3, "alpha": 5.0, **settings}), seed, ids)
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+        model.save_pretrained(folder)
+        load_tokenizer(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def delta(adapter: Path, layer: str, scale: float) -> torch.Tensor:
+    """scale · B·A, read from the file itself."""
+    found = load_file(adapter / "adapter_model.safetensors")
+    a, b = (found[f"base_model.model.{layer}.lora_{side}.weight"] for side in "AB")
+    return scale * b @ a
+
+
+def test_cat_is_the_weighted_sum_whatever_the_ranks(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
+    one, two = (
+        make_adapter(1),
+        make_adapter(2, rank=4, method="rslora", ranks={"q_proj": 2}, targets=["q_proj", "o_proj"]),
+    )
+    ended = whet(
+        "merge", "builtin:tiny", "--adapter", one, "--adapter", f"{two}=-0.5", "--out", tmp_path / "m", "--json"
+    )
+    assert ended.code == 0, ended.err
+    certificate = json.loads(ended.out)["certificate"]
+    assert certificate["verified"]
+    assert [part["weight"] for part in certificate["adapters"]] == [1.0, -0.5]
+    before, after = weights(builtin_folder("builtin:tiny")), weights(tmp_path / "m")
+    for layer, scales in (
+        ("model.layers.0.self_attn.q_proj", (5 / 3, 5 / 2**0.5)),
+        ("model.layers.1.self_attn.o_proj", (5 / 3, 5 / 4**0.5)),
+    ):
+        wanted = delta(one, layer, scales[0]) - 0.5 * delta(two, layer, scales[1])
+        torch.testing.assert_close(after[f"{layer}.weight"] - before[f"{layer}.weight"], wanted, rtol=1e-4, atol=1e-5)
+    alone = "model.layers.0.mlp.up_proj"
+    torch.testing.assert_close(after[f"{alone}.weight"], before[f"{alone}.weight"] + delta(one, alone, 5 / 3))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+
+
+def test_linear_averages_the_matrices(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
+    one, two = make_adapter(1), make_adapter(2)
+    arguments = ("--adapter", f"{one}=0.25", "--adapter", f"{two}=0.75", "--how", "linear", "--out", tmp_path / "m")
+    ended = whet("merge", "builtin:tiny", *arguments)
+    assert ended.code == 0, ended.err
+    layer = "model.layers.0.self_attn.q_proj"
+    files = [load_file(adapter / "adapter_model.safetensors") for adapter in (one, two)]
+    a, b = (
+        sum(
+            (w * 5 / 3) ** 0.5 * file[f"base_model.model.{layer}.lora_{side}.weight"]
+            for w, file in zip((0.25, 0.75), files, strict=True)
+        )
+        for side in "AB"
+    )
+    changed = weights(tmp_path / "m")[f"{layer}.weight"] - weights(builtin_folder("builtin:tiny"))[f"{layer}.weight"]
+    torch.testing.assert_close(changed, b @ a, rtol=1e-4, atol=1e-5)
+
+
+def test_one_with_added_tokens_and_dora_brings_its_tokens_along(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
+    adapter = make_adapter(1, ("<|tool|>",), method="dora")
+    ended = whet("merge", "builtin:tiny", "--adapter", adapter, "--out", tmp_path / "m")
+    assert ended.code == 0, ended.err
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "m")) == 417
+    assert len(weights(tmp_path / "m")["model.embed_tokens.weight"]) == 417
+
+
+def test_what_does_not_belong_together_is_named(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
+    one, tokens, dora = (
+        make_adapter(1),
+        make_adapter(1, ("<|a|>",), also_train=["embed_tokens"]),
+        make_adapter(2, method="dora"),
+    )
+    bare, elsewhere, nothing = tmp_path / "bare", tmp_path / "elsewhere", tmp_path / "nothing"
+    shutil.copytree(make_adapter(3, ("<|b|>",)), bare)
+    (bare / "tokenizer_config.json").unlink()
+    (bare / "tokenizer.json").unlink()
+    other = tmp_path / "other"
+    shutil.copytree(builtin_folder("builtin:tiny"), other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.model.norm.weight.data += 1
+    model.save_pretrained(other)
+    shutil.copytree(one, elsewhere)
+    settings = json.loads((elsewhere / "adapter_config.json").read_text())
+    (elsewhere / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(other)}))
+    nothing.mkdir()
+    wide = make_adapter(4, rank=5)
+
+    def said(*adapters: Any, how: str = "cat") -> str:
+        options = [text for adapter in adapters for text in ("--adapter", adapter)]
+        ended = whet("merge", "builtin:tiny", *options, "--how", how, "--out", tmp_path / "m")
+        assert ended.code == 1
+        assert not (tmp_path / "m").exists()
+        return " ".join(ended.err.split())
+
+    assert "no adapter_config.json there" in said(nothing)
+    assert "trained on other weights than builtin:tiny" in said(elsewhere)
+    assert "it has DoRA, which can neither be added" in said(one, dora)
+    assert "it has DoRA" in said(f"{dora}=0.5")
+    assert "it has trained modules" in said(one, tokens)
+    assert "it trained token 416, the model has 416, and there is no tokenizer" in said(bare)
+    assert "'x' is no number" in said(f"{one}=x")
+    assert "Use --how cat" in said(one, wide, how="linear")
+    known = load_tokenizer(ModelConfig(path="builtin:tiny"))
+    known.add_tokens(["<|c|>"])
+    changed = tmp_path / "changed"
+    shutil.copytree(one, changed)
+    known.save_pretrained(changed)
+    assert "its vocabulary of 418 tokens is not that of" in said(changed, make_adapter_with_two(make_adapter))
+
+
+def make_adapter_with_two(make_adapter: Make) -> Path:
+    """An adapter whose tokenizer has two tokens more, of which it trained none."""
+    folder = make_adapter(5)
+    tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
+    tokenizer.add_tokens(["<|d|>", "<|e|>"])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_what_the_adapter_learned_to_end_with_ends_the_merged_model(
+    make_adapter: Make, whet: Any, tmp_path: Path
+) -> None:
+    base = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "base")
+    settings = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 0}))
+    adapter = make_adapter(1)
+    (adapter / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [0, 2]}))
+    ended = whet("merge", base, "--adapter", adapter, "--out", tmp_path / "m")
+    assert ended.code == 0, ended.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config.eos_token_id == [0, 2]

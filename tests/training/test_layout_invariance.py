@@ -1,0 +1,98 @@
+"""The layout does not matter: losses, gradient norms and final weights are those of the plainest loop there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import CHOICES, CLIP, STEPS, Layout, Trace, all_of, in_pairs, make_store, plan_of, run_naively, run_steps
+
+from whet.data.prepare.store import Store
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return make_store()
+
+
+@pytest.fixture(scope="module")
+def naive(store: Store) -> Trace:
+    return run_naively(store)
+
+
+def assert_equal(found: Trace, naive: Trace) -> None:
+    """fp64: 1e-9 over thirty steps."""
+    assert len(found.losses) == len(naive.losses)
+    assert found.losses == pytest.approx(naive.losses, rel=1e-9)
+    assert found.norms == pytest.approx(naive.norms, rel=1e-9)
+    for name, weight in naive.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-9)
+
+
+def test_the_comparison_is_worth_something(store: Store, naive: Trace) -> None:
+    """Clipping takes part, the last batch is incomplete, packing packs, and the model learns."""
+    assert len(naive.losses) == STEPS
+    assert max(naive.norms) > CLIP
+    assert naive.losses[-1] < naive.losses[0] - 1
+    for packing in CHOICES["packing"]:
+        plan = plan_of(store, packing)
+        assert [len(plan.documents_of(step)) for step in range(len(plan))] == [5] * 29 + [3]
+        assert (len(plan.rows) - 1 < len(plan.documents)) == (packing != "none")
+
+
+def test_two_choices_of_any_kind_meet() -> None:
+    chosen = list(in_pairs(CHOICES))
+    assert {(layout.packing, layout.micro_rows) for layout in chosen} == {
+        (packing, rows) for packing in CHOICES["packing"] for rows in CHOICES["micro_rows"]
+    }
+    assert len({(layout.attention, layout.padded) for layout in chosen}) == 4
+    assert len({(layout.recompute, layout.chunk_rows) for layout in chosen}) == 9
+
+
+@pytest.mark.parametrize("layout", in_pairs(CHOICES), ids=str)
+def test_no_layout_of_one_process_matters(store: Store, naive: Trace, layout: Layout) -> None:
+    assert_equal(run_steps(store, layout), naive)
+
+
+def plain_of(layout: Layout) -> Layout:
+    """What a layout is compared with, by one process."""
+    adapter = "none" if layout.adapter == "none" else "peft"
+    return Layout(optimizer=layout.optimizer, adapter=adapter, family=layout.family, steps=layout.steps)
+
+
+def run_plainly(store: Store, plain: Layout) -> Trace:
+    if plain.optimizer != "adamw" or plain.adapter != "none":
+        return run_steps(store, plain)
+    return run_naively(store, plain.family, plain.steps)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_neither_the_number_of_processes_matters_nor_what_they_divide(
+    store: Store, naive: Trace, tmp_path: Path, world: int
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(port),
+        str(Path(__file__).with_name("layouts.py")), str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    alone = {Layout(): naive}
+    for number, layout in enumerate(all_of(world)):
+        found = json.loads((tmp_path / f"{number}.json").read_text())
+        weights = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        if (plain := plain_of(layout)) not in alone:
+            alone[plain] = run_plainly(store, plain)
+        assert_equal(Trace(found["losses"], found["norms"], weights), alone[plain])
+        assert found["apart"] == []
+    assert json.loads((tmp_path / "noisy.json").read_text()) == []
+    ends = json.loads((tmp_path / "ends.json").read_text())
+    assert ends == ends[:1] * world, "random rounding moved the weights of the ranks apart"

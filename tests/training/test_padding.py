@@ -1,0 +1,58 @@
+"""Padding is not learned from: a padded step is the step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from whet.core.distributed import Ranks
+from whet.data.config import DataConfig, Source
+from whet.data.loader import Loader
+from whet.data.plan.planner import plan_single_step
+from whet.data.prepare.build import prepare_store
+from whet.data.prepare.store import Store
+from whet.data.render.chat_tokenizer import ChatTokenizer
+from whet.model import attention
+from whet.model.config import ModelConfig
+from whet.model.load.pretrained import load_model
+from whet.model.loss.loss_model import LossModel
+from whet.model.modules import KeepFloat64
+from whet.tokenizer.loading import load_tokenizer
+from whet.training.micro_batches import ForwardPasses
+from whet.training.step import compute_gradients
+
+TINY = ModelConfig(path="builtin:tiny")
+LANGUAGE = ChatTokenizer({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    config = DataConfig(sources=[Source(path="builtin:orders", max_samples=7)])
+    return prepare_store(config, config.sources, "train", LANGUAGE).store
+
+
+def gradients(store: Store, packing: str, padded_to: int | None, lengths: int) -> tuple[list[Tensor], set[int]]:
+    model = load_model(TINY, torch.float64)
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model)
+    plan = plan_single_step(store.lengths, np.arange(len(store)), 600, packing, 4)
+    with contextlib.closing(Loader(store, plan, 2, 0, 1, padded_to, lengths)) as loader:
+        ranks = Ranks(0, 1, torch.device("cpu"))
+        passes = ForwardPasses(root, loader, 0, device=ranks.device, seed=0, arithmetic=KeepFloat64(), loss_scale=1.0)
+        result = compute_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
+        sizes = {len(batch.tokens) for _, batch in loader.micro_batches(0)}
+    found = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
+    return [torch.tensor([result.loss, result.grad_norm], dtype=torch.float64), *found], sizes
+
+
+@pytest.mark.parametrize(("packing", "lengths"), [("best-fit", 1), ("none", 1), ("none", 4)])
+def test_a_padded_step_is_the_step(store: Store, packing: str, lengths: int) -> None:
+    plain, _ = gradients(store, packing, None, 1)
+    padded, sizes = gradients(store, packing, 600, lengths)
+    assert max(sizes) == 1200 if lengths == 1 else max(sizes) < 1200
+    for ours, theirs in zip(padded, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
