@@ -17,7 +17,7 @@ def random_model() -> Callable[..., Any]:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from whet.model.config import ModelConfig
-        from whet.tokenizer.loading import load_tokenizer
+        from whet.model.load.tokenizer import load_tokenizer
 
         shape = AutoConfig.for_model(
             kind, **{
@@ -44,7 +44,7 @@ def order_of() -> Callable[..., Any]:
         from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
         from whet.exporting.trained_model import TrainedModel
         from whet.model.config import ModelConfig
-        from whet.tokenizer.loading import load_tokenizer
+        from whet.model.load.tokenizer import load_tokenizer
 
         spoken = tokenizer or load_tokenizer(ModelConfig(path="builtin:tiny"))
         return ExportSpec(

@@ -15,7 +15,7 @@ from whet.exporting.exporter import write_export
 from whet.exporting.gguf_file import pre_tokenizer_name, set_pre_tokenizer
 from whet.exporting.spec import ExportMismatchError
 from whet.model.config import ModelConfig
-from whet.tokenizer.loading import load_tokenizer
+from whet.model.load.tokenizer import load_tokenizer
 
 PROBES = [list(range(3, 60)), list(range(100, 120))]
 LLAMA3 = {

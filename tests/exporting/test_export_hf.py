@@ -22,8 +22,8 @@ from whet.exporting.trained_model import TrainedModel
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.peft_adapters import add_adapter
-from whet.tokenizer.loading import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 STOPS = [2, 5]

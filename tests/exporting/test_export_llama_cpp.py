@@ -17,8 +17,8 @@ import torch
 from whet.exporting.exporter import write_export
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.peft_adapters import add_adapter
-from whet.tokenizer.loading import load_tokenizer
 
 QUESTIONS = ["Please send 12 red mugs to Anna in Riga by Mon.", "What is 1234567 + 89?", "Name three colours."]
 TEXTS = [

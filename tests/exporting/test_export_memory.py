@@ -47,7 +47,7 @@ def test_one_file_of_weights_is_in_memory_at_a_time(
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from whet.tokenizer.loading import locate_model
+    from whet.model.load.weight_files import locate_model
 
     base = tmp_path / "base"
     shutil.copytree(locate_model("builtin:tiny"), base)

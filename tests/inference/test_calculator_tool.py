@@ -22,7 +22,7 @@ from whet.inference.calculator_tool import (
     parse_calculator_call,
 )
 from whet.model.config import ModelConfig
-from whet.tokenizer.loading import load_tokenizer
+from whet.model.load.tokenizer import load_tokenizer
 
 
 def renderer(markers: bool = False, template: str | None = None) -> Renderer:

@@ -23,7 +23,7 @@ from whet.inference.chat import ChatModel, ChatSession, TextStream, explain_toke
 from whet.inference.generate import Sampling
 from whet.inference.terminal import TerminalChat, read_message, run_terminal_chat
 from whet.model.config import ModelConfig
-from whet.tokenizer.loading import load_tokenizer
+from whet.model.load.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 

@@ -23,7 +23,7 @@ from whet.inference.tasks.task import Example, Scorer, Task
 from whet.inference.tasks.task_registry import load_tasks, loaded_tasks
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.tokenizer.loading import load_tokenizer
+from whet.model.load.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 ALONE = Ranks(0, 1, torch.device("cpu"))

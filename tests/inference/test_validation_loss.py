@@ -18,8 +18,8 @@ from whet.inference.validation import ValidationMetadata, source_names, validati
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 from whet.model.loss.loss_model import LossModel
-from whet.tokenizer.loading import load_tokenizer
 from whet.tokenizer.token_bytes import bytes_per_token
 
 TINY = ModelConfig(path="builtin:tiny")

@@ -15,7 +15,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.placeholder import load_placeholder_model
 from whet.model.load.pretrained import load_model
-from whet.tokenizer.loading import load_tokenizer, tokenizer_hashes
+from whet.model.load.tokenizer import load_tokenizer, tokenizer_hashes
 
 NEW = ["<|tool|>", " lampshade"]
 

@@ -108,7 +108,7 @@ def test_an_export_of_a_damaged_checkpoint_is_refused_and_another_can_be_had(whe
 
 
 def test_an_adapter_is_not_put_on_other_weights(whet: Any, recipe: str, tmp_path: Path) -> None:
-    from whet.tokenizer.loading import locate_model
+    from whet.model.load.weight_files import locate_model
 
     base = tmp_path / "base"
     shutil.copytree(locate_model("builtin:tiny"), base)

@@ -188,7 +188,7 @@ def test_a_checkpoint_that_is_not_there_is_named(whet: Any, lora_run: Path) -> N
 
 
 def test_an_adapter_whose_base_was_changed_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
-    from whet.tokenizer.loading import locate_model
+    from whet.model.load.weight_files import locate_model
 
     base, run = shutil.copytree(locate_model("builtin:tiny"), tmp_path / "base"), tmp_path / "run"
     options = ["train.steps=1", "adapter.rank=2", f"model.path={base}", "eval.at_start=false", "export.at_end=none"]

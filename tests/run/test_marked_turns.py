@@ -20,10 +20,10 @@ from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 from whet.run.data import turn_markers
 from whet.run.evaluation import stop_token_ids
 from whet.tokenizer.encoders import SentencePieceEncoder
-from whet.tokenizer.loading import load_tokenizer
 
 U, A = "<<<|user|>>>", "<<<|assistant|>>>"
 SYSTEM = Marker(text="<<<|system|>>>", id=6)

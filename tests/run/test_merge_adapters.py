@@ -17,8 +17,8 @@ from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
 from whet.model.load.resize_embeddings import trainable_token_ids
+from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.peft_adapters import add_adapter
-from whet.tokenizer.loading import load_tokenizer
 
 Make = Callable[..., Path]
 

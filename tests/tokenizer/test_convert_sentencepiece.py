@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
+from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids
 from whet.tokenizer import convert_sentencepiece
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
-from whet.tokenizer.loading import load_tokenizer, sentencepiece_file, stop_ids
 from whet.tokenizer.sentencepiece import BPE, UNIGRAM, load_processor, read_sentencepiece_model
 from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
 

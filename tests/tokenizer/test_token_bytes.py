@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from whet.model.config import ModelConfig
+from whet.model.load.tokenizer import load_tokenizer
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
-from whet.tokenizer.loading import load_tokenizer
 from whet.tokenizer.token_bytes import bytes_per_token
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

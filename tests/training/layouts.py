@@ -34,6 +34,7 @@ from whet.execution.transform import transform_layers
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss import linear_cross_entropy
@@ -43,7 +44,6 @@ from whet.parallel.config import ParallelConfig
 from whet.parallel.fsdp import apply_fsdp, local_tensor, shard_index
 from whet.parallel.mesh import build_mesh
 from whet.parallel.ulysses import apply_ulysses
-from whet.tokenizer.loading import load_tokenizer
 from whet.training.config import OptimizerConfig
 from whet.training.micro_batches import ForwardPasses
 from whet.training.optimizers.factory import build_optimizer, optimizer_step

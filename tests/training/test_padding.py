@@ -19,9 +19,9 @@ from whet.data.render.chat_tokenizer import ChatTokenizer
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
-from whet.tokenizer.loading import load_tokenizer
 from whet.training.micro_batches import ForwardPasses
 from whet.training.step import compute_gradients
 

@@ -13,7 +13,7 @@ from whet.convert.neox import NeoXCheckpoint
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
-from whet.tokenizer.loading import load_tokenizer
+from whet.model.load.tokenizer import load_tokenizer
 
 
 def import_checkpoint(

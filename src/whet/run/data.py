@@ -20,7 +20,7 @@ from whet.data.plan.planner import Plan, RunLength, plan_by_conversations, plan_
 from whet.data.prepare.build import PreparedStore, prepare_shard, prepare_store, require_all_shards
 from whet.data.prepare.store import MANIFEST, Store, find_overlap
 from whet.data.render.chat_tokenizer import ChatTokenizer, MarkedTextTokenizer
-from whet.tokenizer.loading import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
+from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
 from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
 
 # The data of a run: its stores, made or found. Nothing here needs torch; a store that exists needs no tokenizer.

@@ -14,12 +14,12 @@ from whet.inference.tasks.task import AnsweredExample, TaskResult
 from whet.inference.tasks.task_registry import loaded_tasks
 from whet.inference.validation import ValidationMetadata, source_names, validation_loss
 from whet.model.config import ModelConfig
+from whet.model.load.tokenizer import stop_ids
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import is_sharded, reshard
 from whet.run.assemble import PrecisionPolicy, make_loader
 from whet.run.data import RunData
-from whet.tokenizer.loading import stop_ids
 from whet.tokenizer.token_bytes import bytes_per_token
 
 

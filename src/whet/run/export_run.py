@@ -22,13 +22,13 @@ from whet.exporting.exporter import verify_export, write_export
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings, choose_dtype
 from whet.exporting.trained_model import TrainedModel
 from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model
+from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.assemble import PrecisionPolicy, build_model, resolve_precision
 from whet.run.data import RunData, load_recorded_data, require_same_tokenizer
 from whet.run.evaluation import stop_token_ids
 from whet.run.load_models import load_checkpoint_model, read_run_config
 from whet.run.resume import require_same_base
-from whet.tokenizer.loading import load_generation_settings
 
 _PROBE_COUNT = 4  # conversations that an export is compared on
 KIND_ALIASES = {"hf": "merged"}

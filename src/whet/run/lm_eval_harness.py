@@ -17,8 +17,8 @@ from whet.core.files import read_json
 from whet.core.run_folder import parse_run_reference
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.tokenizer import load_tokenizer
 from whet.run.export_run import ExportRequest, export_run
-from whet.tokenizer.loading import load_tokenizer
 
 
 def run_lm_eval(reference: str, tasks: str, overrides: Sequence[str]) -> dict[str, Any]:

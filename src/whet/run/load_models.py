@@ -26,6 +26,8 @@ from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.resize_embeddings import resize_embeddings_
+from whet.model.load.tokenizer import load_tokenizer
+from whet.model.load.weight_files import load_error, locate_model
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
@@ -33,7 +35,6 @@ from whet.run.assemble import PrecisionPolicy, build_model, choose_precision, re
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.evaluation import stop_token_ids
 from whet.run.resume import require_same_base
-from whet.tokenizer.loading import load_error, load_tokenizer, locate_model
 
 # A run's model at work again.
 

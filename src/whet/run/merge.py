@@ -12,9 +12,9 @@ from whet.exporting.merge_adapters import CombinationType, WeightedAdapter, merg
 from whet.inference.adapters import has_4bit_base
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
-from whet.model.load.weight_files import weights_hash
+from whet.model.load.tokenizer import load_tokenizer
+from whet.model.load.weight_files import locate_model, weights_hash
 from whet.model.lora.peft_adapters import embedding_rows
-from whet.tokenizer.loading import load_tokenizer, locate_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

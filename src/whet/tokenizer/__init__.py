@@ -1,1 +1,1 @@
-"""Tokenizers: loading, chat templates, special tokens, SentencePiece, bytes per token."""
+"""Tokenizers: chat templates, turn markers, SentencePiece, bytes per token. A model's is loaded by `whet.model.load.tokenizer`."""

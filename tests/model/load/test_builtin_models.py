@@ -16,7 +16,7 @@ from whet.model.config import ModelConfig
 from whet.model.load import builtin_models
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
-from whet.tokenizer.loading import load_tokenizer, stop_ids
+from whet.model.load.tokenizer import load_tokenizer, stop_ids
 
 SMOLLM2 = ModelConfig(path="builtin:smollm2")
 

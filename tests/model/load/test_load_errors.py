@@ -14,7 +14,8 @@ from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
-from whet.tokenizer.loading import load_tokenizer, locate_model, stop_ids
+from whet.model.load.tokenizer import load_tokenizer, stop_ids
+from whet.model.load.weight_files import locate_model
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
 from whet.model.load.random_models import random_model_config
-from whet.tokenizer.loading import load_tokenizer, stop_ids, tokenizer_hashes
+from whet.model.load.tokenizer import load_tokenizer, stop_ids, tokenizer_hashes
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

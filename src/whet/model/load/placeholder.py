@@ -17,7 +17,7 @@ from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model, set_experts_for_dtype
 from whet.model.load.random_models import is_random_model, random_model_config
-from whet.tokenizer.loading import load_error, locate_model
+from whet.model.load.weight_files import load_error, locate_model
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types that need no scale."""

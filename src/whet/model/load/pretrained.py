@@ -10,7 +10,7 @@ from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.resize_embeddings import add_token_rows_
-from whet.tokenizer.loading import load_error, locate_model
+from whet.model.load.weight_files import load_error, locate_model
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:

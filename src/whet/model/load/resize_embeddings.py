@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
-from whet.tokenizer.loading import load_tokenizer
+from whet.model.load.tokenizer import load_tokenizer
 
 # Tokens that a model did not know: in the tokenizer, in the embedding and in the head.
 #

@@ -1,4 +1,4 @@
-"""Weight files on disk: where they are, prefetching them into the page cache, and their hash."""
+"""A model's files: where they are, prefetching them into the page cache, their hash. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,37 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from whet.core.errors import WhetError
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json
 from whet.model.config import ModelConfig
+from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
-from whet.tokenizer.loading import locate_model
+
+
+def locate_model(path: str) -> str:
+    """A folder, or a hub id, that transformers can load."""
+    if path.startswith("builtin:"):
+        return str(builtin_folder(path))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            if (folder / "config.yaml").exists():
+                raise WhetError(f"model.path: {path}: this is a run; train on what it exported: {path}/exports/merged")
+            raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
+        return str(folder)
+    if folder.is_file():
+        raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise WhetError(
+            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME"
+        )
+    return path
+
+
+def load_error(path: str, what: str, error: Exception) -> WhetError:
+    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")
+
 
 # Have the system read a model's files from the disk while this process does something else, without torch.
 

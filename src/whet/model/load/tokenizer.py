@@ -9,33 +9,13 @@ from typing import TYPE_CHECKING, Any
 from whet.core.errors import WhetError
 from whet.core.files import hash_file, hash_json
 from whet.model.config import ModelConfig
-from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import config_folder, is_random_model
+from whet.model.load.weight_files import load_error, locate_model
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
 from whet.tokenizer.turn_markers import TurnMarkers, set_marker_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-def locate_model(path: str) -> str:
-    """A folder, or a hub id, that transformers can load."""
-    if path.startswith("builtin:"):
-        return str(builtin_folder(path))
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            if (folder / "config.yaml").exists():
-                raise WhetError(f"model.path: {path}: this is a run; train on what it exported: {path}/exports/merged")
-            raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
-        return str(folder)
-    if folder.is_file():
-        raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise WhetError(
-            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME"
-        )
-    return path
 
 
 def locate_tokenizer(config: ModelConfig) -> str:
@@ -173,8 +153,3 @@ def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
         kind = {}
     added = {"add_tokens": hash_json(config.add_tokens)} if config.add_tokens else {}
     return {name: hash_file(path) for name, path in files.items()} | kind | added
-
-
-def load_error(path: str, what: str, error: Exception) -> WhetError:
-    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
-    return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")
