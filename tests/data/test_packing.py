@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.plan import packing
+from whet.data.plan import packing as packing_module
 from whet.data.plan.packing import Packing, best_fit, k_bin, one_per_row, pack_rows, pack_within_steps
 
 CASES = st.integers(1, 40).flatmap(
@@ -159,7 +159,7 @@ def test_packing_inside_steps_is_packing_each_step(
         for row in listed(pack_rows(lengths[start : start + batch], capacity, name, bins))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_BATCHED_DOCUMENTS", block)
+        patch.setattr(packing_module, "_BATCHED_DOCUMENTS", block)
         assert listed(pack_within_steps(lengths, batch, capacity, name, bins)) == wanted
 
 

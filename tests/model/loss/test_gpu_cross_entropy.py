@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.model.loss import linear_cross_entropy
+from whet.model.loss import linear_cross_entropy as cross_entropy_module
 from whet.model.loss.linear_cross_entropy import LossTerms, linear_cross_entropy, row_losses_torch
 from whet.model.loss.output_head import OutputHead
 
@@ -69,7 +69,7 @@ def test_of_equal_logits_the_first_is_the_models_word_and_nan_is_none() -> None:
 def test_the_kernel_is_what_serves_here() -> None:
     from whet.model.loss.cross_entropy_kernel import row_losses_triton
 
-    assert linear_cross_entropy._triton_row_losses() is row_losses_triton
+    assert cross_entropy_module._triton_row_losses() is row_losses_triton
 
 
 def gradients(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -147,6 +147,6 @@ def test_all_logits_are_never_held(learns_weight: bool) -> None:
     linear_cross_entropy(hidden, OutputHead(weight), targets, 1 / rows).objective.backward()
     peak = torch.cuda.max_memory_allocated() - before
     own = 2 * vocabulary * width * 4 if learns_weight else 0  # the gradient in fp32, and its copies in bf16
-    chunk = linear_cross_entropy._CHUNK_BYTES_GPU_TRAINED if learns_weight else linear_cross_entropy._CHUNK_BYTES_GPU
+    chunk = cross_entropy_module._CHUNK_BYTES_GPU_TRAINED if learns_weight else cross_entropy_module._CHUNK_BYTES_GPU
     assert peak <= chunk + own + 128 * 2**20
     assert peak < rows * vocabulary * 4 / 4

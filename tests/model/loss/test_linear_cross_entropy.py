@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from whet.model import attention
-from whet.model.loss import linear_cross_entropy
+from whet.model.loss import linear_cross_entropy as cross_entropy_module
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import OutputHead
@@ -106,7 +106,7 @@ def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_more_rows_of_logits_are_held_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, torch.dtype | None]] = []
-    plain = linear_cross_entropy.row_losses_torch
+    plain = cross_entropy_module.row_losses_torch
 
     def noted(logits: Tensor, targets: Tensor, terms: Any, gradient: torch.dtype | None) -> Any:
         seen.append((len(logits), gradient))
