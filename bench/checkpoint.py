@@ -53,7 +53,7 @@ def main() -> None:
                 saver.save(number, {})
                 saver.wait()
                 blocked.append(saver.blocked_s)
-                written.append(saver.written_s)
+                written.append(saver.write_s)
         path = folder / f"step-{_SAVES + 1:06d}"
         warm = _timed(lambda: load_checkpoint(path, model, optimizer, ranks))
         _forget(path)

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from whet.checkpoint.config import CheckpointConfig, ExportConfig
+from whet.checkpoint.config import CheckpointConfig
 from whet.core.config import Section, config_error, load_config
 from whet.core.errors import WhetError
 from whet.core.run_folder import RunConfig
 from whet.core.yaml import dump_yaml
 from whet.data.config import DataConfig
+from whet.exporting.config import ExportConfig
 from whet.inference.config import EvalConfig
 from whet.launch.config import LaunchConfig
 from whet.model.config import AdapterConfig, ModelConfig

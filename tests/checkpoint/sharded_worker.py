@@ -31,7 +31,7 @@ def main(folder: Path, work: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     whole = {}
     if work == "missing":
-        _wait_in_vain(CheckpointSaver(folder, model, optimizer, ranks, patience_s=1.0), ranks)
+        _wait_in_vain(CheckpointSaver(folder, model, optimizer, ranks, timeout_s=1.0), ranks)
         return
     if work == "save":
         model(torch.ones(2, 6)).square().sum().backward()

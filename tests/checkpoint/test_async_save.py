@@ -221,10 +221,10 @@ def test_room_is_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
     staging = host_staging.HostStaging()
-    monkeypatch.setattr(staging._pinned, "like", lambda tensor: made_on.append(list(entered)))
+    monkeypatch.setattr(staging._pinned, "empty_like", lambda tensor: made_on.append(list(entered)))
     there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3), nbytes=8)
-    staging.prepare({"weight": there})
-    staging._settle()
+    staging.allocate_async({"weight": there})
+    staging._join_allocation()
     assert made_on == [[torch.device("cuda", 3)]]
 
 
@@ -240,6 +240,6 @@ def test_room_is_made_where_all_processes_of_a_machine_have_it(
 
     saver = CheckpointSaver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))
     asked: list[Any] = []
-    monkeypatch.setattr(saver._staging, "prepare", asked.append)
-    saver.get_ready()
+    monkeypatch.setattr(saver._staging, "allocate_async", asked.append)
+    saver.prepare_staging()
     assert bool(asked) == neighbour

@@ -29,7 +29,7 @@ def test_what_is_saved_from_memory_made_ahead_comes_back(tmp_path: Path) -> None
     for _ in range(2):  # the second maps memory where the first had some
         model, optimizer = trained(0)
         with CheckpointSaver(tmp_path, model, optimizer, ranks) as saver:
-            saver.get_ready()
+            saver.prepare_staging()
             saver.save(1, {})
             with torch.no_grad():
                 model[0].weight.zero_()  # the copy was made

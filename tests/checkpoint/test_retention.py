@@ -31,7 +31,7 @@ all_scores = st.dictionaries(st.integers(1, 200), st.floats(0, 10, allow_nan=Fal
 def test_what_goes_was_wanted_by_nobody_and_what_stays_by_somebody(
     steps: list[int], scores: dict[int, float], policy: Retention, lower: bool
 ) -> None:
-    kept = policy.keeps(steps, scores, lower)
+    kept = policy.steps_to_keep(steps, scores, lower)
     assert kept <= set(steps)
     for step in steps:
         newer = sum(other > step for other in steps)
@@ -50,7 +50,7 @@ def test_what_goes_was_wanted_by_nobody_and_what_stays_by_somebody(
 
 @given(all_steps, all_scores, policies)
 def test_the_newest_is_never_deleted(steps: list[int], scores: dict[int, float], policy: Retention) -> None:
-    kept = policy.keeps(steps, scores)
+    kept = policy.steps_to_keep(steps, scores)
     assert bool(kept) == bool(steps)
     assert not steps or max(steps) in kept
 
@@ -63,9 +63,9 @@ def test_saving_one_by_one_ends_with_what_the_policy_says_of_them_all(
     there: set[int] = set()
     saved = range(every, steps + 1, every)
     for step in saved:
-        there = policy.keeps({*there, step}, {s: v for s, v in scores.items() if s <= step})
-        assert len(there) <= policy.most(steps)
-    assert there == policy.keeps(saved, scores)
+        there = policy.steps_to_keep({*there, step}, {s: v for s, v in scores.items() if s <= step})
+        assert len(there) <= policy.max_kept(steps)
+    assert there == policy.steps_to_keep(saved, scores)
 
 
 def test_losses_fall_and_scores_rise() -> None:
@@ -84,7 +84,7 @@ def test_the_best_is_named_and_kept_on_disk(tmp_path: Path) -> None:
     with CheckpointSaver(tmp_path, *make(), ALONE, Retention(last=1, best=1, every=10)) as saver:
         for step, loss in ((5, 3.0), (7, 1.0), (9, 2.0), (10, 2.5), (11, 1.5)):
             saver.save(step, {})
-            saver.score({step: loss})
+            saver.add_scores({step: loss})
     assert directory.list_steps(tmp_path) == [7, 10, 11]
     assert (tmp_path / "best").read_text() == "step-000007\n"
     assert [directory.resolve_step(tmp_path, which) for which in ("best", "latest", "10")] == [7, 11, 10]

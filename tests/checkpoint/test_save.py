@@ -57,7 +57,7 @@ def names(folder: Path) -> list[str]:
 
 def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1, steps=3)
-    path = save(tmp_path, 7, model, optimizer, about=lambda: {"versions": {"whet": "1"}})
+    path = save(tmp_path, 7, model, optimizer, metadata=lambda: {"versions": {"whet": "1"}})
     other, others_optimizer = trained(seed=2, steps=0)
     frozen = other[0].bias.clone()
     manifest = load_checkpoint(path, other, others_optimizer, ALONE)

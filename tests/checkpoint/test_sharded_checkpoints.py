@@ -16,7 +16,7 @@ from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
 from whet.core.distributed import Ranks
 
-SCRIPT = str(Path(__file__).with_name("sharded.py"))
+SCRIPT = str(Path(__file__).with_name("sharded_worker.py"))
 
 
 def run(processes: int, *arguments: str) -> str:

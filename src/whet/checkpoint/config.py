@@ -1,4 +1,4 @@
-"""Settings of checkpointing and of the export at the end of a run."""
+"""Settings of the checkpoint section."""
 
 from __future__ import annotations
 
@@ -11,37 +11,31 @@ from whet.core.config import Section
 
 
 class CheckpointConfig(Section):
-    """Saving states that a run can continue from."""
+    """When checkpoints are saved, and which are kept."""
 
     every: int | None = Field(
         default=None,
         ge=1,
-        description="Steps between checkpoints; without this, minutes and epochs, a tenth of the run. There is always "
-        "one at the end, and one when the run is asked to stop.",
+        description="Steps between checkpoints. Defaults to a tenth of the run if minutes and epochs are unset, too. A "
+        "checkpoint is always saved at the end of the run, and when it is stopped by a signal.",
     )
-    minutes: float | None = Field(default=None, gt=0, description="Also after so many minutes without one.")
-    epochs: float | None = Field(default=None, gt=0, description="Also after so many passes over the data.")
-    keep_last: int = Field(default=2, ge=1, description="How many of the newest stay on disk.")
+    minutes: float | None = Field(
+        default=None, gt=0, description="Also save when the last save is this many minutes ago."
+    )
+    epochs: float | None = Field(default=None, gt=0, description="Also save every this many epochs.")
+    keep_last: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
     keep_best: int = Field(
-        default=0, ge=0, description="How many of the best by eval.best stay too; then every evaluation has one."
+        default=0,
+        ge=0,
+        description="Number of best checkpoints by eval.best to keep; every evaluation then saves a checkpoint.",
     )
-    keep_every: int | None = Field(default=None, ge=1, description="Those whose step is a multiple of this stay too.")
+    keep_every: int | None = Field(default=None, ge=1, description="Keep checkpoints whose step is a multiple of this.")
     optimizer: Literal["all", "newest"] = Field(
         default="all",
-        description="newest: only the newest two keep the optimizer's state, two thirds of the size of most; the "
-        "others can be exported and started from, not resumed.",
+        description="newest: keep the optimizer state, usually two thirds of a checkpoint, in the newest two only. The "
+        "older ones can be exported and used as model.path, but not resumed.",
     )
 
     @property
     def retention(self) -> Retention:
         return Retention(self.keep_last, self.keep_best, self.keep_every)
-
-
-class ExportConfig(Section):
-    """What is shipped when the run is done."""
-
-    at_end: Literal["none", "hf", "merged", "adapter", "gguf"] = Field(
-        default="merged",
-        description="A plain model folder with adapters merged in (hf is the same), the adapter alone, a GGUF file, or "
-        "nothing; in the numbers that the run computes in. `whet export` makes others.",
-    )

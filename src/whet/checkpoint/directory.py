@@ -134,7 +134,7 @@ def require_checkpoint_space(
     `weights`, `optimizer`: the bytes of the trained weights and of the optimizer's state. While a new checkpoint is
     written, the oldest is still there.
     """
-    kept = retention.most(steps) + 1
+    kept = retention.max_kept(steps) + 1
     states = kept if all_optimizers else min(kept, 3)
     require_disk_space(
         folder, weights * kept + optimizer * states + export + 2**20, "this run's checkpoints and export"

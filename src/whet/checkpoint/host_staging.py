@@ -27,9 +27,9 @@ class PinnedMemory:
     """Lends tensors until it is closed."""
 
     def __init__(self) -> None:
-        self._lent: list[Tensor] = []
+        self._registered: list[Tensor] = []
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_like(self, tensor: Tensor) -> Tensor:
         """A tensor on the host of the same shape and type, with no values yet."""
         if not tensor.is_cuda or tensor.nbytes < _MIN_PINNED_BYTES:
             return torch.empty_like(tensor, device="cpu", requires_grad=False, memory_format=torch.contiguous_format)
@@ -38,14 +38,14 @@ class PinnedMemory:
             memory.madvise(mmap.MADV_HUGEPAGE)
         bytes_ = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # taking the pages is most of the time
         if int(torch.cuda.cudart().cudaHostRegister(bytes_.data_ptr(), bytes_.nbytes, 0)) == 0:
-            self._lent.append(bytes_)
+            self._registered.append(bytes_)
         return bytes_.view(tensor.dtype).view(tensor.shape)  # without a registration, copies are only slower
 
     def close(self) -> None:
         """Take all of it back; nobody may be copying any more."""
-        for bytes_ in self._lent:
+        for bytes_ in self._registered:
             torch.cuda.cudart().cudaHostUnregister(bytes_.data_ptr())
-        self._lent.clear()
+        self._registered.clear()
 
 
 # Copies in the host's memory, from which a checkpoint is written while training goes on.
@@ -58,11 +58,11 @@ class HostStaging:
     speed of the bus."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, Tensor] = {}
+        self._host_buffers: dict[str, Tensor] = {}
         self._pinned = PinnedMemory()
-        self._ahead: threading.Thread | None = None
+        self._allocation_thread: threading.Thread | None = None
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def allocate_async(self, tensors: Mapping[str, Tensor]) -> None:
         """Make room for these in the background: pinned memory is slow to get, and the first save need not wait.
         Whoever asks has seen that there is room."""
         device = next(
@@ -70,31 +70,31 @@ class HostStaging:
         )
         if device is None:
             return
-        self._settle()
-        missing = {name: local_tensor(tensor) for name, tensor in tensors.items() if name not in self._hosts}
+        self._join_allocation()
+        missing = {name: local_tensor(tensor) for name, tensor in tensors.items() if name not in self._host_buffers}
 
         def make() -> None:
             with torch.cuda.device(device):  # a new thread's is the first, where every process would take memory
                 for name, tensor in missing.items():
-                    self._hosts[name] = self._pinned.like(tensor)
+                    self._host_buffers[name] = self._pinned.empty_like(tensor)
 
-        self._ahead = threading.Thread(target=make, name="make room for checkpoints", daemon=True)
-        self._ahead.start()
+        self._allocation_thread = threading.Thread(target=make, name="make room for checkpoints", daemon=True)
+        self._allocation_thread.start()
 
     def close(self) -> None:
         """Give the room back; the copies are no longer valid."""
-        self._settle()
-        self._hosts.clear()
+        self._join_allocation()
+        self._host_buffers.clear()
         self._pinned.close()
 
-    def _settle(self) -> None:
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
+    def _join_allocation(self) -> None:
+        if self._allocation_thread is not None:
+            self._allocation_thread.join()
+            self._allocation_thread = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors on the host, as they are now; of a sharded one this rank's part, still as a shard."""
-        self._settle()
+        self._join_allocation()
         copies = {name: _shard_like(tensor, self._copy(name, local_tensor(tensor))) for name, tensor in tensors.items()}
         if any(local_tensor(tensor).device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()
@@ -102,16 +102,16 @@ class HostStaging:
 
     def has_room_for(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the host's memory holds copies of these; processes on one machine share it."""
-        self._settle()
-        missing = sum(local_tensor(tensor).nbytes for name, tensor in tensors.items() if name not in self._hosts)
+        self._join_allocation()
+        missing = sum(local_tensor(tensor).nbytes for name, tensor in tensors.items() if name not in self._host_buffers)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = available_memory()
         return free is None or missing * here <= _MAX_FREE_FRACTION * free
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        host = self._hosts.get(name)
+        host = self._host_buffers.get(name)
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = self._hosts[name] = self._pinned.like(tensor)
+            host = self._host_buffers[name] = self._pinned.empty_like(tensor)
         return host.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 

@@ -92,7 +92,7 @@ class CheckpointWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
-    def require(self, wanted: dict[str, Tensor]) -> None:
+    def require_fit(self, wanted: dict[str, Tensor]) -> None:
         """Refuse a checkpoint of another model before anything is written."""
         for name, weight in wanted.items():
             if name not in self._shapes or self._shapes[name] != weight.shape:
@@ -104,10 +104,10 @@ class CheckpointWeights:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(self._shapes[name], dtype=dtype)
-        self.fill({name: tensor})
+        self.load_into({name: tensor})
         return tensor
 
-    def fill(self, tensors: dict[str, Tensor]) -> None:
+    def load_into(self, tensors: dict[str, Tensor]) -> None:
         """Read into tensors that are there."""
         try:
             inside = {_MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}

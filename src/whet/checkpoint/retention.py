@@ -17,7 +17,9 @@ class Retention:
     every: int | None = None
     """Those whose step is a multiple of this."""
 
-    def keeps(self, steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True) -> set[int]:
+    def steps_to_keep(
+        self, steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True
+    ) -> set[int]:
         """Of the complete checkpoints after `steps`, those that stay. Of equal scores the earlier step is better."""
         known = sorted(set(steps))
         newest = known[-max(1, self.last) :]
@@ -25,7 +27,7 @@ class Retention:
         periodic = [step for step in known if self.every and step % self.every == 0]
         return {*newest, *ranked[: self.best], *periodic}
 
-    def most(self, steps: int) -> int:
+    def max_kept(self, steps: int) -> int:
         """How many there can be at once in a run of so many steps."""
         return min(steps, self.last + self.best + (steps // self.every if self.every else 0))
 

@@ -51,39 +51,39 @@ class CheckpointSaver:
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
         retention: Retention | None = None, optimizers: Literal["all", "newest"] = "all",
-        about: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, patience_s: float = 1800.0,
+        metadata: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, timeout_s: float = 1800.0,
     ) -> None:  # fmt: skip
-        """`about` gives what else the manifest says; it is asked once, in the thread. `optimizers`: newest takes the
-        optimizer away from all checkpoints but the newest two. `patience_s`: how long a process waits for the others
+        """`metadata` gives what else the manifest says; it is asked once, in the thread. `optimizers`: newest takes the
+        optimizer away from all checkpoints but the newest two. `timeout_s`: how long a process waits for the others
         while they write."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
-        self._about, self._known_about = about, dict[str, Any]()
+        self._metadata, self._cached_metadata = metadata, dict[str, Any]()
         self._lower_is_better = lower_is_better
         self._staging = HostStaging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._scores: dict[int, float] = {}
-        self._tidying = threading.Lock()
+        self._retention_lock = threading.Lock()
         self.last_saved = time.monotonic()
         """When the last save began, or this object was made."""
-        self.blocked_s, self.written_s = 0.0, 0.0
+        self.blocked_s, self.write_s = 0.0, 0.0
         """How long training waited in the last save (also for the one before it), and how long writing took."""
         # Its own group: collectives of the thread and of training may be under way at the same time.
-        patience = datetime.timedelta(seconds=patience_s)
+        patience = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=patience) if ranks.world > 1 else None
         ignore_single_process_warning()
         if ranks.is_first:
             directory.remove_incomplete(folder)
 
-    def get_ready(self) -> None:
+    def prepare_staging(self) -> None:
         """Make room on the host ahead of the first save, beside the training; the optimizer has taken a step."""
         if self._ranks.device.type == "cuda":
             reshard(self._model)
             tensors = {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
             # All look before one takes: what a neighbour has taken would be missing, and be asked for once more.
             if all(self._ranks.gather([self._staging.has_room_for(tensors)])):
-                self._staging.prepare(tensors)
+                self._staging.allocate_async(tensors)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
@@ -98,13 +98,16 @@ class CheckpointSaver:
             staged = {part: self._staging.copy(tensors) for part, tensors in parts.items()}
             self.blocked_s = time.monotonic() - began
             work = threading.Thread(
-                target=self._try_to_write, args=(step, staged, dict(state)), name="save a checkpoint", daemon=True
+                target=self._write_or_record_error,
+                args=(step, staged, dict(state)),
+                name="save a checkpoint",
+                daemon=True,
             )
             self._thread = work
             work.start()
         else:
             warn("the host's memory has no room for a copy of the model and its optimizer: training waits for the disk")
-            self._try_to_write(step, parts, dict(state))
+            self._write_or_record_error(step, parts, dict(state))
             self.blocked_s = time.monotonic() - began
 
     def wait(self) -> None:
@@ -121,12 +124,12 @@ class CheckpointSaver:
         """Whether the next `wait` will raise; other ranks may not know it yet."""
         return self._error is not None
 
-    def score(self, scores: Mapping[int, float]) -> None:
+    def add_scores(self, scores: Mapping[int, float]) -> None:
         """Tell how good the models after these steps are; rank 0 goes by it."""
-        with self._tidying:
+        with self._retention_lock:
             self._scores.update(scores)
         if self._ranks.is_first:
-            self._tidy()
+            self._apply_retention()
 
     def __enter__(self) -> CheckpointSaver:
         return self
@@ -135,40 +138,40 @@ class CheckpointSaver:
         if kind is None:
             self.wait()
             if self._ranks.is_first:
-                self._tidy()
+                self._apply_retention()
         elif self._thread is not None:
             abandon_thread(self._thread, _ABORT_TIMEOUT_S)
         if self._thread is None or not self._thread.is_alive():
             self._staging.close()
 
-    def _try_to_write(self, step: int, parts: StateDicts, state: dict[str, Any]) -> None:
+    def _write_or_record_error(self, step: int, parts: StateDicts, state: dict[str, Any]) -> None:
         began = time.monotonic()
         temporary = self._folder / f".{directory.checkpoint_name(step)}.writing"
         try:
             self._write(step, parts, state, temporary)
-            self.written_s = time.monotonic() - began
+            self.write_s = time.monotonic() - began
         except BaseException as error:  # torch's CheckpointException is no Exception
             asked = next((each for each in unwrap_errors(error) if isinstance(each, KeyboardInterrupt)), None)
             if asked is not None:  # without room for a copy, this is the main thread
                 raise asked from None
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._error = self._in_words(error, step)
+            self._error = self._as_whet_error(error, step)
 
     def _write(self, step: int, parts: StateDicts, state: dict[str, Any], temporary: Path) -> None:
         size = sum(
             local_tensor(each).nbytes * shard_count(each) for tensors in parts.values() for each in tensors.values()
         )
-        self._first_does(lambda: self._make_room(temporary, list(parts), size))
+        self._on_rank_0(lambda: self._prepare_folder(temporary, list(parts), size))
         for part, tensors in parts.items():
             writer = ParallelStorageWriter(temporary / part)
             dcp_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         files: FileRecords = {}
-        for found in self._all_do(lambda: hash_files(temporary, self._my_files(temporary))):
+        for found in self._on_all_ranks(lambda: hash_files(temporary, self._my_files(temporary))):
             files |= found
-        self._first_does(lambda: self._complete(step, list(parts), files, state, temporary))
+        self._on_rank_0(lambda: self._commit(step, list(parts), files, state, temporary))
 
-    def _make_room(self, temporary: Path, parts: list[str], size: int) -> None:
+    def _prepare_folder(self, temporary: Path, parts: list[str], size: int) -> None:
         require_disk_space(self._folder, size + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
         for part in parts:
@@ -179,41 +182,39 @@ class CheckpointSaver:
         mine = list(temporary.glob(f"*/__{self._ranks.rank}_*"))
         return mine + (list(temporary.glob("*/.metadata")) if self._ranks.is_first else [])
 
-    def _complete(
-        self, step: int, parts: list[str], files: FileRecords, state: dict[str, Any], temporary: Path
-    ) -> None:
-        if not self._known_about:
-            self._known_about = dict(self._about())
-        content = {"step": step, "parts": parts, "world": self._ranks.world, **self._known_about}
+    def _commit(self, step: int, parts: list[str], files: FileRecords, state: dict[str, Any], temporary: Path) -> None:
+        if not self._cached_metadata:
+            self._cached_metadata = dict(self._metadata())
+        content = {"step": step, "parts": parts, "world": self._ranks.world, **self._cached_metadata}
         content["blocked_s"] = round(self.blocked_s, 3)
         write_manifest(temporary, {**content, "state": state, "files": files})
         replace_folder(temporary, self._folder / directory.checkpoint_name(step))
         atomic_write(self._folder / "latest", directory.checkpoint_name(step) + "\n")
-        self._tidy()
+        self._apply_retention()
 
-    def _tidy(self) -> None:
+    def _apply_retention(self) -> None:
         """Name the best, delete what nobody wants to keep."""
-        with self._tidying:
+        with self._retention_lock:
             there = directory.list_steps(self._folder)
             best = rank_by_score(there, self._scores, self._lower_is_better)
             if best:
                 directory.mark_best(self._folder, best[0])
-            kept = self._retention.keeps(there, self._scores, self._lower_is_better)
+            kept = self._retention.steps_to_keep(there, self._scores, self._lower_is_better)
             directory.delete_checkpoints(self._folder, [step for step in there if step not in kept])
             if self._optimizers == "newest":
                 directory.drop_optimizer_state(self._folder, sorted(kept)[:-_KEPT_OPTIMIZER_STATES])
 
-    def _first_does(self, work: Callable[[], None]) -> None:
-        self._all_do(work if self._ranks.is_first else lambda: None)
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
+        self._on_all_ranks(work if self._ranks.is_first else lambda: None)
 
-    def _all_do(self, work: Callable[[], T]) -> list[T]:
+    def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """The results of all ranks; an error of one is an error of all, so that none waits for another."""
         failure: Exception | None = None
         mine: tuple[T | None, str | None]
         try:
             mine = (work(), None)
         except Exception as error:
-            failure, mine = error, (None, str(self._in_words(error, None)))
+            failure, mine = error, (None, str(self._as_whet_error(error, None)))
         everyone: list[Any] = [mine]
         if self._group is not None:
             everyone = [None] * self._ranks.world
@@ -225,7 +226,7 @@ class CheckpointSaver:
                 raise RunFailedError(words)
         return [result for result, _ in everyone]
 
-    def _in_words(self, error: BaseException, step: int | None) -> BaseException:
+    def _as_whet_error(self, error: BaseException, step: int | None) -> BaseException:
         if isinstance(error, WhetError):
             return error
         known = disk_error(error, "saving a checkpoint", self._folder)

@@ -162,10 +162,10 @@ def _open_trained_model(
     inner = unwrap_peft(model)
     learned = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
     saved = CheckpointWeights(path)
-    saved.require({name: weight.detach() for name, weight in learned.items()})
+    saved.require_fit({name: weight.detach() for name, weight in learned.items()})
     held = {name: weight.detach() for name, weight in learned.items() if not is_placeholder(weight)}
     if held:
-        saved.fill(held)
+        saved.load_into(held)
     return TrainedModel(model, _WeightReader(saved, source), room)
 
 

@@ -124,7 +124,7 @@ class RunHooks:
         if not self.first_step.is_done:
             self._tell(self.first_step.done(), line["step"])
             if self.saver is not None:
-                self.saver.get_ready()
+                self.saver.prepare_staging()
         if self.files is not None and self.folder is not None:
             self.files.metrics.write(line)
             self.files.step_ended()
@@ -153,7 +153,7 @@ class RunHooks:
             self.files.metrics.write(line)
             self.trackers.write(line)
             if self.saver is not None and self.config.eval.best in results:
-                self.saver.score({step: results[self.config.eval.best]})
+                self.saver.add_scores({step: results[self.config.eval.best]})
             info(f"step {step}: " + ", ".join(f"{name} {_format_metric(value)}" for name, value in results.items()))
 
     def save(self, step: int, seen: RunTotals) -> None:
@@ -331,7 +331,7 @@ def _open_saver(run: AssembledRun, lines: list[dict[str, Any]]) -> CheckpointSav
         config.checkpoint.optimizer, partial(checkpoint_metadata, config), lower_is_better(config.eval.best),
         60.0 * config.parallel.timeout + COLLECTIVE_MARGIN_S,
     )  # fmt: skip
-    saver.score({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
+    saver.add_scores({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
     return saver
 
 
