@@ -1,8 +1,7 @@
-"""Triton kernels of the fused LoRA operators: SwiGLU with adapters, forward and backward, and a multi-tensor cast."""
+"""Triton kernels of the fused LoRA operators: SwiGLU with adapters, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,56 +11,6 @@ from torch import Tensor
 
 from whet.model.lora.low_rank import matmul_precise
 from whet.model.lora.swiglu import SwigluGradients, SwigluInputs
-
-# Several small matrices multiplied by a number each and rounded to 16 bits by one Triton kernel.
-#
-# The device takes longer to begin with one of them than to do all.
-
-_CAST_BLOCK = 1024
-_CAST_MAX_TENSORS = 6
-
-
-@triton.jit
-def _cast_one(at, factor, to_at, count, program, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = program * block + tl.arange(0, block)
-    known = place < count
-    number = tl.load(at + place, mask=known, other=0.0).to(tl.float32) * factor
-    tl.store(to_at + place, number.to(to_at.dtype.element_ty), mask=known)
-
-
-@triton.jit
-def _cast_kernel(  # type: ignore[no-untyped-def]
-    at_0, at_1, at_2, at_3, at_4, at_5, factor_0, factor_1, factor_2, factor_3, factor_4, factor_5,
-    to_0, to_1, to_2, to_3, to_4, to_5, count_0, count_1, count_2, count_3, count_4, count_5, block: tl.constexpr,
-):  # fmt: skip
-    """A row of programs for each matrix; those of shorter ones find nothing to do."""
-    program, which = tl.program_id(0), tl.program_id(1)
-    if which == 0:
-        _cast_one(at_0, factor_0, to_0, count_0, program, block)
-    elif which == 1:
-        _cast_one(at_1, factor_1, to_1, count_1, program, block)
-    elif which == 2:
-        _cast_one(at_2, factor_2, to_2, count_2, program, block)
-    elif which == 3:
-        _cast_one(at_3, factor_3, to_3, count_3, program, block)
-    elif which == 4:
-        _cast_one(at_4, factor_4, to_4, count_4, program, block)
-    else:
-        _cast_one(at_5, factor_5, to_5, count_5, program, block)
-
-
-def multi_tensor_cast(jobs: Sequence[tuple[Tensor, float, Tensor]]) -> None:
-    """Of each: a matrix, its factor, and where to; targets are contiguous and of the same size."""
-    for start in range(0, len(jobs), _CAST_MAX_TENSORS):
-        some = jobs[start : start + _CAST_MAX_TENSORS]
-        given, factors, targets = zip(
-            *(some[min(number, len(some) - 1)] for number in range(_CAST_MAX_TENSORS)), strict=True
-        )
-        matrices, counts = [matrix.contiguous() for matrix in given], [matrix.numel() for matrix in given]
-        _cast_kernel[(triton.cdiv(max(counts), _CAST_BLOCK), len(some))](
-            *matrices, *map(float, factors), *targets, *counts, block=_CAST_BLOCK, num_warps=4
-        )
-
 
 # The same as `swiglu` in a Triton kernel each way: every wide matrix is read once and written once.
 #

@@ -5,20 +5,13 @@ Shape letters: T tokens, E width of the input, R rank. An adapter adds scale · 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from whet.core.imports import has_triton
 from whet.model.frozen_weight import is_supported_linear, weight_compute_dtype, weight_parts
-
-CastJob = tuple[Tensor, float, Tensor]
-"""A matrix, what it is multiplied by, and where to."""
-_ALIGNMENT = 64
-"""Matrices begin at multiples of so many numbers, as products like them to."""
 
 
 class LoraWeights(NamedTuple):
@@ -61,37 +54,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast_stacked(stacks: Sequence[Sequence[tuple[Tensor, float]]], dtype: torch.dtype) -> list[Tensor]:
-    """Matrices times their factors in `dtype`, rounded once, those of a stack one above the other."""
-    sizes = [sum(matrix.numel() for matrix, _ in stack) for stack in stacks]
-    room = stacks[0][0][0].new_empty(sum(size + -size % _ALIGNMENT for size in sizes), dtype=dtype)
-    wholes, jobs, start = [], [], 0
-    for stack, size in zip(stacks, sizes, strict=True):
-        whole = room[start : start + size].view(-1, stack[0][0].shape[1])
+    """Each stack of (matrix, factor) as one matrix in `dtype`: factor · matrix, rounded once, concatenated by rows."""
+    stacked = []
+    for stack in stacks:
+        first = stack[0][0]
+        whole = first.new_empty(sum(len(matrix) for matrix, _ in stack), first.shape[1], dtype=dtype)
         parts = whole.split([len(matrix) for matrix, _ in stack])
-        jobs += [(matrix, factor, part) for (matrix, factor), part in zip(stack, parts, strict=True)]
-        wholes.append(whole)
-        start += size + -size % _ALIGNMENT
-    _cast_function(room)(jobs)
-    return wholes
-
-
-def _cast_function(room: Tensor) -> Callable[[Sequence[CastJob]], None]:
-    """The kernel writes 16-bit numbers on CUDA; all else is torch's."""
-    return (_triton_cast() if room.is_cuda and room.dtype.itemsize == 2 else None) or _cast_one_by_one
-
-
-def _cast_one_by_one(jobs: Sequence[CastJob]) -> None:
-    for matrix, factor, target in jobs:
-        torch.mul(matrix, factor, out=target)
-
-
-@functools.cache
-def _triton_cast() -> Callable[[Sequence[CastJob]], None] | None:
-    if not has_triton():
-        return None
-    from whet.model.lora.lora_kernels import multi_tensor_cast
-
-    return multi_tensor_cast
+        for (matrix, factor), part in zip(stack, parts, strict=True):
+            torch.mul(matrix, factor, out=part)
+        stacked.append(whole)
+    return stacked
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
