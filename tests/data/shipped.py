@@ -108,8 +108,8 @@ _CALLS = (
     ToolCall("weather", {"city": 'Rīga "x"', "days": 3}, "abcdefghi"),
     ToolCall("weather", {"city": "Oslo"}, "abcdefghj"),
 )
-_SUNNY = Message("tool", "sunny", call_id="abcdefghi", name="weather")
-_RAIN = Message("tool", "rain", call_id="abcdefghj", name="weather")
+_SUNNY = Message("tool", "sunny", tool_call_id="abcdefghi", name="weather")
+_RAIN = Message("tool", "rain", tool_call_id="abcdefghj", name="weather")
 
 FIXED = {
     "two": conversation(user("Hi"), says("Yes!")),
@@ -124,11 +124,11 @@ FIXED = {
     "inline": conversation(
         user("Hi"), says("<think>\nhm\n</think>\n\nFour."), user("more"), says("<think>\nho\n</think>\n\nFive.")
     ),
-    "call": conversation(user("Weather?"), says("", calls=_CALLS[:1]), _SUNNY, says("It is sunny."), tools=TOOLS),
+    "call": conversation(user("Weather?"), says("", tool_calls=_CALLS[:1]), _SUNNY, says("It is sunny."), tools=TOOLS),
     "call2": conversation(
-        user("Weather?"), says("Let me see.", calls=_CALLS), _SUNNY, _RAIN, says("It is sunny."), tools=TOOLS
+        user("Weather?"), says("Let me see.", tool_calls=_CALLS), _SUNNY, _RAIN, says("It is sunny."), tools=TOOLS
     ),
     "tools": conversation(user("Hi"), says("Yes"), tools=TOOLS),
-    "weight": conversation(user("Hi"), says("Yes", learn=False), user("More?"), says("No.")),
+    "weight": conversation(user("Hi"), says("Yes", train=False), user("More?"), says("No.")),
 }
 """Conversations whose fate is pinned for every template."""

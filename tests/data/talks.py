@@ -51,7 +51,7 @@ def _answer(cores: Cores) -> Message:
     kind = cores.draw(st.sampled_from(["plain", "plain", "field", "inline"]))
     content = f"<think>\n{cores()}\n</think>\n\n{cores()}" if kind == "inline" else cores()
     learn = cores.draw(st.sampled_from([None, None, None, True, False]))
-    return Message("assistant", content, reasoning=cores() if kind == "field" else "", learn=learn)
+    return Message("assistant", content, reasoning=cores() if kind == "field" else "", train=learn)
 
 
 def _use_of_tools(cores: Cores) -> list[Message]:
@@ -59,10 +59,10 @@ def _use_of_tools(cores: Cores) -> list[Message]:
         ToolCall("weather", {"city": _value(cores), "days": _value(cores)}, f"abcdefgh{i}")
         for i in range(cores.draw(st.integers(1, 2)))
     )
-    asked = replace(_answer(cores), calls=calls)
+    asked = replace(_answer(cores), tool_calls=calls)
     if cores.draw(st.booleans()):
         asked = replace(asked, content="")
-    return [asked, *(Message("tool", cores(), call_id=call.id, name="weather") for call in calls)]
+    return [asked, *(Message("tool", cores(), tool_call_id=call.id, name="weather") for call in calls)]
 
 
 @st.composite

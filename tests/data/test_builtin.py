@@ -95,11 +95,11 @@ def test_sums_with_calls_say_the_same() -> None:
         said = "".join(message.content for message in called.messages if message.role == "assistant")
         assert said == plain.messages[1].content
         for call, result in itertools.pairwise(called.messages[1:]):
-            if call.calls:
-                [asked] = call.calls
+            if call.tool_calls:
+                [asked] = call.tool_calls
                 assert eval(asked.arguments["expression"]) == int(result.content)
-                assert result == Message("tool", result.content, call_id=asked.id, name="calculator")
-        assert called.messages[-1].calls == ()
+                assert result == Message("tool", result.content, tool_call_id=asked.id, name="calculator")
+        assert called.messages[-1].tool_calls == ()
 
 
 def test_the_same_numbers_are_never_in_both_splits() -> None:

@@ -252,7 +252,7 @@ def test_a_single_object_is_one_record_or_holds_them(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"called 'dev' \(train, test\)"):
         read(path, split="dev")
     path.write_text(json.dumps({"data": [json.loads(GOOD)] * 2}))
-    assert "records under 'data'" in str(SourceReader(Source(path=str(path))).decision)
+    assert "records under 'data'" in str(SourceReader(Source(path=str(path))).description)
 
 
 # Tables
@@ -267,7 +267,7 @@ def test_a_null_in_a_table_is_a_field_that_is_not_there(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.Table.from_pylist([{"messages": turns, "lang": None}]), tmp_path / "a.parquet")
     [item] = read(tmp_path / "a.parquet")
     assert isinstance(item, Conversation)
-    assert item.messages[1].calls == (ToolCall("f", {"city": "Riga"}),)
+    assert item.messages[1].tool_calls == (ToolCall("f", {"city": "Riga"}),)
     [kept] = read(tmp_path / "a.parquet", where="lang == None")
     assert isinstance(kept, Conversation)
 
@@ -279,7 +279,7 @@ def test_an_explicit_null_in_json_stays(tmp_path: Path) -> None:
     )
     [item] = read(tmp_path / "a.jsonl")
     assert isinstance(item, Conversation)
-    assert item.messages[0].calls == (ToolCall("f", {"city": None}),)
+    assert item.messages[0].tool_calls == (ToolCall("f", {"city": None}),)
 
 
 def test_a_row_of_invalid_text_is_bad_and_its_neighbours_are_read(tmp_path: Path) -> None:
@@ -507,8 +507,8 @@ def test_tokens_are_handed_on_as_they_are_with_their_mask(tmp_path: Path) -> Non
         ([5, 3], [0, 0], f"{tmp_path}/a.bin:2"),
         ([6], [0], f"{tmp_path}/a.bin:3"),
     ]
-    assert "individual" in (SourceReader(source).decision or "")
-    assert "every token is learned" in (SourceReader(Source(path=source.path)).decision or "")
+    assert "individual" in (SourceReader(source).description or "")
+    assert "every token is learned" in (SourceReader(Source(path=source.path)).description or "")
     assert expected_records(source) == 3
     before = source_fingerprint(source)
     assert before != source_fingerprint(Source(path=source.path))

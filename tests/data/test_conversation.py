@@ -15,7 +15,7 @@ from whet.data.read.formats import FORMATS
 from whet.data.read.messages import parse_messages
 
 HERE = Origin("a.jsonl", 7)
-NAMES = FORMATS["messages"].names({})
+NAMES = FORMATS["messages"].resolve_names({})
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -181,7 +181,7 @@ def test_calls_and_results_are_read() -> None:
     parsed = talk(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, ANSWER)
     call = ToolCall("f", {"n": 1}, "x1")
     assert parsed.messages[1:3] == (
-        Message("assistant", "", calls=(call,)), Message("tool", "", call_id="x1", name="f"),
+        Message("assistant", "", tool_calls=(call,)), Message("tool", "", tool_call_id="x1", name="f"),
     )  # fmt: skip
     assert parsed.messages[1].as_dict()["tool_calls"] == [CALL]
 
@@ -198,9 +198,9 @@ def test_calls_and_results_are_read() -> None:
     ],
 )
 def test_a_call_is_flat_or_nested_and_its_arguments_an_object_or_text_of_one(call: Any, wanted: ToolCall) -> None:
-    assert talk(USER, {**ANSWER, "tool_calls": [call]}).messages[1].calls == (wanted,)
+    assert talk(USER, {**ANSWER, "tool_calls": [call]}).messages[1].tool_calls == (wanted,)
     if "function" not in call:
-        assert talk(USER, {**ANSWER, "function_call": call}).messages[1].calls == (wanted,)
+        assert talk(USER, {**ANSWER, "function_call": call}).messages[1].tool_calls == (wanted,)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_the_same_reasoning_twice_is_fine_and_two_are_not() -> None:
     ],
 )  # fmt: skip
 def test_a_weight_says_whether_a_turn_is_learned(turn: dict[str, Any], learn: bool | None) -> None:
-    assert talk(turn).messages[0].learn is learn
+    assert talk(turn).messages[0].train is learn
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def reader(jsonl: Jsonl, *records: Any, **options: Any) -> SourceReader:
 )  # fmt: skip
 def test_a_format_is_recognised_and_said_in_a_line(jsonl: Jsonl, record: Any, said: str) -> None:
     found = reader(jsonl, record)
-    assert found.decision == f"{jsonl(json.dumps(record))}: {said}"
+    assert found.description == f"{jsonl(json.dumps(record))}: {said}"
     assert [type(found.parse(raw)) for raw in found.records()] in ([Conversation], [PlainText])
 
 
@@ -153,21 +153,21 @@ def test_records_of_two_formats_are_refused_and_bad_ones_are_not_asked(jsonl: Js
 def test_gsm8k_must_hold_for_every_record_looked_at(jsonl: Jsonl) -> None:
     heading = {"question": "a", "answer": "b\n#### Notes"}
     found = reader(jsonl, heading, {"question": "a", "answer": "b"})
-    assert "prompt-completion" in str(found.decision)
+    assert "prompt-completion" in str(found.description)
 
 
 def test_twenty_good_records_are_looked_at(jsonl: Jsonl) -> None:
     late = [{"messages": TURNS}] * 20 + [{"text": "a"}]
-    assert "messages" in str(reader(jsonl, *late).decision)
+    assert "messages" in str(reader(jsonl, *late).description)
     with pytest.raises(WhetError, match=r"train\.jsonl:20: .*another format"):
         reader(jsonl, *late[1:])
 
 
 def test_a_file_without_a_readable_line_says_so_line_by_line(jsonl: Jsonl) -> None:
     found = SourceReader(Source(path=str(jsonl("nope", "{"))))
-    assert "no record could be looked at" in str(found.decision)
+    assert "no record could be looked at" in str(found.description)
     assert [type(found.parse(raw)) for raw in found.records()] == [BadRecord, BadRecord]
 
 
 def test_a_generator_has_no_decision() -> None:
-    assert SourceReader(Source(path="builtin:orders")).decision is None
+    assert SourceReader(Source(path="builtin:orders")).description is None

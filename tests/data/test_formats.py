@@ -21,7 +21,7 @@ Turns = list[tuple[str, str]]
 
 
 def parse(name: str, record: Any, calculator: str = "remove", **names: str) -> Any:
-    return parser_of(name, calculator)(record, FORMATS[name].names(names), HERE)
+    return parser_of(name, calculator)(record, FORMATS[name].resolve_names(names), HERE)
 
 
 def turns(name: str, record: Any, **names: str) -> Turns:
@@ -63,15 +63,15 @@ def test_sharegpt_calls_and_results(speaker: str) -> None:
     call = '{"name": "f", "arguments": {"n": 1}}'
     record = sharegpt(("human", "a"), ("function_call", call), (speaker, "2"), ("gpt", "b"))
     messages = parse("sharegpt", record).messages
-    assert messages[1] == Message("assistant", "", calls=(ToolCall("f", {"n": 1}),))
+    assert messages[1] == Message("assistant", "", tool_calls=(ToolCall("f", {"n": 1}),))
     assert messages[2] == Message("tool", "2")
     both = parse("sharegpt", sharegpt(("human", "a"), ("function_call", f"[{call}, {call}]"))).messages[1]
-    assert len(both.calls) == 2
+    assert len(both.tool_calls) == 2
 
 
 def test_sharegpt_weights() -> None:
     record = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]}
-    assert parse("sharegpt", record).messages[1].learn is False
+    assert parse("sharegpt", record).messages[1].train is False
 
 
 def test_sharegpt_fields_can_have_other_names() -> None:
@@ -157,7 +157,7 @@ def test_a_prompt_and_a_completion_are_two_turns() -> None:
 def test_prompts_that_are_messages_are_not_learned() -> None:
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     parsed = parse("prompt-completion", {"prompt": said, "completion": [{"role": "assistant", "content": "b"}]})
-    assert [(m.role, m.learn) for m in parsed.messages] == [
+    assert [(m.role, m.train) for m in parsed.messages] == [
         ("user", None), ("assistant", False), ("user", None), ("assistant", None),
     ]  # fmt: skip
 
@@ -212,10 +212,10 @@ def test_gsm8k_with_calls() -> None:
     )
     assert parsed.messages == (
         Message("user", "How many?"),
-        Message("assistant", "He has 48/2 = ", calls=(first,)),
-        Message("tool", "24", call_id="call00001", name="calculator"),
-        Message("assistant", "24.\nAll: ", calls=(second,)),
-        Message("tool", "72", call_id="call00002", name="calculator"),
+        Message("assistant", "He has 48/2 = ", tool_calls=(first,)),
+        Message("tool", "24", tool_call_id="call00001", name="calculator"),
+        Message("assistant", "24.\nAll: ", tool_calls=(second,)),
+        Message("tool", "72", tool_call_id="call00002", name="calculator"),
         Message("assistant", "72.\n#### 72"),
     )
     assert parsed.tools == (CALCULATOR_SCHEMA,)

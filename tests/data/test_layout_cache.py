@@ -97,7 +97,7 @@ def test_the_shape_is_all_but_the_texts() -> None:
     plain = talk(("user", "a"), ("assistant", "b"))
     first, second = plain.messages
     others = [
-        replace(plain, messages=(first, replace(second, learn=False))),
+        replace(plain, messages=(first, replace(second, train=False))),
         replace(plain, messages=(first, replace(second, reasoning="c"))),
         replace(plain, messages=(first, replace(second, content=""))),
         replace(plain, messages=(replace(first, role="system"), second)),
@@ -112,8 +112,8 @@ def test_the_shape_is_all_but_the_texts() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Message("assistant", "b", calls=(ToolCall("f", {}),)),
-        Message("tool", "b", call_id="1"),
+        Message("assistant", "b", tool_calls=(ToolCall("f", {}),)),
+        Message("tool", "b", tool_call_id="1"),
         Message("tool", "b", name="f"),
     ],
 )

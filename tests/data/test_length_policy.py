@@ -163,7 +163,7 @@ def test_an_exchange_that_is_not_learned_is_context_and_a_piece_of_them_is_left_
 ) -> None:
     whole = talk(None, *(turn for i in range(4) for turn in exchange(i, "x" * 10, "y" * 10)))
     answers = [f"a{i}" for i in unlearned]
-    messages = [replace(m, learn=False if m.content[:2] in answers else None) for m in whole.messages]
+    messages = [replace(m, train=False if m.content[:2] in answers else None) for m in whole.messages]
     documents, account = settled(Conversation(tuple(messages), HERE), 80)
     texts = [tokenizer_of(CHATML).decode(document.ids) for document in documents]
     assert ["".join(re.findall(r"q(\d),", text)) for text in texts] == pieces

@@ -213,7 +213,7 @@ def test_a_system_message_has_its_marker_or_goes_before_the_user() -> None:
 
 
 def test_a_turn_that_is_not_to_be_learned_is_not() -> None:
-    said = talk(("user", "a"), ("assistant", "b"), ("user", "c"), Message("assistant", "d", learn=False))
+    said = talk(("user", "a"), ("assistant", "b"), ("user", "c"), Message("assistant", "d", train=False))
     assert render(said).loss.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert render(said, train_on="all").loss.tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
 
@@ -221,7 +221,7 @@ def test_a_turn_that_is_not_to_be_learned_is_not() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (talk(("user", "a"), Message("assistant", "b", calls=(ToolCall("f", {}),))), "tools"),
+        (talk(("user", "a"), Message("assistant", "b", tool_calls=(ToolCall("f", {}),))), "tools"),
         (talk(("user", "a"), ("tool", "1"), ("assistant", "b")), "tools"),
         (Conversation((Message("user", "a"), Message("assistant", "b")), HERE, ({"name": "f"},)), "tools"),
         (talk(("user", "a"), Message("assistant", "b", reasoning="hm")), "reasoning"),

@@ -81,9 +81,9 @@ def test_a_record_that_allows_no_answer_is_bad(text: str, says: str) -> None:
 
 
 def test_a_filter_knows_whether_it_counts() -> None:
-    assert RecordFilter("turns > 1").counts
-    assert RecordFilter("ok and 3 < characters").counts
-    assert not RecordFilter("lang == 'turns' and meta.turns").counts
+    assert RecordFilter("turns > 1").needs_parsed_record
+    assert RecordFilter("ok and 3 < characters").needs_parsed_record
+    assert not RecordFilter("lang == 'turns' and meta.turns").needs_parsed_record
 
 
 def test_a_record_that_is_a_list_has_no_fields() -> None:

@@ -146,7 +146,7 @@ def test_gpt_oss_ends_earlier_turns_otherwise_than_the_last() -> None:
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
 def test_a_conversation_of_which_nothing_is_to_be_learned_is_refused(train_on: str) -> None:
-    [result] = Renderer(tokenizer_of(CHATML), train_on).render_items([conversation(user("a"), says("b", learn=False))])
+    [result] = Renderer(tokenizer_of(CHATML), train_on).render_items([conversation(user("a"), says("b", train=False))])
     assert isinstance(result, BadRecordError)
     assert result.reason == "nothing to learn"
 
@@ -154,7 +154,7 @@ def test_a_conversation_of_which_nothing_is_to_be_learned_is_refused(train_on: s
 @pytest.mark.parametrize("cached", [False, True])
 def test_what_is_not_to_be_learned_is_left_out_of_everything(cached: bool) -> None:
     renderer = Renderer(tokenizer_of(CHATML), "all", cached=cached)
-    talk_ = conversation(user("a"), says("bbb", learn=False), Message("user", "c", learn=False), says("d"))
+    talk_ = conversation(user("a"), says("bbb", train=False), Message("user", "c", train=False), says("d"))
     for _ in range(3):
         learned = learned_text(renderer.tokenizer, one(renderer, talk_))
         assert learned == "user\na<|im_end|>\n<|im_start|>assistant\n¦<|im_end|>\n<|im_start|>user\n¦" + (

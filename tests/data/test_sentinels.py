@@ -19,7 +19,7 @@ TALK = (
     Message("user", "Hi there"),
     Message("assistant", "Four", reasoning="two"),
     Message("user", "more"),
-    Message("assistant", "<think>hm</think>Five", reasoning="three", calls=(CALL,)),
+    Message("assistant", "<think>hm</think>Five", reasoning="three", tool_calls=(CALL,)),
 )
 
 
@@ -48,12 +48,12 @@ def test_all_texts_of_a_message_are_met_and_nothing_else() -> None:
         ("three", "reasoning"), ("<think>hm</think>Five", "content"), ("weather", "name"), ("Rīga", "value"),
         ("x", "value"),
     ]  # fmt: skip
-    assert changed.calls[0].arguments == {"city": "RĪGA", "n": 3, "deep": {"list": ["X", "", None]}}
-    assert (changed.calls[0].id, changed.role) == ("id", "assistant")
+    assert changed.tool_calls[0].arguments == {"city": "RĪGA", "n": 3, "deep": {"list": ["X", "", None]}}
+    assert (changed.tool_calls[0].id, changed.role) == ("id", "assistant")
 
 
 def test_slots_say_what_may_vanish_and_what_may_be_repeated() -> None:
-    earlier = Message("assistant", "<think>hm</think>Five", reasoning="three", calls=(CALL,))
+    earlier = Message("assistant", "<think>hm</think>Five", reasoning="three", tool_calls=(CALL,))
     slots = text_slots((Message("user", "a</think>b"), earlier, Message("user", "c"), TALK[3]))
     assert [(slot.turn, slot.text, slot.may_vanish) for slot in slots if slot.may_vanish] == [
         (1, "three", 5),
@@ -63,7 +63,12 @@ def test_slots_say_what_may_vanish_and_what_may_be_repeated() -> None:
 
 
 def test_reasoning_after_the_last_question_may_not_vanish() -> None:
-    use = (Message("user", "a"), Message("assistant", "", reasoning="r", calls=(CALL,)), Message("tool", "t"), TALK[1])
+    use = (
+        Message("user", "a"),
+        Message("assistant", "", reasoning="r", tool_calls=(CALL,)),
+        Message("tool", "t"),
+        TALK[1],
+    )
     assert all(slot.may_vanish == 0 for slot in text_slots(use))
 
 
@@ -168,8 +173,8 @@ MARKERS = ("<|im_start|>", "<|im_end|>", "<call>", "</call>")
 
 
 def use_of(arguments: dict[str, Any], content: str = "") -> Conversation:
-    asked = Message("assistant", content, calls=(ToolCall("weather", arguments, "id"),))
-    result = Message("tool", "sunny", call_id="id", name="weather")
+    asked = Message("assistant", content, tool_calls=(ToolCall("weather", arguments, "id"),))
+    result = Message("tool", "sunny", tool_call_id="id", name="weather")
     return Conversation((Message("user", "q"), asked, result, Message("assistant", "It is.")), Origin("here", 1))
 
 

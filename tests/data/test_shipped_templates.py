@@ -72,13 +72,13 @@ def cores(*values: Any) -> list[str]:
 
 
 def cores_of(message: Message) -> list[str]:
-    return cores(message.reasoning, message.content, *(call.arguments for call in message.calls))
+    return cores(message.reasoning, message.content, *(call.arguments for call in message.tool_calls))
 
 
 def is_learned(conversation: Conversation, number: int, train_on: str) -> bool:
     message = conversation.messages[number]
     later = [m for m in conversation.messages[number + 1 :] if m.role == "assistant"]
-    return message.role == "assistant" and message.learn is not False and not (train_on == "last" and later)
+    return message.role == "assistant" and message.train is not False and not (train_on == "last" and later)
 
 
 # Every property of one rendering

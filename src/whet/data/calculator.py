@@ -35,6 +35,6 @@ def calculator_messages(steps: Sequence[CalculatorStep], rest: str) -> tuple[Mes
     for number, step in enumerate(steps, 1):
         identity = f"call{number:05}"  # nine characters, as Mistral's templates demand
         call = ToolCall("calculator", {"expression": step.expression}, identity)
-        messages.append(Message("assistant", step.text, calls=(call,)))
-        messages.append(Message("tool", step.result, call_id=identity, name="calculator"))
+        messages.append(Message("assistant", step.text, tool_calls=(call,)))
+        messages.append(Message("tool", step.result, tool_call_id=identity, name="calculator"))
     return (*messages, Message("assistant", rest))

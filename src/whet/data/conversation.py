@@ -43,10 +43,10 @@ class Message:
     role: str
     content: str
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-    learn: bool | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    train: bool | None = None
     """False: not supervised whatever train_on says (`weight: 0`, `train: false`). None: as train_on says."""
-    call_id: str | None = None
+    tool_call_id: str | None = None
     """Of a tool's result: the call that it answers."""
     name: str | None = None
     """Of a tool's result: the tool."""
@@ -58,10 +58,10 @@ class Message:
         turn: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning:
             turn |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
-        if self.calls:
-            turn["tool_calls"] = [call.as_dict() for call in self.calls]
-        if self.call_id is not None:
-            turn["tool_call_id"] = self.call_id
+        if self.tool_calls:
+            turn["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             turn["name"] = self.name
         return turn

@@ -295,8 +295,8 @@ def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Pat
     """Make chunks and name all that the store consists of."""
     job.folder.mkdir(parents=True, exist_ok=True)
     for reader in job.readers:
-        if reader.decision:
-            info(reader.decision)
+        if reader.description:
+            info(reader.description)
     try:
         total = make_chunks(job, first, step)
     except LayoutMismatchError:

@@ -206,7 +206,7 @@ def _split_to_max_length(
     if not isinstance(item, Conversation):
         return split_windows(whole, limit)
     parts = split_exchanges(item)
-    learned = [tuple(replace(message, learn=None) for message in part) for part in parts]
+    learned = [tuple(replace(message, train=None) for message in part) for part in parts]
     singles = rendering.render_items([join_exchanges(item, [part]) for part in learned])
     lengths = [len(single.ids) if isinstance(single, Rendered) else limit + 1 for single in singles]
     notes = [_PIECE_DROPPED + single.reason for single in singles if not isinstance(single, Rendered)]

@@ -44,7 +44,7 @@ class TableRow(NamedTuple):
     batch: RowBatch
     number: int
 
-    def record(self) -> object:
+    def decode(self) -> object:
         row = self.batch.rows[self.number]
         if isinstance(row, BadRecordError):
             raise row
@@ -166,7 +166,7 @@ class HubDataset(Container):
     def size(self) -> int:
         return int(self._data.data.nbytes)
 
-    def identity(self) -> list[str]:
+    def content_key(self) -> list[str]:
         """The library's own name for the content."""
         return [self.kind, str(self._data._fingerprint)]
 

@@ -31,7 +31,7 @@ class RawRecord(NamedTuple):
 class LazyRecord(Protocol):
     """A record that is made when it is asked for."""
 
-    def record(self) -> object:
+    def decode(self) -> object:
         """The record as Python values; BadRecordError if there is none."""
 
 
@@ -40,7 +40,7 @@ class DecodedRecord(NamedTuple):
 
     value: object
 
-    def record(self) -> object:
+    def decode(self) -> object:
         return self.value
 
 
@@ -50,7 +50,7 @@ class UnreadableRecord(NamedTuple):
     reason: str
     explanation: str
 
-    def record(self) -> object:
+    def decode(self) -> object:
         raise BadRecordError(self.reason, self.explanation)
 
 
@@ -74,7 +74,7 @@ class Container(ABC):
     def count(self) -> int:
         """How many records there are; an estimate where counting would mean reading everything."""
 
-    def identity(self) -> list[str]:
+    def content_key(self) -> list[str]:
         """What distinguishes its content, whatever it is called."""
         return [self.kind, hash_file(self.path)]
 

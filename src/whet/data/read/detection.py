@@ -35,7 +35,7 @@ class DetectedFormat(NamedTuple):
 
     format: str
     names: dict[str, str]
-    said: str
+    description: str
 
 
 def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) -> DetectedFormat:
@@ -48,7 +48,9 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         chosen = own[0] if own else _require_one_match(found, sample, source) if found else (source.format, ())
         return _make_detected(chosen, sample, source)
     if not sample:  # not one that could be read: each says why when its turn comes
-        return DetectedFormat("messages", FORMATS["messages"].names(fields), "messages (no record could be looked at)")
+        return DetectedFormat(
+            "messages", FORMATS["messages"].resolve_names(fields), "messages (no record could be looked at)"
+        )
     candidates = [name for name in _DETECTABLE if fields.keys() <= FORMATS[name].fields.keys()]
     each = [_match_formats(record, candidates, fields) for record in sample]
     found = _common_matches(each)
@@ -124,13 +126,13 @@ def _make_detected(reading: FormatMatch, sample: Sequence[Any], source: Source) 
                 f"Say which: fields: {{{field}: NAME}}"
             )
         found.setdefault(field, next(iter(there), fields.get(field, usual[0])))
-    names = FORMATS[form].names(found)
+    names = FORMATS[form].resolve_names(found)
     return DetectedFormat(form, names, _describe_format(form, names, _record_keys(sample)))
 
 
 def _describe_format(form: str, names: Mapping[str, str], keys: Sequence[str]) -> str:
     """Such as: sharegpt (conversations: from, value); not used: id."""
-    inner = FORMATS[form].inner
+    inner = FORMATS[form].turn_fields
     outer = {field: name for field, name in names.items() if field not in inner and name in keys}
     used = [name if name == field or inner else f"{name} as {field}" for field, name in outer.items()]
     if inner:
@@ -173,7 +175,7 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
         _refuse_binary(containers[0])
     chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
     notes = dict.fromkeys(f", {each.note}" for each in containers if each.note)
-    return chosen._replace(said=chosen.said + "".join(notes))
+    return chosen._replace(description=chosen.description + "".join(notes))
 
 
 def _sample_records(records: Iterator[RawRecord], wanted: int) -> list[tuple[Any, str]]:
@@ -192,7 +194,7 @@ def _sample_records(records: Iterator[RawRecord], wanted: int) -> list[tuple[Any
 def _decode_raw(raw: RawRecord) -> Any:
     if isinstance(raw.value, bytes):
         return decode_json(raw.value)
-    record = raw.value.record()  # type: ignore[attr-defined]
+    record = raw.value.decode()  # type: ignore[attr-defined]
     return drop_nulls(record) if isinstance(raw.value, TableRow) else record
 
 

@@ -85,14 +85,14 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
         parsed = tuple(parse_tool_call(call, place) for call in (calls if isinstance(calls, list) else [calls]))
         if not parsed:
             raise BadRecordError("bad tool call", f"{place} calls nothing; remove it")
-        return Message("assistant", "", calls=parsed, learn=parse_train_flag(turn, "assistant", place))
+        return Message("assistant", "", tool_calls=parsed, train=parse_train_flag(turn, "assistant", place))
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         known = ", ".join((*_SHAREGPT_ROLES, _SHAREGPT_CALL))
         raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known are {known}")
     where = f"{place}: '{names['value']}'"
     text = require_nonempty(value, where) if role in ("user", "assistant") else require_text(value, where)
-    return Message(role, text, learn=parse_train_flag(turn, role, place))
+    return Message(role, text, train=parse_train_flag(turn, role, place))
 
 
 # The `alpaca` format: {"instruction": "…", "input": "…", "output": "…"}.
@@ -185,7 +185,7 @@ def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origi
         prompt.insert(0, {"role": "system", "content": require_text(system, f"'{names['system']}'")})
     completion = _as_messages(require_field(record, names["completion"]), names["completion"], "assistant")
     messages = parse_message_list(prompt + completion)
-    context = [replace(turn, learn=False) if turn.role == "assistant" else turn for turn in messages[: len(prompt)]]
+    context = [replace(turn, train=False) if turn.role == "assistant" else turn for turn in messages[: len(prompt)]]
     return Conversation((*context, *messages[len(prompt) :]), origin, parse_tools(record.get(names["tools"])))
 
 
@@ -365,10 +365,10 @@ class RecordFormat(NamedTuple):
     """Its fields, each with the names under which it is looked for; the first is its own."""
     recognise: Callable[[Any, Mapping[str, str]], list[dict[str, str]]]
     parse: RecordParser
-    inner: Sequence[str] = ()
+    turn_fields: Sequence[str] = ()
     """Fields of each turn, not of the record."""
 
-    def names(self, found: Mapping[str, str]) -> dict[str, str]:
+    def resolve_names(self, found: Mapping[str, str]) -> dict[str, str]:
         """A name for every field: those found, else the format's own."""
         return {field: found.get(field, names[0]) for field, names in self.fields.items()}
 

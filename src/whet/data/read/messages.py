@@ -89,7 +89,7 @@ def check_message_order(messages: Sequence[Message]) -> None:
             if number > 1:
                 _reject_system_message(messages[0], number)
         elif message.role == "assistant":
-            waiting.extend(message.calls)
+            waiting.extend(message.tool_calls)
         elif message.role == "tool":
             waiting.remove(_find_answered_call(waiting, message, number))
 
@@ -102,9 +102,9 @@ def _reject_system_message(first: Message, number: int) -> None:
 
 def _find_answered_call(waiting: Sequence[ToolCall], message: Message, number: int) -> ToolCall:
     for call in waiting:
-        if message.call_id is None or call.id == message.call_id:
+        if message.tool_call_id is None or call.id == message.tool_call_id:
             return call
-    whose = "" if message.call_id is None else f" (its tool_call_id is {shorten(message.call_id)})"
+    whose = "" if message.tool_call_id is None else f" (its tool_call_id is {shorten(message.tool_call_id)})"
     raise BadRecordError(
         "result without a call", f"message {number} is a tool's result{whose} and no call before it waits for it"
     )
@@ -132,7 +132,7 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
     if role != "tool":
         return Message(role, content, reasoning, calls, learn)
     return Message(
-        role, content, learn=learn, call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
+        role, content, train=learn, tool_call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
         name=_optional_text(turn.get("name"), f"{place}: 'name'"),
     )  # fmt: skip
 

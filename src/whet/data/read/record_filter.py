@@ -40,61 +40,61 @@ class RecordFilter:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self.counts = False
+        self.needs_parsed_record = False
         """Whether it asks for turns or characters, so that the conversation must be there first."""
         if len(text) > _MAX_CHARACTERS:
             raise WhetError(f"data.sources: where: longer than {_MAX_CHARACTERS} characters; filter the file instead")
         try:
-            self._holds = self._term(ast.parse(text.replace("\n", " ").strip(), mode="eval").body)
+            self._predicate = self._compile(ast.parse(text.replace("\n", " ").strip(), mode="eval").body)
         except SyntaxError as error:
-            raise self._wrong(f"{error.msg} at column {error.offset or len(text) + 1}") from None
+            raise self._error(f"{error.msg} at column {error.offset or len(text) + 1}") from None
         except (ValueError, RecursionError, MemoryError) as error:
-            raise self._wrong(str(error) or "too deeply nested") from None
+            raise self._error(str(error) or "too deeply nested") from None
 
     def __call__(self, record: Any, turns: int = 0, characters: int = 0) -> bool:
         """Whether a record is kept; BadRecordError if the record does not allow an answer."""
         values = {**record} if isinstance(record, dict) else {}
         try:
-            return bool(self._holds({**values, "record": record, "turns": turns, "characters": characters}))
+            return bool(self._predicate({**values, "record": record, "turns": turns, "characters": characters}))
         except (TypeError, ValueError, ArithmeticError, IndexError) as error:
             raise BadRecordError("where", f"where: {self._text} has no answer here: {error}") from None
 
-    def _wrong(self, fault: str) -> WhetError:
+    def _error(self, fault: str) -> WhetError:
         return WhetError(
             f"data.sources: where: {self._text!r}: {fault}. Write a condition such as: turns <= 6 and lang == 'de'"
         )
 
     def _refuse(self, node: ast.expr | ast.keyword, what: str) -> WhetError:
-        return self._wrong(f"{what} at column {node.col_offset + 1} is not possible in a filter")
+        return self._error(f"{what} at column {node.col_offset + 1} is not possible in a filter")
 
-    def _term(self, node: ast.expr) -> Expression:
+    def _compile(self, node: ast.expr) -> Expression:
         match node:
             case ast.Constant(value=str() | int() | float() | bool() | None):
                 return lambda _, value=node.value: value  # type: ignore[misc]
             case ast.Name(id=name):
                 return self._name(name)
             case ast.Attribute(value=inner, attr=name):
-                return self._inside(inner, lambda _: name)
+                return self._lookup(inner, lambda _: name)
             case ast.Subscript(value=inner, slice=index):
-                return self._inside(inner, self._term(index))
+                return self._lookup(inner, self._compile(index))
             case ast.List(elts=items) | ast.Tuple(elts=items):
-                terms = [self._term(item) for item in items]
+                terms = [self._compile(item) for item in items]
                 return lambda values: [term(values) for term in terms]
             case ast.BoolOp(op=op, values=parts):
-                terms, how = [self._term(part) for part in parts], all if isinstance(op, ast.And) else any
+                terms, how = [self._compile(part) for part in parts], all if isinstance(op, ast.And) else any
                 return lambda values: how(term(values) for term in terms)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                inner_term = self._term(operand)
+                inner_term = self._compile(operand)
                 return lambda values: not inner_term(values)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                inner_term = self._term(operand)
+                inner_term = self._compile(operand)
                 return lambda values: -_require_number(inner_term(values))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                return _binary_operation(type(op), self._term(left), self._term(right))
+                return _binary_operation(type(op), self._compile(left), self._compile(right))
             case ast.Compare():
                 return self._comparison(node)
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
-                function, inner_term = _FUNCTIONS[name], self._term(argument)
+                function, inner_term = _FUNCTIONS[name], self._compile(argument)
                 return lambda values: function(inner_term(values))
             case ast.Call(func=ast.Name(id=name)):
                 raise self._refuse(node, f"{name}(…)")
@@ -102,7 +102,7 @@ class RecordFilter:
                 raise self._refuse(node, shorten(ast.unparse(node)))
 
     def _name(self, name: str) -> Expression:
-        self.counts = self.counts or name in _COMPUTED_NAMES
+        self.needs_parsed_record = self.needs_parsed_record or name in _COMPUTED_NAMES
 
         def value(values: Variables) -> Any:
             if name not in values:
@@ -111,8 +111,8 @@ class RecordFilter:
 
         return value
 
-    def _inside(self, inner: ast.expr, index: Expression) -> Expression:
-        outer = self._term(inner)
+    def _lookup(self, inner: ast.expr, index: Expression) -> Expression:
+        outer = self._compile(inner)
 
         def value(values: Variables) -> Any:
             whole, key = outer(values), index(values)
@@ -127,7 +127,7 @@ class RecordFilter:
         return value
 
     def _comparison(self, node: ast.Compare) -> Expression:
-        first, others = self._term(node.left), [self._term(other) for other in node.comparators]
+        first, others = self._compile(node.left), [self._compile(other) for other in node.comparators]
         compare = [_COMPARISONS[type(op)] for op in node.ops]
 
         def holds(values: Variables) -> bool:

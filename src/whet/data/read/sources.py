@@ -114,7 +114,7 @@ class SourceReader:
         self.source = source
         self._where = RecordFilter(source.where) if source.where is not None else None
         self._containers = _open_containers(source)
-        self.decision: str | None = None
+        self.description: str | None = None
         """What was found, in a line to print; None where there was nothing to find."""
         self._names: Mapping[str, str] = {}
         self._parse: Any
@@ -122,7 +122,7 @@ class SourceReader:
             self._parse = _parse_generated
         elif _is_pretokenized(self._containers, source):
             self._parse = _parse_tokenized
-            self.decision = f"{source.path}: {describe_mask_rules(source.mask)}"
+            self.description = f"{source.path}: {describe_mask_rules(source.mask)}"
         else:
             chosen = detect_source_format(self._containers, source)
             if source.calculator == "calls" and chosen.format != "gsm8k":
@@ -131,7 +131,7 @@ class SourceReader:
                     f"{chosen.format}, whose tool calls are what the records say"
                 )
             self._names, self._parse = chosen.names, parser_of(chosen.format, source.calculator)
-            self.decision = f"{source.path}: {chosen.said}"
+            self.description = f"{source.path}: {chosen.description}"
 
     def records(self) -> Iterator[RawRecord]:
         """The records that are asked for, as they stand in their files."""
@@ -142,22 +142,22 @@ class SourceReader:
         origin, value = Origin(raw.file, raw.line), raw.value
         try:
             if type(value) is bytes:
-                return self._make(decode_json(value), origin)
-            record = value.record()  # type: ignore[attr-defined]
+                return self._parse_record(decode_json(value), origin)
+            record = value.decode()  # type: ignore[attr-defined]
             if type(value) is TableRow:
-                return self._make(drop_nulls(record), origin, record)
-            return self._make(record, origin)
+                return self._parse_record(drop_nulls(record), origin, record)
+            return self._parse_record(record, origin)
         except BadRecordError as error:
             return BadRecord(origin, error.reason, str(error))
         except RecursionError:
             return BadRecord(origin, "broken JSON", "it is nested too deeply to be read")
 
-    def _make(self, record: Any, origin: Origin, row: Any = None) -> ParsedRecord:
+    def _parse_record(self, record: Any, origin: Origin, row: Any = None) -> ParsedRecord:
         """The item, unless the filter says no; that sees a table's row as it is, nulls and all."""
         where = self._where
         if where is None:
             return self._parse(record, self._names, origin)
-        item = self._parse(record, self._names, origin) if where.counts else None
+        item = self._parse(record, self._names, origin) if where.needs_parsed_record else None
         if not where(record if row is None else row, *_turns_and_characters(item)):
             return FilteredRecord(origin, "filter")
         return self._parse(record, self._names, origin) if item is None else item
@@ -174,15 +174,25 @@ def source_fingerprint(source: Source) -> dict[str, object]:
     options = source.model_dump(mode="json", include=_CONTENT_OPTIONS, exclude_none=True)
     if source.is_generated:
         samples = itertools.islice(GeneratedContainer(source).records(), 9)
-        return {**options, "path": source.path, "start": [repr(raw.value) for raw in samples]}
-    return {**options, "content": [each.identity() for each in _open_containers(source)]}
+        return {**options, "path": source.path, "start": [_sample_key(raw.value.decode()) for raw in samples]}  # type: ignore[attr-defined]
+    return {**options, "content": [each.content_key() for each in _open_containers(source)]}
+
+
+def _sample_key(sample: GeneratedSample) -> str:
+    """A sample as text, for store keys. The wording is frozen: a change here would rebuild every store of builtin data."""
+    messages = ", ".join(
+        f"Message(role={m.role!r}, content={m.content!r}, reasoning={m.reasoning!r}, calls={m.tool_calls!r}, "
+        f"learn={m.train!r}, call_id={m.tool_call_id!r}, name={m.name!r})"
+        for m in sample.messages
+    )
+    return f"Ready(value=Sample(messages=({messages}), tools={sample.tools!r}))"
 
 
 def source_bytes(source: Source) -> int:
     """Bytes of the content; for a generator an estimate from its first conversations."""
     if source.is_generated:
         first = (raw.value for raw in itertools.islice(GeneratedContainer(source).records(), 9))
-        largest = max(_turns_and_characters(value.record())[1] for value in first)  # type: ignore[attr-defined]
+        largest = max(_turns_and_characters(value.decode())[1] for value in first)  # type: ignore[attr-defined]
         return expected_records(source) * largest
     return sum(each.size() for each in _open_containers(source))
 

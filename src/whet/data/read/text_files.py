@@ -52,7 +52,7 @@ class CsvFile(Container):
                 if not row or not any(row):
                     continue
                 if header is None:
-                    header = self._checked(row)
+                    header = self._check_header(row)
                 else:
                     yield RawRecord(line, _csv_record(header, row), self.name)
             text.detach()
@@ -63,7 +63,7 @@ class CsvFile(Container):
     def size(self) -> int:
         return content_size(self.path)
 
-    def _checked(self, header: list[str]) -> list[str]:
+    def _check_header(self, header: list[str]) -> list[str]:
         twice = {name for name in header if header.count(name) > 1}
         if twice or not all(header):
             fault = f"{sorted(twice)[0]!r} twice" if twice else "a column without a name"
@@ -106,7 +106,7 @@ class _LazyText(NamedTuple):
     path: Path
     name: str
 
-    def record(self) -> object:
+    def decode(self) -> object:
         with open_bytes(self.path, self.name) as stream:
             raw = stream.read()
         try:

@@ -95,7 +95,7 @@ class _LazyDocument:
     file: TokenFile
     number: int
 
-    def record(self) -> TokenizedDocument:
+    def decode(self) -> TokenizedDocument:
         return TokenizedDocument(self.file.ids(self.number), self.file.loss(self.number), self.file.origin(self.number))
 
 
@@ -117,8 +117,8 @@ class TokenFileContainer(Container):
         for number in range(len(self._file)):
             yield RawRecord(number + 1, _LazyDocument(self._file, number), self.name)
 
-    def identity(self) -> list[str]:
-        return [*super().identity(), hash_file(self.path.with_suffix(".idx"))]
+    def content_key(self) -> list[str]:
+        return [*super().content_key(), hash_file(self.path.with_suffix(".idx"))]
 
     def count(self) -> int:
         return len(self._file)

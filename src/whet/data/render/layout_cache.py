@@ -234,9 +234,9 @@ def _cache_key(conversation: Conversation) -> Any:
     """What a template may treat differently, texts aside; None where there are tool calls, which are too manifold."""
     roles = []
     for message in conversation.messages:
-        if message.calls or message.call_id is not None or message.name is not None:
+        if message.tool_calls or message.tool_call_id is not None or message.name is not None:
             return None
-        roles.append((message.role, bool(message.reasoning), bool(message.content), message.learn))
+        roles.append((message.role, bool(message.reasoning), bool(message.content), message.train))
     return (*roles, json.dumps(conversation.tools) if conversation.tools else "")
 
 

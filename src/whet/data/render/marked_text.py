@@ -223,7 +223,7 @@ def _turns_from_messages(conversation: Conversation, markers: Markers) -> list[M
                 f"message {number}: a system message is written into the user's turn after it, and this is another. "
                 "Give it a marker of its own: data.markers.system",
             )
-        turns.append(MarkedTurn(role, "\n\n".join([*system, message.content]), message.learn is not False))
+        turns.append(MarkedTurn(role, "\n\n".join([*system, message.content]), message.train is not False))
         system = []
     if system:
         raise BadRecordError("system without user", "a system message at the end has no user's turn to go into")
@@ -232,7 +232,7 @@ def _turns_from_messages(conversation: Conversation, markers: Markers) -> list[M
 
 def _checked_role(message: Message, number: int, texts: dict[str, str]) -> str:
     role = "system" if message.role == "developer" else message.role
-    if role not in ("system", "user", "assistant") or message.calls:
+    if role not in ("system", "user", "assistant") or message.tool_calls:
         raise BadRecordError("tools", f"message {number}: tool calls and results have no form between markers")
     if message.reasoning:
         raise BadRecordError("reasoning", f"message {number}: reasoning has no form between markers; remove it")

@@ -197,7 +197,7 @@ class Renderer:
     def _layout(self, conversation: Conversation, train_on: str) -> Layout:
         messages, tools = conversation.messages, list(conversation.tools)
         text = self.text([message.as_dict(self._in_parts) for message in messages], tools=tools)
-        unlearned = [i for i, message in enumerate(messages) if message.learn is False]
+        unlearned = [i for i, message in enumerate(messages) if message.train is False]
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if train_on != "all" and not turns:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")

@@ -37,9 +37,9 @@ def map_texts(message: Message, change: TextTransform) -> Message:
     content = change(message.content, "content") if message.content else ""
     calls = tuple(
         replace(call, name=change(call.name, "name"), arguments=_map_argument_texts(call.arguments, change))
-        for call in message.calls
+        for call in message.tool_calls
     )
-    return replace(message, reasoning=reasoning, content=content, calls=calls)
+    return replace(message, reasoning=reasoning, content=content, tool_calls=calls)
 
 
 def _map_argument_texts(value: Any, change: TextTransform) -> Any:

@@ -261,7 +261,7 @@ def _source_config(config: TaskConfig) -> Source:
 def _decode_record(raw: RawRecord) -> Any:
     if isinstance(raw.value, bytes):
         return decode_json(raw.value)
-    record = raw.value.record()  # type: ignore[attr-defined]
+    record = raw.value.decode()  # type: ignore[attr-defined]
     return drop_nulls(record) if isinstance(raw.value, TableRow) else record
 
 
