@@ -109,7 +109,9 @@ def test_an_export_is_checked_and_answers(whet: Any, earlier: Path) -> None:
     assert again.keys() == certificate.keys()
     assert {**again, "max_logit_difference": 0, "kl": 0} == {**certificate, "max_logit_difference": 0, "kl": 0}
     options = ("--prompt", "Please send two red mugs to Anna.", "--max-new-tokens", 12)
-    answers = [run_json(whet, "chat", model, *options)["answer"] for model in ("runs/lora", "runs/lora/exports/adapter")]
+    answers = [
+        run_json(whet, "chat", model, *options)["answer"] for model in ("runs/lora", "runs/lora/exports/adapter")
+    ]
     assert answers[0] == answers[1]
 
 
