@@ -23,7 +23,7 @@ from whet.parallel.fsdp import local_tensor, shard_like
 from whet.training.config import OptimizerConfig
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.factory import build_optimizer, optimizer_step
-from whet.training.step import _squared_gradient_norm
+from whet.training.step import squared_gradient_norm
 
 HAS_CUDA = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA here")
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
@@ -87,7 +87,7 @@ def test_the_norm_of_gradients_on_the_host_is_a_number_for_the_device(gpus: Devi
     weight = waiting(gpus, 6, 4)
     weight.grad = shard_like(weight, torch.ones_like(local_tensor(weight)))
     sums = torch.zeros(5, dtype=torch.float64, device="cuda")
-    sums[3] = _squared_gradient_norm([weight], Ranks(0, 2, torch.device("cuda")))
+    sums[3] = squared_gradient_norm([weight], Ranks(0, 2, torch.device("cuda")))
     assert sums.device.type == "cuda"
 
 

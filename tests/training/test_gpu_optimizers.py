@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from whet.core.distributed import Ranks
 from whet.training.config import OptimizerConfig
 from whet.training.optimizers.factory import build_conditional_step, build_optimizer, optimizer_step
 from whet.training.optimizers.state import (
@@ -18,6 +19,7 @@ from whet.training.optimizers.state import (
     quantize_blockwise,
     stochastic_round,
 )
+from whet.training.step import squared_gradient_norm
 
 pytestmark = pytest.mark.gpu
 NAMES = ["adamw", "adamw16bit", "adamw8bit", "muon"]
@@ -126,14 +128,15 @@ def test_who_needs_the_host_is_not_asked_early(name: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_squares_of_many_tensors(dtype: torch.dtype) -> None:
-    from whet.training.optimizers.triton_kernels import sum_of_squares
-
-    tensors = [torch.randn(size, device="cuda").to(dtype) for size in (1, 16384, 16385, 3_000_000, 0, 77)]
-    wanted = sum(tensor.double().square().sum() for tensor in tensors)
-    torch.testing.assert_close(sum_of_squares(tensors), wanted, rtol=1e-6, atol=0)
-    tensors[3][2_999_999] = float("nan")
-    assert sum_of_squares(tensors).isnan()
+def test_the_gradient_norm_is_summed_in_fp32(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.zeros(size, device="cuda", dtype=dtype)) for size in (1, 16385, 3_000_000, 0, 77)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    ranks = Ranks(0, 1, torch.device("cuda", 0))
+    wanted = sum(parameter.grad.double().square().sum() for parameter in parameters)
+    torch.testing.assert_close(squared_gradient_norm(parameters, ranks), wanted, rtol=1e-5, atol=0)
+    parameters[2].grad[2_999_999] = math.nan
+    assert squared_gradient_norm(parameters, ranks).isnan()
 
 
 def test_muon_is_torchs_muon() -> None:

@@ -27,7 +27,7 @@ from whet.parallel.ddp import all_reduce_gradients
 from whet.training.config import OptimizerConfig
 from whet.training.micro_batches import ForwardPasses
 from whet.training.optimizers.factory import build_conditional_step, build_optimizer
-from whet.training.step import _squared_gradient_norm, compute_gradients
+from whet.training.step import compute_gradients, squared_gradient_norm
 
 NOWHERE = torch.device("meta")
 
@@ -66,7 +66,7 @@ def test_forward_backward_and_norm_ask_the_device_nothing(
     result.objective.backward()
     result.hits.sum()
     all_reduce_gradients(root.trained, Ranks(0, 1, NOWHERE))
-    assert _squared_gradient_norm(root.trained, Ranks(0, 1, NOWHERE)).is_meta
+    assert squared_gradient_norm(root.trained, Ranks(0, 1, NOWHERE)).is_meta
 
 
 def test_whoever_asked_would_fail() -> None:

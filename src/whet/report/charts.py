@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
 
+from whet.core.smoothing import ExponentialAverage
 from whet.report.formatting import format_number
 from whet.report.run_view import Series
 
@@ -79,21 +80,9 @@ def smoothing_beta(count: int) -> float:
 
 
 def exponential_average(values: Sequence[float | None], beta: float) -> list[float | None]:
-    """An exponential moving average that is unbiased from the first value on; None stays a gap.
-
-    The plain average starts at 0, so after n values only a share 1 - beta**n of it is data. Dividing by that share
-    makes the first output the first value. n counts the measured values alone: a gap adds no data.
-    """
-    average, empty = 0.0, 1.0
-    result: list[float | None] = []
-    for value in values:
-        if value is None:
-            result.append(None)
-            continue
-        average = beta * average + (1 - beta) * value
-        empty *= beta
-        result.append(average / (1 - empty))
-    return result
+    """The exponential moving average after each value; None stays a gap."""
+    average = ExponentialAverage(beta)
+    return [None if value is None else average.add(value) for value in values]
 
 
 def downsample(values: Sequence[float | None], limit: int) -> list[int]:

@@ -11,13 +11,9 @@ from torch import nn
 
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
-from whet.core.imports import has_triton
 from whet.parallel.ddp import all_reduce_gradients, sync_replicated_gradients
 from whet.parallel.fsdp import local_tensor, replica_count, reshard
 from whet.training.micro_batches import ForwardPasses
-
-_MAX_CONCATENATED = 2**27  # gradients, in numbers, that are put together on a GPU to find their norm
-
 
 ConditionalUpdate = Callable[[torch.Tensor, torch.Tensor], None]
 """Moves the weights by their gradients times the first number if the second is not 0; both are on the device."""
@@ -77,7 +73,7 @@ def compute_gradients(
     sync_replicated_gradients(model)
     if not ranks.counts:
         sums[:2].zero_()
-    sums[3] = _squared_gradient_norm(parameters, ranks)
+    sums[3] = squared_gradient_norm(parameters, ranks)
     ranks.sum_(sums)
     reading = HostCopy(sums)
     if move is not None and supervised:
@@ -123,7 +119,7 @@ def _decide_on_device(
     return factor, (loss.isfinite() & norm.isfinite() & (loss <= limit)).double()
 
 
-def _squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:
+def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:
     """This process's part of the squared norm of the gradients, in fp64: summed over all processes it is the whole."""
     held: dict[int, list[torch.Tensor]] = {}  # by how many hold the same: layers may be divided more than the rest
     for parameter in parameters:
@@ -134,12 +130,4 @@ def _squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> torc
 
 def _sum_of_squares(parts: list[torch.Tensor]) -> torch.Tensor:
     exact = torch.promote_types(parts[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
-    if parts[0].is_cuda and sum(map(torch.numel, parts)) <= _MAX_CONCATENATED:  # of hundreds of adapters: asked at once
-        norm = torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]), dtype=exact)
-    elif parts[0].is_cuda and has_triton() and exact == torch.float32 and all(part.is_contiguous() for part in parts):
-        from whet.training.optimizers.triton_kernels import sum_of_squares
-
-        return sum_of_squares(parts)
-    else:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=exact)))
-    return norm.double().square()
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=exact))).double().square()

@@ -16,6 +16,7 @@ from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
+from whet.core.smoothing import ExponentialAverage
 from whet.data.loader import Loader
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.model.flops import StepFlops
@@ -26,7 +27,6 @@ from whet.training.diagnose import Diagnoser, Diagnosis
 from whet.training.guard import Guard, Verdict
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import (
-    Ema,
     RunTotals,
     StepSpeed,
     StepTime,
@@ -191,7 +191,7 @@ class Trainer:
             release_cuda_graphs(self.model)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
-        smoothed, course = Ema(), self._course()
+        smoothed, course = ExponentialAverage(), self._course()
         with collect_stop_signals(signals, _announce_stop), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
                 with self.profiler.around(step + 1):

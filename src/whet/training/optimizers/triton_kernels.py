@@ -1,8 +1,7 @@
-"""Triton kernels: fused AdamW with stochastic rounding, and the sum of squares for the gradient norm."""
+"""A Triton kernel: fused AdamW with stochastic rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,34 +104,3 @@ def move(
         decides=decision is not None, block=_BLOCK,
         num_warps=8,
     )  # fmt: skip
-
-
-# Sums of squares of many large tensors, each number read once, in a Triton kernel.
-#
-# torch's own norms of many tensors reach half of what memory gives: on an 8B model 8 ms for gradients that 4 suffice for.
-
-_NORM_BLOCK, _NORM_TILE = 16384, 4096
-"""Numbers that one program sums, and so many of them at a time."""
-
-
-@triton.jit
-def _sum_of_squares_kernel(at, sums_at, count, block: tl.constexpr, at_once: tl.constexpr):  # type: ignore[no-untyped-def]
-    first = tl.program_id(0).to(tl.int64) * block
-    total = tl.zeros((at_once,), tl.float32)
-    for start in range(0, block, at_once):
-        place = first + start + tl.arange(0, at_once)
-        number = tl.load(at + place, mask=place < count, other=0.0).to(tl.float32)
-        total += number * number
-    tl.store(sums_at + tl.program_id(0), tl.sum(total))
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all numbers of all tensors, contiguous and of at most 32 bits each: parts in fp32, their sum in fp64."""
-    parts = [triton.cdiv(tensor.numel(), _NORM_BLOCK) for tensor in tensors]
-    sums = torch.empty(sum(parts), dtype=torch.float32, device=tensors[0].device)
-    for tensor, own in zip(tensors, sums.split(parts), strict=True):
-        if tensor.numel():
-            _sum_of_squares_kernel[(len(own),)](
-                tensor, own, tensor.numel(), block=_NORM_BLOCK, at_once=_NORM_TILE, num_warps=8
-            )
-    return sums.sum(dtype=torch.float64)
