@@ -93,7 +93,7 @@ def by_torch(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> t
 def test_gradients_are_those_of_torch(
     rows: int, vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES_GPU", 300 * vocabulary * 8)  # several chunks
+    monkeypatch.setattr(cross_entropy_module, "_CHUNK_BYTES_GPU", 300 * vocabulary * 8)  # several chunks
     hidden, weight = drawn(rows, 64, dtype=dtype), drawn(vocabulary, 64, dtype=dtype)
     bias, targets = drawn(vocabulary, dtype=dtype), targets_for(rows, vocabulary)
     (nll, found), (exact_nll, exact) = (way(hidden, weight, bias, targets) for way in (gradients, by_torch))

@@ -44,7 +44,7 @@ def by_torch(
 
 
 def set_rows_at_a_time(patch: pytest.MonkeyPatch, rows: int, vocabulary: int) -> None:
-    patch.setattr(linear_cross_entropy, "_CHUNK_BYTES_CPU", rows * vocabulary * 8)
+    patch.setattr(cross_entropy_module, "_CHUNK_BYTES_CPU", rows * vocabulary * 8)
 
 
 @settings(max_examples=120, deadline=None)
@@ -112,7 +112,7 @@ def test_no_more_rows_of_logits_are_held_than_said(monkeypatch: pytest.MonkeyPat
         seen.append((len(logits), gradient))
         return plain(logits, targets, terms, gradient)
 
-    monkeypatch.setattr(linear_cross_entropy, "row_losses_torch", noted)
+    monkeypatch.setattr(cross_entropy_module, "row_losses_torch", noted)
     set_rows_at_a_time(monkeypatch, 8, 50)
     hidden, weight, _, targets = inputs(20, 4, 50, seed=0)
     linear_cross_entropy(hidden, OutputHead(weight.requires_grad_()), targets)
