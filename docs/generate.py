@@ -27,7 +27,7 @@ def config_page() -> str:
 
 
 def _row(knob: Setting) -> str:
-    cells = (f"`{knob.key}`", knob.type, f"`{knob.default}`" if knob.default else "", knob.sentence)
+    cells = (f"`{knob.key}`", knob.type, f"`{knob.default}`" if knob.default else "", knob.description)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -25,7 +25,7 @@ def test_docs_config_is_current():
 
 
 def test_every_setting_has_a_sentence():
-    assert [knob.key for knob in list_settings(Config) if not knob.sentence.endswith(".")] == []
+    assert [knob.key for knob in list_settings(Config) if not knob.description.endswith(".")] == []
 
 
 def test_every_recipe_is_valid():

@@ -70,7 +70,7 @@ class Config(Section):
             self._can_divide_layers()
         if self.parallel.offload == "weights":
             self._weights_can_wait()
-        if self.divides_weights:
+        if self.shards_weights:
             self._adapter_can_be_divided()
         return self
 
@@ -171,11 +171,11 @@ class Config(Section):
         return self.train.row_length or self.data.max_length
 
     @property
-    def divides_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """Whether each process reads its own part of the weights: those in 4 bits are whole everywhere."""
         return self.parallel.divides_weights and self.quantize is None
 
-    def at(self, folder: Path) -> Config:
+    def with_folder(self, folder: Path) -> Config:
         """The same run in another folder."""
         return self.model_copy(update={"run": self.run.model_copy(update={"dir": str(folder)})})
 
@@ -186,12 +186,12 @@ class Config(Section):
 
     def dump(self) -> str:
         """As YAML, complete: repeating it with another run.dir repeats the run."""
-        return dump_yaml(self.settled())
+        return dump_yaml(self.resolved())
 
-    def settled(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, Any]:
         """As plain values, with files by their full path, so that it means the same from any folder."""
         tree = self.model_dump(exclude_none=True, mode="json")
-        tree["model"]["path"] = self.model.settled_path
+        tree["model"]["path"] = self.model.resolved_path
         validation = tree["data"].get("validation") or {}
         named = [(owner, "path") for owner in (tree["model"], *tree["data"]["sources"], *validation.get("sources", []))]
         files = [owner for task, owner in zip(self.eval.tasks, tree["eval"]["tasks"], strict=True) if not task.builtin]

@@ -27,7 +27,7 @@ def main(folder: Path, work: str) -> None:
     ranks = init_distributed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
-    fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     whole = {}
     if work == "missing":
@@ -48,24 +48,24 @@ def main(folder: Path, work: str) -> None:
     found = _whole(model, optimizer)
     if work == "save":
         assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
-    if ranks.is_first:
+    if ranks.is_main:
         torch.save(found, folder / f"{work}.pt")
-    ranks.leave_together()
+    ranks.shutdown()
 
 
 def _wait_in_vain(saver: CheckpointSaver, ranks: Ranks) -> None:
     began = time.monotonic()
-    if ranks.is_first:
+    if ranks.is_main:
         saver.save(3, {})
         try:
             saver.wait()
         except RunFailedError as error:
             sys.stdout.write(f"after {time.monotonic() - began:.0f} s: {error}\n")
-    ranks.leave_together()
+    ranks.shutdown()
 
 
 def _lose_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    if not ranks.is_first:
+    if not ranks.is_main:
         SafeStorageReader.read_data = lambda *_: os._exit(0)  # type: ignore[method-assign, assignment, misc]
     try:
         load_checkpoint(path, model, optimizer, ranks)

@@ -235,7 +235,7 @@ def test_room_is_made_where_all_processes_of_a_machine_have_it(
     """Each alone would find less than there was, after another had begun."""
 
     class Two(Ranks):
-        def gather(self, items: list[Any]) -> list[Any]:
+        def all_gather(self, items: list[Any]) -> list[Any]:
             return [*items, neighbour]
 
     saver = CheckpointSaver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from whet.core.files import FolderLock
+from whet.core.run_folder import FolderLock
 from whet.model.load.builtin_models import builtin_folder
 
 USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}

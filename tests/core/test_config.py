@@ -353,7 +353,7 @@ def test_every_knob_is_listed_in_order_with_type_default_and_sentence() -> None:
         "name", "kind", "train.steps", "train.epochs", "train.tokens", "train.optimizer.lr", "train.warmup", "leaves",
         "leaves[].a", "leaves[].b", "leaf.a", "leaf.b", "more", "more[].a", "more[].b", "on", "pair", "tags",
     ]  # fmt: skip
-    assert (listed["name"].default, listed["name"].sentence) == ("required", "What it is called.")
+    assert (listed["name"].default, listed["name"].description) == ("required", "What it is called.")
     assert (listed["kind"].type, listed["kind"].default) == ("one | two", "one")
     assert (listed["train.steps"].type, listed["train.steps"].default) == ("whole number", "")
     assert (listed["on"].type, listed["on"].default) == ("true or false", "false")
@@ -385,7 +385,7 @@ SMALL = ("model: {path: builtin:tiny}", "data: {sources: [{path: builtin:orders}
 
 
 def test_every_knob_of_the_real_tree_has_a_sentence() -> None:
-    assert [knob.key for knob in list_settings(Config) if not knob.sentence] == []
+    assert [knob.key for knob in list_settings(Config) if not knob.description] == []
 
 
 def test_misplaced_and_misspelt_keys_of_the_real_tree(recipe_file: Write) -> None:
@@ -447,9 +447,9 @@ def test_a_dumped_config_reads_back_as_the_same(recipe_file: Write, tmp_path: Pa
 
 def test_the_same_run_in_another_folder_differs_in_nothing_else(recipe_file: Write, tmp_path: Path) -> None:
     config = read_config(recipe_file(*SMALL))
-    moved = config.at(tmp_path / "other")
+    moved = config.with_folder(tmp_path / "other")
     assert moved.folder == tmp_path / "other"
-    assert moved.at(config.folder).folder == config.folder
+    assert moved.with_folder(config.folder).folder == config.folder
     assert moved.model_copy(update={"run": config.run}) == config
 
 
@@ -462,7 +462,7 @@ def test_a_settled_config_names_files_by_their_full_path(
     path = recipe_file(
         "model: {path: m}", "data: {sources: [{path: a.jsonl}, {path: gone}], validation: {sources: [{path: b.jsonl}]}}"
     )
-    settled = read_config(path).settled()
+    settled = read_config(path).resolved()
     assert "adapter" not in settled, "what is absent stays absent"
     assert settled["model"]["path"] == str(tmp_path.resolve() / "m")
     assert [source["path"] for source in settled["data"]["sources"]] == [str(tmp_path.resolve() / "a.jsonl"), "gone"]

@@ -6,11 +6,11 @@ import errno
 
 import pytest
 
-from whet.core.errors import DONE, FAILED, INPUT, STOPPED, USAGE, RunFailedError, StoppedError, WhetError, disk_error
+from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError, disk_error
 
 
 def test_exit_codes_are_the_contract() -> None:
-    assert (DONE, INPUT, USAGE, FAILED, STOPPED) == (0, 1, 2, 3, 75)
+    assert (ExitCode.DONE, ExitCode.INPUT, ExitCode.USAGE, ExitCode.FAILED, ExitCode.STOPPED) == (0, 1, 2, 3, 75)
     assert (WhetError.exit_code, RunFailedError.exit_code, StoppedError.exit_code) == (1, 3, 75)
     assert issubclass(RunFailedError, WhetError)
     assert issubclass(StoppedError, WhetError)

@@ -6,9 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
 from whet.core.files import (
-    FolderLock,
     JsonLinesWriter,
     append_json_line,
     atomic_dir,
@@ -266,45 +262,6 @@ def test_a_record_that_is_not_json_is_not_written_in_part(tmp_path: Path) -> Non
 
 
 # Locks
-
-_HOLD = """
-import sys, time
-from pathlib import Path
-from whet.core.files import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_folder_belongs_to_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
-            with pytest.raises(WhetError) as caught:
-                FolderLock(tmp_path)
-            assert str(caught.value).startswith(f"{tmp_path}: in use by {socket.gethostname()} pid {holder.pid} since ")
-            assert "run.dir=FOLDER" in str(caught.value)
-        finally:
-            holder.kill()
-            holder.wait()
-    FolderLock(tmp_path).release()
-    assert (tmp_path / "lock").read_text().startswith(f"{socket.gethostname()} pid {os.getpid()} since 20")
-
-
-def test_a_lock_is_exclusive_within_a_process_too_until_it_is_released(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path)
-    with pytest.raises(WhetError, match="in use by"):
-        FolderLock(tmp_path)
-    first.release()
-    FolderLock(tmp_path).release()
-
-
-def test_the_owner_of_a_lock_is_written_once(tmp_path: Path) -> None:
-    for _ in range(3):
-        FolderLock(tmp_path).release()
-    assert (tmp_path / "lock").read_text().count("pid") == 1
 
 
 def _enter(lock: Path, log: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import whet.core.run_folder as run_module
 from whet.core.errors import WhetError
-from whet.core.run_folder import RunConfig, RunFolder, read_status, record_failure
+from whet.core.run_folder import FolderLock, RunConfig, RunFolder, read_status, record_failure
 
 
 def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
@@ -31,7 +33,7 @@ def test_a_folder_in_use_names_its_owner_since_when_and_its_last_sign_of_life(tm
     folder.set_status("running", 3, 10)
     status = read_status(tmp_path)
     (tmp_path / "status.json").write_text(json.dumps({**status, "heartbeat": status["heartbeat"] - 7300}))
-    with pytest.raises(WhetError, match=rf"{owner}; its last sign of life was 2 h ago\. "):
+    with pytest.raises(WhetError, match=rf"{owner}; its last heartbeat was 2 h ago\. "):
         RunFolder(tmp_path)
     folder.close()
 
@@ -122,7 +124,7 @@ def test_signs_of_life_come_every_few_seconds_at_most(tmp_path: Path, monkeypatc
     steps = []
     for step, wait in enumerate([0, 1, 3, 2, 4.9, 0.2], 1):
         now += wait
-        folder.beat(step, 9)
+        folder.heartbeat(step, 9)
         steps.append(read_status(tmp_path)["step"])
     assert steps == [1, 1, 1, 4, 4, 6]
     folder.close()
@@ -131,9 +133,9 @@ def test_signs_of_life_come_every_few_seconds_at_most(tmp_path: Path, monkeypatc
 def test_the_end_is_written_at_the_last_step_that_was_reached(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.set_status("running", 0, 9)
-    folder.beat(4, 9)  # too soon to be written
+    folder.heartbeat(4, 9)  # too soon to be written
     assert read_status(tmp_path)["step"] == 0
-    folder.end("stopped", 75)
+    folder.set_ended("stopped", 75)
     folder.close()
     status = read_status(tmp_path)
     assert (status["state"], status["step"], status["steps"], status["exit_code"]) == ("stopped", 4, 9, 75)
@@ -141,7 +143,7 @@ def test_the_end_is_written_at_the_last_step_that_was_reached(tmp_path: Path) ->
 
 def test_a_run_that_never_began_has_no_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.end("failed", 1)
+    folder.set_ended("failed", 1)
     folder.close()
     assert read_status(tmp_path) == {}
 
@@ -233,3 +235,45 @@ def test_a_status_is_json_that_others_can_read(tmp_path: Path) -> None:
 
 def test_a_seed_may_be_zero_and_is_unless_given() -> None:
     assert RunConfig().seed == RunConfig(seed=0).seed == 0
+
+
+# The lock
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from whet.core.run_folder import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_belongs_to_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(WhetError) as caught:
+                FolderLock(tmp_path)
+            assert str(caught.value).startswith(f"{tmp_path}: in use by {socket.gethostname()} pid {holder.pid} since ")
+            assert "run.dir=FOLDER" in str(caught.value)
+        finally:
+            holder.kill()
+            holder.wait()
+    FolderLock(tmp_path).release()
+    assert (tmp_path / "lock").read_text().startswith(f"{socket.gethostname()} pid {os.getpid()} since 20")
+
+
+def test_a_lock_is_exclusive_within_a_process_too_until_it_is_released(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    with pytest.raises(WhetError, match="in use by"):
+        FolderLock(tmp_path)
+    first.release()
+    FolderLock(tmp_path).release()
+
+
+def test_the_owner_of_a_lock_is_written_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        FolderLock(tmp_path).release()
+    assert (tmp_path / "lock").read_text().count("pid") == 1

@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import TCPStore
 
 import whet.core.distributed as meeting
-from whet.core.distributed import has_agent_store, store_barrier
+from whet.core.distributed import store_barrier
+from whet.core.launch_env import has_agent_store
 
 
 @pytest.fixture

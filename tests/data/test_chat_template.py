@@ -97,7 +97,7 @@ def test_words_are_what_a_template_compares_with_or_looks_for() -> None:
         "{% if '</think>' in c and c != 'a' %}{{ 'printed' }}{{ c.split('b')[0] | replace('d', 'e') }}{% endif %}"
         "{% if c is equalto 'f' %}{% endif %}{{ c.strip(' ') }}"
     )
-    assert ChatTemplate(source, {}).words() == ("</think>", "a", "b", "d", "e", "f")
+    assert ChatTemplate(source, {}).constants() == ("</think>", "a", "b", "d", "e", "f")
 
 
 def test_what_is_no_jinja_is_an_error_and_what_fails_is_refused() -> None:

@@ -34,19 +34,19 @@ HERE = Origin("lumi.jsonl", 1)
 class Letters:
     """An encoder whose ids can be written by hand: a letter's id is its code point."""
 
-    vocabulary, eod, fingerprint = 0x110000, 3, "letters"
+    vocab_size, eod_id, fingerprint = 0x110000, 3, "letters"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         assert all(text.strip() for text in texts), "whitespace alone is never encoded"
         return [[ord(char) for char in text] for text in texts]
 
-    def id_of(self, text: str) -> int | None:
+    def token_to_id(self, text: str) -> int | None:
         return {U: 7, A: 8}.get(text)
 
-    def text_of(self, number: int) -> str:
+    def id_to_token(self, number: int) -> str:
         return {3: "<|endoftext|>", 6: "<|system|>", 7: "<|user|>", 8: "<|assistant|>"}.get(number) or chr(number)
 
-    def kind_of(self, number: int) -> str | None:
+    def token_kind(self, number: int) -> str | None:
         return None if number < 10 else "ordinary"
 
     def check_markers(self, ids: Sequence[int]) -> None:
@@ -281,13 +281,13 @@ def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
 ) -> None:
     path = pieces(kind, byte_fallback=True)
     encoder, processor = SentencePieceEncoder(path), SentencePieceProcessor(model_file=str(path))
-    assert (encoder.eod, encoder.vocabulary) == (3, processor.get_piece_size())
+    assert (encoder.eod_id, encoder.vocab_size) == (3, processor.get_piece_size())
     lines = [
         f"{U}hello world{U}{A}sveiki{A}", f"{U} the quick{U}\n{A}kā jums?{A}{U}x{U}{A} 12  345 {A}",
         f"{U}<|user|> 😀{U}{A}{A} left {U} {U}",
     ]  # fmt: skip
     found = MarkedRenderer(encoder, MARKERS, "assistant").render([MarkedText(text, HERE) for text in lines])
-    writer = StoreWriter(tmp_path, encoder.vocabulary)
+    writer = StoreWriter(tmp_path, encoder.vocab_size)
     for number, document in enumerate(found):
         assert isinstance(document, Rendered)
         writer.add(
@@ -309,11 +309,15 @@ def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
 
 def test_a_sentencepiece_piece_that_text_becomes_is_no_marker(pieces: Callable[..., Path]) -> None:
     encoder = SentencePieceEncoder(pieces("bpe", byte_fallback=True))
-    for number, kind in ((encoder.id_of("▁hello"), "ordinary"), (0, "unknown"), (encoder.id_of("<0x41>"), "byte")):
+    for number, kind in (
+        (encoder.token_to_id("▁hello"), "ordinary"),
+        (0, "unknown"),
+        (encoder.token_to_id("<0x41>"), "byte"),
+    ):
         markers = Markers(user=Marker(text=U, id=number), assistant=MARKERS.assistant)
         with pytest.raises(WhetError, match=rf"data\.markers\.user\.id: id {number} is the {kind} piece"):
             MarkedRenderer(encoder, markers, "assistant")
-    assert encoder.kind_of(7) is None
+    assert encoder.token_kind(7) is None
 
 
 def test_a_fast_tokenizer_encodes_the_spans_too(chatml: PreTrainedTokenizerFast) -> None:
@@ -321,7 +325,7 @@ def test_a_fast_tokenizer_encodes_the_spans_too(chatml: PreTrainedTokenizerFast)
     chatml.add_special_tokens({"pad_token": "<|pad|>"})
     markers = Markers(user=Marker(text=U, id=start), assistant=Marker(text=A, id=chatml.pad_token_id))
     encoder = make_encoder(lambda: chatml, None)
-    assert encoder.eod == end
+    assert encoder.eod_id == end
     (found,) = MarkedRenderer(encoder, markers, "assistant").render([MarkedText(f"{U}Hi you{U}{A} Yes{A}", HERE)])
     assert isinstance(found, Rendered)
     text = f"<|im_start|>Hi you<|im_start|><|pad|> Yes<|pad|>{chatml.eos_token}"

@@ -18,7 +18,7 @@ import pytest
 
 import whet.data.prepare.build as chunks_module
 import whet.data.prepare.build as prepare_module
-from whet.core.errors import FAILED, RunFailedError, WhetError
+from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Conversation
 from whet.data.prepare.build import prepare_shard, prepare_store, require_all_shards
@@ -230,7 +230,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_rest_is_kept(
             RunFailedError, match=r"process that prepared data died \(exit code -9.*again to contin"
         ) as caught:
             go(path)
-    assert caught.value.exit_code == FAILED
+    assert caught.value.exit_code == ExitCode.FAILED
     (work,) = left_behind(own_cache)
     kept = {file.name for file in (own_cache / work).iterdir()} & {f"{i:08}.npz" for i in range(5)}
     assert len(kept) >= 4  # the other worker may have been in the middle of one

@@ -311,7 +311,7 @@ def test_questions_are_answered_for_texts_that_no_word_touches() -> None:
     text, questions = traced("abc")
     assert "<think>" not in text
     text.strip("*")
-    is_answered = questions.closed()
+    is_answered = questions.predicate()
     assert all(map(is_answered, ["abc", "a <thin b", "a* b", "think", "é"][:3]))
     refused = ["a<think>b", "<think>", "think", "k> a", "a <th", "*a", "a*", " a", "a\n", "\u3000a"]
     assert [text for text in refused if is_answered(text)] == []
@@ -320,7 +320,7 @@ def test_questions_are_answered_for_texts_that_no_word_touches() -> None:
 def test_words_that_are_empty_ask_nothing() -> None:
     text, questions = traced("abc")
     assert text != ""
-    assert questions.closed()("abc")
+    assert questions.predicate()("abc")
 
 
 def test_tracing_renders_as_the_template_does() -> None:
@@ -329,4 +329,4 @@ def test_tracing_renders_as_the_template_does() -> None:
         plain = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
         questions = TraceGuards()
         marked = [{**message, "content": TracedStr(message["content"], questions)} for message in plain]
-        assert "".join([chat.trace(marked)]) == chat.render(plain)
+        assert "".join([chat.render_traced(marked)]) == chat.render(plain)

@@ -63,7 +63,7 @@ def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: A
     os.kill(stopped, signal.SIGKILL)  # torchrun does so too, after 30 s
     code, _, err = run.ended()
     assert code == 3, err
-    assert "no process has got any further for 3 s (parallel.timeout = 0.05 minutes)" in err
+    assert "no process has made progress for 3 s (parallel.timeout = 0.05 minutes)" in err
     assert f"Behind the others: rank {rank} on " in err
     assert f"Waiting for it: rank {1 - rank}, in step " in err
     status = run.status

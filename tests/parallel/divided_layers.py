@@ -175,9 +175,9 @@ def main(folder: Path) -> None:
         "left_open": left_open(mesh),
         "held": held(mesh),
     }
-    if ranks.is_first:
+    if ranks.is_main:
         (folder / "found.json").write_text(json.dumps(found))
-    ranks.leave_together()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ WIDTH, VALUE = 6, 4
 
 def main() -> None:
     ranks = init_distributed()
-    group = dist.new_group(list(range(ranks.world)))
-    wide = EDGES[-1] // ranks.world
+    group = dist.new_group(list(range(ranks.world_size)))
+    wide = EDGES[-1] // ranks.world_size
     here = slice(ranks.rank * wide, (ranks.rank + 1) * wide)
     documents = document_kwargs(torch.tensor(EDGES, dtype=torch.int32), 24, EDGES)["documents"]
     for number, (heads, keys) in enumerate(HEADS):
@@ -47,7 +47,7 @@ def main() -> None:
             if "sinks" in asked:  # each process has the part of its heads
                 dist.all_reduce(sinks[1].grad)
                 close(sinks[1].grad, sinks[0].grad)
-    ranks.leave_together()
+    ranks.shutdown()
 
 
 def close(found: Any, wanted: Any) -> None:

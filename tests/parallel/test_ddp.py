@@ -18,14 +18,14 @@ from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients, broadcas
 class ManyAlike:
     """As many ranks as it says, all with this one's numbers; it remembers what was sent."""
 
-    world: int
+    world_size: int
     sent: list[Tensor] = field(default_factory=list)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         self.sent.append(tensor.clone())
-        return tensor.mul_(self.world)
+        return tensor.mul_(self.world_size)
 
-    def copy_from_first_(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         self.sent.append(tensor)
 
 

@@ -91,13 +91,13 @@ def test_a_process_that_is_gone_is_not_a_fault_of_the_model(
 
 
 def test_neighbours_compute_the_same_rows_and_one_of_them_counts() -> None:
-    ranks = [Ranks(rank, 8, torch.device("cpu"), tensor=2) for rank in range(8)]
-    assert [each.team for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert {each.teams for each in ranks} == {4}
-    assert {each.slice for each in ranks} == {0}
-    assert [each.counts for each in ranks] == [True, False] * 4
-    sliced = [Ranks(rank, 8, torch.device("cpu"), slices=2, tensor=2) for rank in range(8)]
-    assert [(each.team, each.slice) for each in sliced[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ranks = [Ranks(rank, 8, torch.device("cpu"), tensor_size=2) for rank in range(8)]
+    assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {each.data_size for each in ranks} == {4}
+    assert {each.context_rank for each in ranks} == {0}
+    assert [each.is_tensor_main for each in ranks] == [True, False] * 4
+    sliced = [Ranks(rank, 8, torch.device("cpu"), context_size=2, tensor_size=2) for rank in range(8)]
+    assert [(each.data_rank, each.context_rank) for each in sliced[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_the_chat_template_says_what_marked_text_says(pieces: Train) -> None:
 
 
 def test_a_system_marker_and_no_end_of_document(pieces: Train) -> None:
-    marks = {**TURNS.marks, "system": TurnMarker(S, 6)}
+    marks = {**TURNS.by_role, "system": TurnMarker(S, 6)}
     tokenizer = to_fast_tokenizer(pieces("bpe"), TurnMarkers(marks, append_eod=False))
     said = talk(tokenizer, ("system", "s"), ("developer", "t"), ("user", "a"), ("assistant", "b"))
     assert said == f"{S}s{S}{S}t{S}{U}a{U}{A}b{A}"
@@ -188,13 +188,13 @@ def test_the_file_is_read_as_the_library_reads_it(pieces: Train, kind: str) -> N
     assert [piece.text for piece in model.pieces if piece.kind == 4] == ["<br>"]
     assert model.algorithm == (BPE if kind == "bpe" else UNIGRAM)
     assert (model.dummy_prefix, model.removes_extra_spaces, model.byte_fallback) == (False, True, True)
-    assert (model.normalisation, model.eod) == ("", 3)
+    assert (model.normalizer_name, model.eod_id) == ("", 3)
 
 
 def test_the_end_of_document_is_the_end_of_sentence_where_there_is_no_other(pieces: Train) -> None:
-    assert read_sentencepiece_model(pieces("bpe", control_symbols=[])).eod == 2
+    assert read_sentencepiece_model(pieces("bpe", control_symbols=[])).eod_id == 2
     with pytest.raises(WhetError, match=r"neither <\|endoftext\|> nor </s>"):
-        _ = read_sentencepiece_model(pieces("bpe", control_symbols=[], eos_id=-1)).eod
+        _ = read_sentencepiece_model(pieces("bpe", control_symbols=[], eos_id=-1)).eod_id
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\x0a\xff\xff", b'{"a": 1}'])

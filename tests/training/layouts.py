@@ -193,8 +193,8 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         apply_fsdp(root, mesh, torch.float64, on_host=layout.offload == "weights")
     optimizer = build_optimizer(root, OPTIMIZER.model_copy(update={"name": layout.optimizer}), 0)
     loader = Loader(
-        store, plan, layout.micro_rows, ranks.team, ranks.teams, ROW if layout.padded else None,
-        part=(ranks.slice, ranks.slices),
+        store, plan, layout.micro_rows, ranks.data_rank, ranks.data_size, ROW if layout.padded else None,
+        part=(ranks.context_rank, ranks.context_size),
     )  # fmt: skip
     if layout.adapter == "fused":
         measure(root, loader)
@@ -220,7 +220,7 @@ def apart(model: nn.Module, ranks: Ranks) -> tuple[str, ...]:
         for name, weight in model.named_parameters()
     ]
     found: dict[tuple[str, int], set[bytes]] = {}
-    for name, part, numbers in ranks.gather(mine):
+    for name, part, numbers in ranks.all_gather(mine):
         found.setdefault((name, part), set()).add(numbers)
     return tuple(sorted({name for (name, _), copies in found.items() if len(copies) > 1}))
 
@@ -306,17 +306,17 @@ def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
     attention.install_backend(model, "sdpa")
     root = LossModel(model)
     optimizer = build_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
-    loader = Loader(store, plan_of(store, "none"), 1, ranks.rank, ranks.world)
+    loader = Loader(store, plan_of(store, "none"), 1, ranks.rank, ranks.world_size)
     for step in range(6):
         take(root, optimizer, loader, step, ranks=ranks, arithmetic=torch.autocast("cpu", torch.bfloat16))
     loader.close()
-    return ranks.gather([[weight.double().sum().item() for weight in model.parameters()]])
+    return ranks.all_gather([[weight.double().sum().item() for weight in model.parameters()]])
 
 
 def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
     """What comes apart where kernels add in no fixed order, on each process in another one, so that gradients differ
     from process to process, and where bf16 weights are rounded at random."""
-    mesh = build_mesh(ParallelConfig(tensor=ranks.world), ranks)
+    mesh = build_mesh(ParallelConfig(tensor=ranks.world_size), ranks)
     model = model_of("llama").bfloat16()
     attention.install_backend(model, "sdpa")
     root = LossModel(model)
@@ -328,7 +328,7 @@ def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
 
     model.model.norm.register_forward_hook(unsettle)  # type: ignore[union-attr]
     optimizer = build_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
-    loader = Loader(store, plan_of(store, "none", 2), 2, mesh.ranks.team, mesh.ranks.teams)
+    loader = Loader(store, plan_of(store, "none", 2), 2, mesh.ranks.data_rank, mesh.ranks.data_size)
     for step in range(2):
         take(root, optimizer, loader, step, ranks=mesh.ranks, arithmetic=nullcontext())
     loader.close()
@@ -344,18 +344,18 @@ def all_of(world: int) -> list[Layout]:
 def main(folder: Path) -> None:
     ranks = init_distributed()
     store = make_store()
-    for number, layout in enumerate(all_of(ranks.world)):
+    for number, layout in enumerate(all_of(ranks.world_size)):
         trace = run_steps(store, layout, ranks=ranks)
-        if ranks.is_first:
+        if ranks.is_main:
             torch.save(trace.weights, folder / f"{number}.pt")
             found = {"losses": trace.losses, "norms": trace.norms, "apart": trace.apart}
             (folder / f"{number}.json").write_text(json.dumps(found))
     ends = end_of_each_rank(store, ranks)
     noisy = copies_under_noise(store, ranks)
-    if ranks.is_first:
+    if ranks.is_main:
         (folder / "ends.json").write_text(json.dumps(ends))
         (folder / "noisy.json").write_text(json.dumps(noisy))
-    ranks.leave_together()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

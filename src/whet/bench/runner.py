@@ -26,7 +26,7 @@ from whet.bench.results import StepTimings, compute_throughput, results_markdown
 from whet.bench.workload import BenchInputs, BenchSettings, prepare_inputs
 from whet.config import Config, read_config
 from whet.core.console import info
-from whet.core.errors import DONE, FAILED, RunFailedError, WhetError
+from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.core.files import atomic_write, read_json, read_json_lines, require_disk_space, write_json
 from whet.core.yaml import dump_yaml
 
@@ -210,4 +210,4 @@ def _add_ratios(result: dict[str, Any]) -> None:
         if ours["speed"] and peer["speed"]:
             peer["ratio"] = ours["speed"]["tokens_per_s"] / peer["speed"]["tokens_per_s"]
     result["finished"] = True
-    result["exit_code"] = DONE if ours["state"] == "measured" else FAILED
+    result["exit_code"] = ExitCode.DONE if ours["state"] == "measured" else ExitCode.FAILED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Mapping
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from whet.core import launch_env
 from whet.core.resources import available_memory
 from whet.parallel.fsdp import local_tensor
 
@@ -104,7 +104,7 @@ class HostStaging:
         """Whether the host's memory holds copies of these; processes on one machine share it."""
         self._join_allocation()
         missing = sum(local_tensor(tensor).nbytes for name, tensor in tensors.items() if name not in self._host_buffers)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = launch_env.local_world_size()
         free = available_memory()
         return free is None or missing * here <= _MAX_FREE_FRACTION * free
 

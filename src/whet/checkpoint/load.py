@@ -38,7 +38,7 @@ def load_checkpoint(
     for part in parts:
         SafeStorageReader(path / part).read_metadata()  # here its errors come out as they are
         try:
-            load_tensors(tensors[part], SafeStorageReader(path / part), no_dist=ranks.world == 1)
+            load_tensors(tensors[part], SafeStorageReader(path / part), no_dist=ranks.world_size == 1)
         except CheckpointReadError as error:
             raise WhetError(
                 f"{path}: this checkpoint does not fit the model ({error}). Was the model changed "
@@ -58,13 +58,13 @@ def verify_checkpoint(path: Path, parts: list[str], ranks: Ranks) -> dict[str, A
             found = [f"{path}: it has no {missing[0]} any more (checkpoint.optimizer: newest)"]
         else:
             names = sorted(name for name in manifest["files"] if name.split("/")[0] in parts)
-            found = find_damage(path, manifest["files"], names[ranks.rank :: ranks.world])
+            found = find_damage(path, manifest["files"], names[ranks.rank :: ranks.world_size])
         reasons = [str(damaged_error(words)) for words in found]
     except UnreadableError as error:
         unreadable, reasons = [str(error)], []
     except WhetError as error:
         reasons = [str(error)]
-    unreadable, reasons = ranks.gather(unreadable), ranks.gather(reasons)
+    unreadable, reasons = ranks.all_gather(unreadable), ranks.all_gather(reasons)
     if unreadable:  # whether it is damaged is not known
         raise UnreadableError(unreadable[0])
     if reasons:

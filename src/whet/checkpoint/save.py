@@ -24,7 +24,7 @@ from whet.checkpoint.retention import Retention, rank_by_score
 from whet.checkpoint.state_dict import model_tensors, optimizer_tensors
 from whet.core.console import warn
 from whet.core.distributed import Ranks
-from whet.core.errors import RunFailedError, WhetError, disk_error
+from whet.core.errors import RunFailedError, WhetError, describe_error, disk_error
 from whet.core.files import atomic_write, replace_folder, require_disk_space
 from whet.core.signals import abandon_thread
 from whet.parallel.fsdp import local_tensor, reshard, shard_count
@@ -71,9 +71,9 @@ class CheckpointSaver:
         """How long training waited in the last save (also for the one before it), and how long writing took."""
         # Its own group: collectives of the thread and of training may be under way at the same time.
         patience = datetime.timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=patience) if ranks.world > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=patience) if ranks.world_size > 1 else None
         ignore_single_process_warning()
-        if ranks.is_first:
+        if ranks.is_main:
             directory.remove_incomplete(folder)
 
     def prepare_staging(self) -> None:
@@ -82,7 +82,7 @@ class CheckpointSaver:
             reshard(self._model)
             tensors = {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
             # All look before one takes: what a neighbour has taken would be missing, and be asked for once more.
-            if all(self._ranks.gather([self._staging.has_room_for(tensors)])):
+            if all(self._ranks.all_gather([self._staging.has_room_for(tensors)])):
                 self._staging.allocate_async(tensors)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class CheckpointSaver:
         """Tell how good the models after these steps are; rank 0 goes by it."""
         with self._retention_lock:
             self._scores.update(scores)
-        if self._ranks.is_first:
+        if self._ranks.is_main:
             self._apply_retention()
 
     def __enter__(self) -> CheckpointSaver:
@@ -137,7 +137,7 @@ class CheckpointSaver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.wait()
-            if self._ranks.is_first:
+            if self._ranks.is_main:
                 self._apply_retention()
         elif self._thread is not None:
             abandon_thread(self._thread, _ABORT_TIMEOUT_S)
@@ -154,7 +154,7 @@ class CheckpointSaver:
             asked = next((each for each in unwrap_errors(error) if isinstance(each, KeyboardInterrupt)), None)
             if asked is not None:  # without room for a copy, this is the main thread
                 raise asked from None
-            if self._ranks.is_first:
+            if self._ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             self._error = self._as_whet_error(error, step)
 
@@ -180,12 +180,12 @@ class CheckpointSaver:
     def _my_files(self, temporary: Path) -> list[Path]:
         """What this rank wrote; torch names files by rank. Rank 0 also wrote the metadata."""
         mine = list(temporary.glob(f"*/__{self._ranks.rank}_*"))
-        return mine + (list(temporary.glob("*/.metadata")) if self._ranks.is_first else [])
+        return mine + (list(temporary.glob("*/.metadata")) if self._ranks.is_main else [])
 
     def _commit(self, step: int, parts: list[str], files: FileRecords, state: dict[str, Any], temporary: Path) -> None:
         if not self._cached_metadata:
             self._cached_metadata = dict(self._metadata())
-        content = {"step": step, "parts": parts, "world": self._ranks.world, **self._cached_metadata}
+        content = {"step": step, "parts": parts, "world": self._ranks.world_size, **self._cached_metadata}
         content["blocked_s"] = round(self.blocked_s, 3)
         write_manifest(temporary, {**content, "state": state, "files": files})
         replace_folder(temporary, self._folder / directory.checkpoint_name(step))
@@ -205,7 +205,7 @@ class CheckpointSaver:
                 directory.drop_optimizer_state(self._folder, sorted(kept)[:-_KEPT_OPTIMIZER_STATES])
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
-        self._on_all_ranks(work if self._ranks.is_first else lambda: None)
+        self._on_all_ranks(work if self._ranks.is_main else lambda: None)
 
     def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """The results of all ranks; an error of one is an error of all, so that none waits for another."""
@@ -217,7 +217,7 @@ class CheckpointSaver:
             failure, mine = error, (None, str(self._as_whet_error(error, None)))
         everyone: list[Any] = [mine]
         if self._group is not None:
-            everyone = [None] * self._ranks.world
+            everyone = [None] * self._ranks.world_size
             dist.all_gather_object(everyone, mine, group=self._group)
         if failure is not None:
             raise failure
@@ -232,10 +232,9 @@ class CheckpointSaver:
         known = disk_error(error, "saving a checkpoint", self._folder)
         if known is not None:
             return known
-        first = next((line for line in str(error).strip().splitlines() if line.strip()), "")
         failed = RunFailedError(
             f"{self._folder}: a checkpoint could not be saved{'' if step is None else f' after step {step}'}: "
-            f"{type(error).__name__}: {first}. The checkpoints before it are good; --resume continues from the newest"
+            f"{describe_error(error)}. The checkpoints before it are good; --resume continues from the newest"
         )
         failed.__cause__ = error
         return failed

@@ -25,8 +25,9 @@ from whet.cli import (
     report,
     train,
 )
-from whet.core.errors import USAGE
-from whet.core.signals import exit_process, started_by_torchrun, terminate_with_parent
+from whet.core.errors import ExitCode
+from whet.core.launch_env import started_by_torchrun
+from whet.core.signals import exit_process, terminate_with_parent
 
 app = typer.Typer(
     name="whet",
@@ -97,6 +98,6 @@ def _run_app() -> None:
         from whet.core import console
 
         console.print_error(f"error: {error.format_message()}")
-        console.print_json({"error": error.format_message(), "exit_code": USAGE})
-        sys.exit(USAGE)
+        console.print_json({"error": error.format_message(), "exit_code": ExitCode.USAGE})
+        sys.exit(ExitCode.USAGE)
     sys.exit(code if isinstance(code, int) else 0)

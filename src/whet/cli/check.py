@@ -23,7 +23,7 @@ def check(
     """
     from whet.config import read_config
     from whet.core.console import info_item
-    from whet.core.errors import DONE, INPUT
+    from whet.core.errors import ExitCode
     from whet.preflight.run_checks import run_checks as check_all
     from whet.run.model_reference import resolve_model_reference
 
@@ -40,7 +40,7 @@ def check(
         "faults": faults,
         "warnings": warnings,
         "checks": [finding.as_dict() for finding in findings],
-        "exit_code": INPUT if faults else DONE,
+        "exit_code": ExitCode.INPUT if faults else ExitCode.DONE,
     }
 
 

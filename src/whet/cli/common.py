@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from whet.core.errors import INTERRUPTED, STOPPED, CancelledError, RunFailedError, WhetError, disk_error
+from whet.core import launch_env
+from whet.core.errors import CancelledError, ExitCode, RunFailedError, WhetError, disk_error
 
 P = ParamSpec("P")
 
@@ -54,7 +54,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
                 as_json,
             )
         else:
-            if as_json and result is not None and _global_rank() == 0:
+            if as_json and result is not None and launch_env.rank() == 0:
                 console.print_json(result)
             if result is not None and result.get("exit_code"):
                 raise typer.Exit(result["exit_code"])
@@ -66,15 +66,11 @@ def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
     from whet.core.error_report import write_torchelastic_error
 
-    rank = _global_rank()
+    rank = launch_env.rank()
     write_torchelastic_error(str(error))
-    label = "" if error.exit_code in (STOPPED, INTERRUPTED) else "error: "
+    label = "" if error.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED) else "error: "
     console.print_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
     if as_json and rank == 0:
         console.print_json({"error": str(error), "exit_code": error.exit_code})
     sys.stdout.flush()
     raise typer.Exit(error.exit_code) from None
-
-
-def _global_rank() -> int:
-    return int(os.environ.get("RANK", "0"))

@@ -30,10 +30,10 @@ def config(
         for title in ("key", "type", "default", "meaning"):
             table.add_column(title, overflow="fold")
         for knob in found:
-            table.add_row(knob.key, knob.type, knob.default, knob.sentence)
+            table.add_row(knob.key, knob.type, knob.default, knob.description)
         Console().print(table, markup=False)
     return {
         "settings": [
-            {"key": knob.key, "type": knob.type, "default": knob.default, "meaning": knob.sentence} for knob in found
+            {"key": knob.key, "type": knob.type, "default": knob.default, "meaning": knob.description} for knob in found
         ]
     }

@@ -34,7 +34,7 @@ def demo(
     from whet.report.terminal_report import before_after_table, draw_loss_curve
 
     recipe = Path(str(importlib.resources.files("whet") / "recipes" / "demo.yaml"))
-    config = read_config(recipe).at(folder)
+    config = read_config(recipe).with_folder(folder)
     if fresh and (folder / "config.yaml").exists():
         RunFolder(folder).close()  # not while another process works in it
         shutil.rmtree(folder)

@@ -34,7 +34,7 @@ def launch(
     """
     from whet.config import read_config
     from whet.core.console import info, print_error
-    from whet.core.errors import FAILED, INTERRUPTED, STOPPED
+    from whet.core.errors import ExitCode
     from whet.launch.local import format_command, make_launch_job
     from whet.launch.supervise import supervise
 
@@ -48,9 +48,9 @@ def launch(
             typer.echo(line)
         return {"command": line, "processes": job.nodes * job.processes}
     outcome = supervise(job)
-    if outcome.exit_code in (STOPPED, INTERRUPTED):
+    if outcome.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
         info(outcome.reason)
-    elif outcome.exit_code == FAILED:  # what is wrong with the input, the run has said itself
+    elif outcome.exit_code == ExitCode.FAILED:  # what is wrong with the input, the run has said itself
         print_error(f"error: {outcome.reason}")
     return {
         "run": str(config.folder),

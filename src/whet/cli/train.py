@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError
 from whet.core.signals import StopRequested, raise_on_stop_signals
 
@@ -58,7 +59,6 @@ def _train(
 ) -> dict[str, Any]:
     from whet.config import read_config
     from whet.core.console import info
-    from whet.core.distributed import get_rank_and_world_size
     from whet.core.imports import import_without_gc
     from whet.core.run_folder import read_status
     from whet.model.load.weight_files import prefetch_weights
@@ -83,7 +83,7 @@ def _train(
         config = trial.smoke_config(config)
     if dry_run:
         config = trial.dry_run_config(config)
-    first = get_rank_and_world_size()[0] == 0
+    first = launch_env.rank() == 0
     if first and (smoke or dry_run):
         trial.delete_previous_trial(config.folder)
     finished = resume and read_status(config.folder).get("state") == "finished"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whet.convert.foreign_checkpoint import ForeignCheckpoint, TargetTensor, expected_shapes
-from whet.core.errors import RunFailedError, WhetError, disk_error
+from whet.core.errors import RunFailedError, WhetError, disk_error, first_line
 from whet.core.files import atomic_dir, hash_file, require_disk_space, write_json
 from whet.exporting.safetensors_writer import PreallocatedSafetensorsWriter
 from whet.exporting.verification import compare_to_reference, compute_all_logits, hash_safetensors
@@ -99,7 +99,7 @@ def _make_tensor(source: Path, target: TargetTensor) -> Tensor:
     try:
         return target.make()
     except (RuntimeError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        first = first_line(error)
         raise WhetError(
             f"{source}: {_describe_sources(target)} does not fit ({first}), so {target.name} cannot be made"
         ) from None

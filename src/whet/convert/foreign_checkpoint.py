@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 
 # torch's `.pt` files, read without trusting them: tensors, numbers and texts; whatever else one names is refused.
 #
@@ -30,13 +30,13 @@ def load_pt(path: Path) -> Any:
         raise WhetError(f"{path}: no such file. Copy the whole checkpoint folder") from None
     except pickle.UnpicklingError as error:
         named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))
-        what = f"it names {named[1]}" if named else str(error).splitlines()[0]
+        what = f"it names {named[1]}" if named else first_line(error)
         raise WhetError(
             f"{path}: not only weights: {what}, and reading that could run code of whoever wrote the file. Save the "
             "state dictionaries alone where you trust it, and import those"
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        first = first_line(error)
         raise WhetError(
             f"{path}: not a whole file of torch's ({first}). It was cut off or damaged: copy it again"
         ) from None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from whet.convert.foreign_checkpoint import load_pt, malformed_file_errors
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.core.files import read_json
 from whet.core.yaml import read_yaml
 
@@ -206,7 +206,7 @@ def read_hf_config(file: Path) -> Any:
     try:
         return AutoConfig.for_model(**described)
     except (ValueError, TypeError, KeyError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        first = first_line(error)
         raise WhetError(f"--config {file}: transformers does not take it: {first}") from None
 
 

@@ -30,7 +30,7 @@ class Section(BaseModel):
     """Keys of which one may be given. A recipe that gives one replaces another that it inherited."""
 
     @model_validator(mode="after")
-    def _one_alternative(self) -> typing.Self:
+    def _check_alternatives(self) -> typing.Self:
         for group in self.alternatives:
             given = [key for key in group if getattr(self, key) is not None]
             if len(given) > 1:
@@ -206,7 +206,7 @@ class Setting:
     key: str
     type: str
     default: str
-    sentence: str
+    description: str
 
 
 def list_settings(root: type[Section], above: str = "") -> Iterator[Setting]:

@@ -1,10 +1,12 @@
-"""Ranks and process groups: initialisation, collectives, and a barrier without a deadline. One process runs the same code."""
+"""Ranks and process groups: initialisation, collectives, and a barrier without a deadline.
+
+One process runs the same code: its collectives return its own values.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,143 +17,99 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from whet.core import launch_env
 from whet.core.console import info
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.resources import cores_per_process
 
-# Meeting the other processes without a collective: for as long as it takes, and before there is a process group.
-#
-# A collective has a deadline, and whoever waits in one cannot be told why. So where one process may work for hours while
-# the others wait (preparing data on its machine, exporting the model), they wait here instead, and the watchdog sees to
-# it that nobody waits for the dead.
-
-_POLL_S = 0.1
-_MAX_POLL_S = 1.0
-_LOG_AFTER_S = 10.0
-
-
-def has_agent_store() -> bool:
-    """Whether torchrun keeps a store that is there before any process group and outlives every process of the run."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def connect_store(timeout_s: float = 60.0) -> TCPStore:
-    """A connection of one's own to the store that the processes meet at: a thread that waits holds up no other."""
-    return TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )  # fmt: skip
-
-
-def store_barrier(
-    name: str, rank: int, world: int, tell: Callable[[int], None] = lambda missing: None, patience_s: float = 60.0
-) -> None:
-    """Until every rank has come to the meeting of this name, however long it takes. `tell` is called once, with how
-    many are missing, when it takes longer than a moment. `patience_s`: with a store that does not answer."""
-    store, began, pause, told = connect_store(patience_s), time.monotonic(), _POLL_S, False
-    missing = [f"whet/{name}/{other}" for other in range(world)]
-    PHASE.meets()
-    store.set(missing[rank], "here")
-    while missing := [key for key in missing if not store.check([key])]:
-        if not told and time.monotonic() - began > _LOG_AFTER_S:
-            told = True
-            tell(len(missing))
-        time.sleep(pause)
-        pause = min(_MAX_POLL_S, 1.5 * pause)
-    PHASE.met()
-
-
-# The processes of a run. One process is a case of the same code: its sums are its own.
-
-_SHUTDOWN_TIMEOUT_S = 5.0
-"""For a launcher that does not answer any more: all work is done."""
+_SHUTDOWN_TIMEOUT_S = 5.0  # for a launcher that no longer answers: all work is done
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all of them."""
+    """This process among all processes of the run."""
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
-    slices: int = 1
-    """How many neighbours compute each row together, every one a slice of its tokens."""
-    tensor: int = 1
-    """How many neighbours compute the same tokens together, every one with its part of each layer."""
+    context_size: int = 1
+    """How many neighbouring ranks share each row, each with a slice of its tokens (context parallelism)."""
+    tensor_size: int = 1
+    """How many neighbouring ranks share each layer and see the same tokens (tensor parallelism)."""
 
     @property
-    def is_first(self) -> bool:
-        """The one that writes files and speaks."""
+    def is_main(self) -> bool:
+        """Rank 0, which writes files and logs."""
         return self.rank == 0
 
     @property
-    def slice(self) -> int:
-        """The number of this one's slice of its rows."""
-        return self.rank // self.tensor % self.slices
+    def context_rank(self) -> int:
+        """Which slice of its rows' tokens this rank computes."""
+        return self.rank // self.tensor_size % self.context_size
 
     @property
-    def team(self) -> int:
-        """The number of those that compute the same rows as this one."""
-        return self.rank // (self.slices * self.tensor)
+    def data_rank(self) -> int:
+        """Which share of a step's rows this rank computes; context and tensor neighbours have the same."""
+        return self.rank // (self.context_size * self.tensor_size)
 
     @property
-    def teams(self) -> int:
-        """Among how many a step's rows are dealt."""
-        return self.world // (self.slices * self.tensor)
+    def data_size(self) -> int:
+        """Into how many shares a step's rows are split."""
+        return self.world_size // (self.context_size * self.tensor_size)
 
     @property
-    def counts(self) -> bool:
-        """Whether what this one found of its tokens is added up: of those that find the same, the first one's is."""
-        return self.rank % self.tensor == 0
+    def is_tensor_main(self) -> bool:
+        """Whether this rank's sums enter a total: tensor neighbours compute the same ones, so the first counts."""
+        return self.rank % self.tensor_size == 0
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its sum over all ranks."""
-        if self.world > 1:
-            PHASE.meets()
+        if self.world_size > 1:
+            PHASE.begin_wait()
             dist.all_reduce(tensor)
-            PHASE.met()
+            PHASE.end_wait()
         return tensor
 
-    def copy_from_first_(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         """Replace `tensor` by rank 0's."""
-        if self.world > 1:
-            PHASE.meets()
+        if self.world_size > 1:
+            PHASE.begin_wait()
             dist.broadcast(tensor, src=0)
-            PHASE.met()
+            PHASE.end_wait()
 
-    def gather(self, items: list[Any]) -> list[Any]:
-        """The items of all ranks, in the order of the ranks."""
-        if self.world == 1:
+    def all_gather(self, items: list[Any]) -> list[Any]:
+        """The items of all ranks in one list, in rank order."""
+        if self.world_size == 1:
             return items
-        parts: list[Any] = [None] * self.world
-        PHASE.meets()
+        parts: list[Any] = [None] * self.world_size
+        PHASE.begin_wait()
         dist.all_gather_object(parts, items)
-        PHASE.met()
+        PHASE.end_wait()
         return [item for part in parts for item in part]
 
-    def wait(self) -> None:
-        """Until every rank is here."""
-        if self.world > 1:
-            PHASE.meets()
+    def barrier(self) -> None:
+        """Block until every rank is here."""
+        if self.world_size > 1:
+            PHASE.begin_wait()
             dist.barrier()
-            PHASE.met()
+            PHASE.end_wait()
 
-    def leave_together(self) -> None:
-        """End the group when every rank has come to its end: Gloo aborts who still listens to one that has gone."""
-        if self.world > 1 and dist.is_initialized() and has_agent_store():
+    def shutdown(self) -> None:
+        """Destroy the process group once every rank has reached its end: Gloo aborts a rank whose peer has left."""
+        if self.world_size > 1 and dist.is_initialized() and launch_env.has_agent_store():
             with contextlib.suppress(dist.DistError):  # torchrun was killed, and its store with it
-                store_barrier("leaving", self.rank, self.world, patience_s=_SHUTDOWN_TIMEOUT_S)
-        self.leave()
+                store_barrier("leaving", self.rank, self.world_size, timeout_s=_SHUTDOWN_TIMEOUT_S)
+        self.destroy()
 
-    def leave(self) -> None:
-        """End the group; called once, at the end."""
+    def destroy(self) -> None:
+        """Destroy the process group without waiting for the others."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error says no more than that another process is gone or does not answer. Gloo's have no type."""
+    """Whether an error means only that another process is gone or does not answer. Gloo raises plain RuntimeErrors."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)
@@ -159,43 +117,42 @@ def is_peer_failure(error: BaseException) -> bool:
     )
 
 
-def get_rank_and_world_size() -> tuple[int, int]:
-    """(rank, world) as torchrun or Slurm's launcher set them, without starting anything."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+# Initialisation
 
 
 def get_local_device() -> torch.device:
-    """The one of this machine's devices that this process will use."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    """The device of this machine that this process uses."""
+    local = launch_env.local_rank()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     if local >= torch.accelerator.device_count():
         raise WhetError(
             f"this machine has {torch.accelerator.device_count()} {accelerator.type} devices, and process {local + 1} "
-            "wants one of its own. Start fewer: torchrun --nproc-per-node"
+            "needs one of its own. Start fewer processes: torchrun --nproc-per-node"
         )
     return torch.device(accelerator.type, local)
 
 
 def init_distributed(timeout_s: float = 1800.0) -> Ranks:
-    """Join the other processes, if there are any, and take this one's device.
+    """Select this process's device and join the process group, if the launcher started several processes.
 
-    They may come hours apart, if each prepares data on its own machine; after that, none waits longer than `timeout_s`.
+    They may arrive hours apart, when each machine prepares its own data; later no collective takes longer than
+    `timeout_s`.
     """
-    rank, world = get_rank_and_world_size()
+    rank, world_size = launch_env.rank(), launch_env.world_size()
     device = get_local_device()
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    if world > 1:
+    if world_size > 1:
         if device.type == "cpu":
             # More threads than cores make processes wait for each other: ten times slower, seen on two cores.
-            torch.set_num_threads(cores_per_process(world))
+            torch.set_num_threads(cores_per_process(world_size))
         if not dist.is_initialized():
-            if has_agent_store():
-                store_barrier("joining", rank, world, _log_missing)
+            if launch_env.has_agent_store():
+                store_barrier("joining", rank, world_size, _log_missing)
             dist.init_process_group(_backend_for(device), timeout=datetime.timedelta(seconds=timeout_s))
-    return Ranks(rank, world, device)
+    return Ranks(rank, world_size, device)
 
 
 def _log_missing(missing: int) -> None:
@@ -203,5 +160,46 @@ def _log_missing(missing: int) -> None:
 
 
 def _backend_for(device: torch.device) -> str:
-    """Gloo for the CPU; an accelerator's own, with Gloo beside it for tensors that stay on the host."""
+    """Gloo for the CPU; an accelerator's own backend, with Gloo beside it for tensors on the host."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+# A barrier in the TCPStore. A collective has a deadline and needs a process group; this needs neither. It serves where
+# one process may work for hours while the others wait, as when it prepares data or exports; the watchdog ends the run
+# if the one they wait for has died.
+
+_POLL_S = 0.1
+_MAX_POLL_S = 1.0
+_LOG_AFTER_S = 10.0
+
+
+def connect_store(timeout_s: float = 60.0) -> TCPStore:
+    """A new connection to the launcher's store. One per thread: a blocking call holds up its connection only."""
+    host, port = launch_env.store_address()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def store_barrier(
+    name: str,
+    rank: int,
+    world_size: int,
+    on_wait: Callable[[int], None] = lambda missing: None,
+    timeout_s: float = 60.0,
+) -> None:
+    """Block until every rank has entered the barrier `name`, without a deadline.
+
+    `on_wait` is called once, with the number of missing ranks, after ten seconds. `timeout_s` limits how long a store
+    that does not answer is waited for.
+    """
+    store, began, pause, logged = connect_store(timeout_s), time.monotonic(), _POLL_S, False
+    missing = [f"whet/{name}/{other}" for other in range(world_size)]
+    PHASE.begin_wait()
+    store.set(missing[rank], "here")
+    while missing := [key for key in missing if not store.check([key])]:
+        if not logged and time.monotonic() - began > _LOG_AFTER_S:
+            logged = True
+            on_wait(len(missing))
+        time.sleep(pause)
+        pause = min(_MAX_POLL_S, 1.5 * pause)
+    PHASE.end_wait()

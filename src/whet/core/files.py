@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import glob
 import hashlib
@@ -11,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -171,9 +169,9 @@ class JsonLinesWriter:
         """Open for appending. `keep` cuts the file to that many bytes first: what came after is undone."""
         self._file: IO[bytes] = path.open("ab")
         if keep is not None:
-            self.cut(keep)
+            self.truncate(keep)
 
-    def cut(self, keep: int) -> None:
+    def truncate(self, keep: int) -> None:
         """Undo all that was written after the first `keep` bytes."""
         if self._file.seek(0, os.SEEK_END) > keep:
             self._file.truncate(keep)
@@ -214,58 +212,3 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             reason = f"not valid JSON ({error}). The file was damaged or edited by hand."
             raise WhetError(f"{path}:{number}: {reason}") from None
     return records
-
-
-class FolderLock:
-    """Exclusive ownership of a run folder while this process lives; the kernel frees it when the process dies."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "lock"
-        self._file = path.open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            owner = _describe_owner(self._file.read().strip())
-            raise WhetError(
-                f"{folder}: in use by {owner}{_describe_heartbeat(folder)}. Wait for it, stop it (touch {folder / 'stop'}), or "
-                "give this run another folder: run.dir=FOLDER"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {_timestamp(time.time())}\n")
-        self._file.flush()
-
-    def release(self) -> None:
-        self._file.close()
-
-
-def _timestamp(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
-
-
-def _describe_owner(text: str) -> str:
-    """The owner as the lock's file names it, with the age of its claim."""
-    name, since, moment = text.partition(" since ")
-    try:
-        began = datetime.datetime.fromisoformat(moment).timestamp()
-    except ValueError:
-        return text or "another process"
-    return f"{name}{since}{moment} ({format_age(time.time() - began)})"
-
-
-def _describe_heartbeat(folder: Path) -> str:
-    """When the owner, who may be on a machine that cannot be asked, was last seen alive."""
-    try:
-        beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f"; its last sign of life was {format_age(time.time() - beat)}"
-
-
-def format_age(seconds: float) -> str:
-    """A length of time in the past, in a person's words."""
-    seconds = max(0, round(seconds))
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from whet.core.launch_env import local_world_size
+
 # The processor cores that this process may use.
 
 
@@ -19,7 +21,7 @@ def available_cores() -> int:
 
 def cores_per_process(processes: int = 1) -> int:
     """This process's share of them: all processes of this machine, `processes` where the launcher does not say."""
-    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    return max(1, available_cores() // local_world_size(processes))
 
 
 # The memory that this process may still take.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import fcntl
+import json
 import os
 import shutil
 import socket
@@ -14,7 +17,8 @@ from pydantic import Field
 
 from whet.core.config import Section
 from whet.core.errors import WhetError, disk_error
-from whet.core.files import FolderLock, read_json, write_json
+from whet.core.files import read_json, write_json
+from whet.core.heartbeat import format_age
 
 _HEARTBEAT_INTERVAL_S = 5.0
 
@@ -26,6 +30,52 @@ class RunConfig(Section):
     dir: str | None = Field(default=None, description="Its folder; runs/NAME if absent.")
     seed: int = Field(default=0, ge=0, description="Decides data order, start values and dropout.")
     tags: list[str] = Field(default=[], description="Words to find it by.")
+
+
+class FolderLock:
+    """Exclusive ownership of a run folder while this process lives; the kernel frees it when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "lock"
+        self._file = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = _describe_owner(self._file.read().strip())
+            raise WhetError(
+                f"{folder}: in use by {owner}{_describe_heartbeat(folder)}. Wait for it, stop it (touch {folder / 'stop'}), or "
+                "give this run another folder: run.dir=FOLDER"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {_timestamp(time.time())}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+
+
+def _describe_owner(text: str) -> str:
+    """The owner as the lock's file names it, with the age of its claim."""
+    name, since, moment = text.partition(" since ")
+    try:
+        began = datetime.datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return text or "another process"
+    return f"{name}{since}{moment} ({format_age(time.time() - began)})"
+
+
+def _describe_heartbeat(folder: Path) -> str:
+    """When the owner, who may be on a machine that cannot be asked, was last seen alive."""
+    try:
+        beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"; its last heartbeat was {format_age(time.time() - beat)}"
 
 
 class RunFolder:
@@ -81,13 +131,13 @@ class RunFolder:
             },
         )  # fmt: skip
 
-    def beat(self, step: int, steps: int) -> None:
+    def heartbeat(self, step: int, steps: int) -> None:
         """A sign of life, every few seconds at most."""
         self._step, self._steps = step, steps
         if time.time() - self._beat > _HEARTBEAT_INTERVAL_S:
             self.set_status("running", step, steps)
 
-    def end(self, state: str, exit_code: int, reason: str | None = None, begun: bool = False) -> None:
+    def set_ended(self, state: str, exit_code: int, reason: str | None = None, begun: bool = False) -> None:
         """Write into the status how a run ended that had begun; `begun`: it had, even if it came to no step."""
         if self._beat or begun:
             self.set_status(state, self._step, self._steps, exit_code, reason)
@@ -96,12 +146,12 @@ class RunFolder:
         """Whether someone put a file named `stop` into the folder."""
         return (self.path / "stop").exists()
 
-    def abandon(self, stays: bool = False) -> None:
+    def abandon(self, keep: bool = False) -> None:
         """Let go after an error. A run that had not begun to learn leaves no trace, unless it `stays` to be continued;
         what was there before stays always."""
         grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
         has_grown = any(file.exists() and file.stat().st_size for file in grown)
-        if self._was_empty and not has_grown and not (stays and self.holds_run()):
+        if self._was_empty and not has_grown and not (keep and self.holds_run()):
             for entry in self.path.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)

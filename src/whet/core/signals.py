@@ -11,28 +11,29 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# Signals. Schedulers ask for an end with SIGTERM, Slurm warns with SIGUSR1: both end work as well as Ctrl-C does.
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What other programs ask for an end with; Ctrl-C is SIGINT."""
+"""Stop requests of other programs: schedulers send SIGTERM, Slurm warns with SIGUSR1. Ctrl-C is SIGINT."""
 
 STOPPED_BEFORE_CHECKPOINT = (
     "asked to stop before a step was saved; start it again (whet train: with --resume), and it begins anew"
 )
 
 _Handlers = dict[signal.Signals, object]
-_nesting = 0  # how many `terminate_like_ctrl_c` there are around
+_nesting = 0  # how many `raise_on_stop_signals` blocks are active
 _received: list[int] = []
 
 
 class StopRequested(KeyboardInterrupt):
-    """Another program asked for an end; it will start the run again. Whoever presses Ctrl-C may not."""
+    """Another program requested a stop and will start the run again. Whoever presses Ctrl-C may not."""
 
 
 @contextlib.contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 raise AskedToStop in here, a KeyboardInterrupt. Once: what follows finds the process on its
-    way out, and torchrun sends a SIGTERM to whoever ends later than the first. Inside another it does nothing."""
+    """SIGTERM and SIGUSR1 raise StopRequested, a KeyboardInterrupt, inside this block. Nested blocks do nothing.
+
+    Only the first signal raises: later ones find the process exiting already, and torchrun sends SIGTERM to every
+    worker that exits after the first.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _install_handler(STOP_SIGNALS, _ignore_signal)
@@ -52,18 +53,18 @@ def raise_on_stop_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collect_stop_signals(signals: list[int], tell: Callable[[], None]) -> Iterator[None]:
-    """All signals to end are appended to `signals` in here; a second Ctrl-C interrupts at once. One that came before
-    is among them: what it raised may have been lost in a library that catches everything.
+def collect_stop_signals(signals: list[int], on_signal: Callable[[], None]) -> Iterator[None]:
+    """Stop signals are appended to `signals` inside this block; a second Ctrl-C interrupts at once.
 
-    Whoever leaves by an error is ending: it is not disturbed any more while it writes down how.
+    A signal received earlier is included: a library that catches every exception may have swallowed what it raised.
+    When the block ends with an exception, signals stay ignored, so that nothing disturbs writing down how it ended.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
         if signals and number == signal.SIGINT:
             raise KeyboardInterrupt
         signals.append(number)
-        tell()
+        on_signal()
 
     signals += _received
     before = _install_handler((signal.SIGINT, *STOP_SIGNALS), note)
@@ -71,14 +72,14 @@ def collect_stop_signals(signals: list[int], tell: Callable[[], None]) -> Iterat
         yield
     except BaseException:
         _restore_handlers(before)
-        if _nesting:  # which puts things back
+        if _nesting:  # `raise_on_stop_signals` restores the handlers
             _install_handler(STOP_SIGNALS, _ignore_signal)
         raise
     _restore_handlers(before)
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """A function and not SIG_IGN, which processes that are started from here would inherit."""
+    """A function rather than SIG_IGN, which child processes would inherit."""
 
 
 def _install_handler(
@@ -92,42 +93,32 @@ def _restore_handlers(before: _Handlers) -> None:
         signal.signal(number, handler)  # type: ignore[arg-type]
 
 
-# A process that must not outlive the one that started it.
-
 _PR_SET_PDEATHSIG = 1
 
 
 def terminate_with_parent() -> None:
-    """Have this process asked to stop (SIGTERM) when its parent dies; on Linux."""
+    """Have the kernel send this process SIGTERM when its parent dies. Linux only; elsewhere it does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def started_by_torchrun() -> bool:
-    """Whether torchrun started this process: each in a session of its own, so that a kill of torchrun and its group
-    does not reach them, and they would go on with nobody to end them."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-# Threads that nobody waits for any more.
-
 _abandoned: list[threading.Thread] = []
 
 
-def abandon_thread(thread: threading.Thread, patience_s: float = 0.0) -> None:
-    """Let it finish for so long; then it goes on alone, until it is done or the process ends.
+def abandon_thread(thread: threading.Thread, timeout_s: float = 0.0) -> None:
+    """Wait `timeout_s` for a thread; after that it runs on by itself until it is done or the process exits.
 
-    It is not ended by an exception from outside: one that comes while a thread starts another is raised in that one,
-    which then never says that it has started, and the first waits for it for ever.
+    It is not stopped by an asynchronous exception: one that arrives while the thread starts another is raised in the
+    new one, which then never reports that it has started, and the first waits forever.
     """
-    thread.join(patience_s)
+    thread.join(timeout_s)
     if thread.is_alive():
         _abandoned.append(thread)
 
 
 def exit_process(code: int) -> None:
-    """Exit, also where threads were given up: one that comes back from torch's C++ code while the interpreter ends
-    itself would abort the process."""
+    """Exit. With abandoned threads, skip the interpreter's shutdown: a thread that returns from torch's C++ code
+    during it would abort the process."""
     if any(thread.is_alive() for thread in _abandoned):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,8 @@
-"""A watchdog thread per rank: when no rank makes progress, it reports which rank the others wait for and ends the run."""
+"""A watchdog thread per rank: when no rank makes progress, it reports which one the others wait for and ends the run.
+
+Without it a hung collective ends after the process group's timeout, in every process at once, with the name of the
+collective but not of the rank that is missing from it.
+"""
 
 from __future__ import annotations
 
@@ -13,122 +17,109 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from whet.core.distributed import connect_store
-from whet.core.errors import FAILED
-from whet.core.files import format_age
-from whet.core.heartbeat import PHASE, describe_phase
-
-# A watch over all processes of a run: when none gets any further, it says which one the others wait for, and ends.
-#
-# Without it a hung collective ends after the process group's timeout, in every process at once, with the name of the
-# collective and not of the process that is missing from it.
+from whet.core.errors import ExitCode, first_line
+from whet.core.heartbeat import PHASE, describe_phase, format_age
 
 _PERIOD_S = 5.0
-_SILENT_PERIODS = 4  # periods without a word
+_SILENT_PERIODS = 4  # a rank without a heartbeat for so many periods counts as gone
 COLLECTIVE_MARGIN_S = 120.0
-"""What a collective may take longer than the watchdog's patience, so that the watchdog speaks first."""
+"""How much later than the watchdog a collective times out, so that the watchdog reports first."""
 
 Heartbeat = Mapping[str, Any]
+"""A `Phase.snapshot` with `host` and `time`."""
 
 
 class Watchdog:
-    """A thread beside every rank: publishes where its own is, and compares all when its own is stuck."""
+    """Publishes this rank's heartbeat in the store, and compares all heartbeats when this rank is stuck."""
 
-    def __init__(self, rank: int, world: int, patience_s: float, ends: Callable[[str], None]) -> None:
-        """`ends` is called in one of the processes, with the words for the user, before they all end."""
-        self._rank, self._world, self._patience_s, self._ends = rank, world, patience_s, ends
-        self._period_s = min(_PERIOD_S, patience_s / 10)
-        self._began, self._over = time.time(), threading.Event()
+    def __init__(self, rank: int, world_size: int, timeout_s: float, on_hang: Callable[[str], None]) -> None:
+        """`on_hang` is called in one process, with a description of the hang, before all processes exit."""
+        self._rank, self._world_size, self._timeout_s, self._on_hang = rank, world_size, timeout_s, on_hang
+        self._period_s = min(_PERIOD_S, timeout_s / 10)
+        self._silent_after_s = _SILENT_PERIODS * self._period_s
+        self._began, self._closed = time.time(), threading.Event()
         self._store: TCPStore | None = None
         self._thread = threading.Thread(target=self._watch, name="whet-watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """The end of a run is no hang."""
-        self._over.set()
+        """Stop watching: the run has ended."""
+        self._closed.set()
         self._thread.join(timeout=2 * self._period_s)
 
     def _watch(self) -> None:
-        while not self._over.is_set():
+        while not self._closed.is_set():
             try:
-                self._look()
+                self._check()
             except (RuntimeError, OSError) as error:  # the store is gone: with the launcher, or a stopped rank 0
                 self._store = None
-                if time.monotonic() - PHASE.since > self._patience_s and not PHASE.long and not self._over.is_set():
-                    self._end(f"the store that all processes meet at does not answer any more ({_first_line(error)})")
-            self._over.wait(self._period_s)
+                stuck = time.monotonic() - PHASE.since > self._timeout_s
+                if stuck and not PHASE.unbounded and not self._closed.is_set():
+                    self._abort(f"the store that all processes meet at does not answer any more ({first_line(error)})")
+            self._closed.wait(self._period_s)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._store is None:
-            self._store = connect_store(max(1.0, min(60.0, self._patience_s)))
-        mine = PHASE.told() | {"host": socket.gethostname(), "time": time.time()}
+            self._store = connect_store(max(1.0, min(60.0, self._timeout_s)))
+        mine = PHASE.snapshot() | {"host": socket.gethostname(), "time": time.time()}
         self._store.set(_heartbeat_key(self._rank), json.dumps(mine))
-        if mine["for_s"] < self._patience_s or mine["long"]:
+        if mine["for_s"] < self._timeout_s or mine["unbounded"]:
             return
-        now, everyone = time.time(), self._everyone()
-        if all(stalled_s(told, now, self._quiet_s) >= self._patience_s for told in everyone.values()):
-            words = describe_hang(everyone, now, self._patience_s, self._quiet_s)
+        now, beats = time.time(), self._read_heartbeats(self._store)
+        if all(stalled_s(beat, now, self._silent_after_s) >= self._timeout_s for beat in beats.values()):
+            hang = describe_hang(beats, now, self._timeout_s, self._silent_after_s)
             if self._store.compare_set("whet/hang", "", str(self._rank)) == str(self._rank).encode():
-                self._end(words)
-            time.sleep(self._period_s)  # the one that speaks may write it down first
-            os._exit(FAILED)
+                self._abort(hang)
+            time.sleep(self._period_s)  # the rank that reports writes its files first
+            os._exit(ExitCode.FAILED)
 
-    @property
-    def _quiet_s(self) -> float:
-        return _SILENT_PERIODS * self._period_s
-
-    def _everyone(self) -> dict[int, Heartbeat]:
-        assert self._store is not None
+    def _read_heartbeats(self, store: TCPStore) -> dict[int, Heartbeat]:
         unheard = {
-            "step": 0, "doing": "starting", "meeting": 0, "waiting": False, "long": False, "for_s": 0.0,
+            "step": 0, "name": "starting", "waits": 0, "waiting": False, "unbounded": False, "for_s": 0.0,
             "time": self._began, "host": "?",
         }  # fmt: skip
-        return {
-            rank: json.loads(self._store.get(_heartbeat_key(rank)))
-            if self._store.check([_heartbeat_key(rank)])
-            else unheard
-            for rank in range(self._world)
-        }
+        keys = [_heartbeat_key(rank) for rank in range(self._world_size)]
+        return {rank: json.loads(store.get(key)) if store.check([key]) else unheard for rank, key in enumerate(keys)}
 
-    def _end(self, words: str) -> None:
-        if not self._over.is_set():
-            self._ends(words)
-            os._exit(FAILED)
+    def _abort(self, message: str) -> None:
+        if not self._closed.is_set():
+            self._on_hang(message)
+            os._exit(ExitCode.FAILED)
 
 
-def stalled_s(told: Heartbeat, now: float, quiet_s: float) -> float:
-    """For how long a rank has not got any further, as far as is known; one that works at length is not stuck while it
-    is heard of."""
-    heard_s = now - told["time"]
-    return 0.0 if told["long"] and not told["waiting"] and heard_s < quiet_s else told["for_s"] + heard_s
+def stalled_s(beat: Heartbeat, now: float, silent_after_s: float) -> float:
+    """For how long a rank has made no progress. One in an unbounded phase is not stuck while its heartbeat is fresh."""
+    age_s = now - beat["time"]
+    return 0.0 if beat["unbounded"] and not beat["waiting"] and age_s < silent_after_s else beat["for_s"] + age_s
 
 
-def lagging_ranks(everyone: Mapping[int, Heartbeat], now: float, quiet_s: float) -> list[int]:
-    """The ranks that the others wait for: those not heard of any more, else those that have not come to the meeting
-    where the others are. None: all wait for each other."""
-    silent = [rank for rank, told in everyone.items() if now - told["time"] >= quiet_s]
+def lagging_ranks(beats: Mapping[int, Heartbeat], now: float, silent_after_s: float) -> list[int]:
+    """The ranks that the others wait for: those without a fresh heartbeat, else those that have not entered the
+    collective where the others are. Empty if all wait in the same one."""
+    silent = [rank for rank, beat in beats.items() if now - beat["time"] >= silent_after_s]
     if silent:
         return silent
-    last = max(told["meeting"] for told in everyone.values())
-    return [rank for rank, told in everyone.items() if told["meeting"] < last or not told["waiting"]]
+    last = max(beat["waits"] for beat in beats.values())
+    return [rank for rank, beat in beats.items() if beat["waits"] < last or not beat["waiting"]]
 
 
-def describe_hang(everyone: Mapping[int, Heartbeat], now: float, patience_s: float, quiet_s: float) -> str:
-    """What hangs, in words: the ranks that lag behind, where they are, and who waits."""
-    late = lagging_ranks(everyone, now, quiet_s)
-    start = f"no process has got any further for {patience_s:g} s (parallel.timeout = {patience_s / 60:g} minutes)"
+def describe_hang(beats: Mapping[int, Heartbeat], now: float, timeout_s: float, silent_after_s: float) -> str:
+    """The message for the user: which ranks lag behind, what they do, and who waits for them."""
+    late = lagging_ranks(beats, now, silent_after_s)
+    start = f"no process has made progress for {timeout_s:g} s (parallel.timeout = {timeout_s / 60:g} minutes)"
     end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
     if not late:
-        place = describe_phase(next(iter(everyone.values())))
+        place = describe_phase(next(iter(beats.values())))
         return f"{start}: all are {place}, so the network between them is at fault. {end}"
-    told = [
-        f"rank {rank} on {everyone[rank]['host']}, last heard of {format_age(now - everyone[rank]['time'])} "
-        f"{describe_phase(everyone[rank])}"
+    lagging = [
+        f"rank {rank} on {beats[rank]['host']}, last heartbeat {format_age(now - beats[rank]['time'])} "
+        f"{describe_phase(beats[rank])}"
         for rank in late[:3]
     ]
     more = f" and {len(late) - 3} more" if len(late) > 3 else ""
-    others = [rank for rank in everyone if rank not in late]
-    place = f". Waiting for it: {_format_ranks(others)}, {describe_phase(everyone[others[0]])}" if others else ""
-    return f"{start}. Behind the others: {'; '.join(told)}{more}{place}. {end}"
+    others = [rank for rank in beats if rank not in late]
+    place = f". Waiting for it: {_format_ranks(others)}, {describe_phase(beats[others[0]])}" if others else ""
+    return f"{start}. Behind the others: {'; '.join(lagging)}{more}{place}. {end}"
 
 
 def _format_ranks(numbers: list[int]) -> str:
@@ -138,7 +129,3 @@ def _format_ranks(numbers: list[int]) -> str:
 
 def _heartbeat_key(rank: int) -> str:
     return f"whet/at/{rank}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

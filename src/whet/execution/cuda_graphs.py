@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.console import warn
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.execution.compile import compile_count
 from whet.execution.recompute import has_dropout
 from whet.model.attention import supports_fullgraph
@@ -52,7 +52,7 @@ def root_cause(error: BaseException) -> str:
     """The first line of what came first: what ends a recording fails too, and says no more than that."""
     while error.__context__ is not None:
         error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 # Hidden states asked for at once: what the layers ask of the device for a batch, recorded for each shape of batches.

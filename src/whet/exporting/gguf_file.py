@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_tokenizers
@@ -155,7 +155,7 @@ class GGUFFormat:
                 raise ValueError(f"missing weights: {missing[:3]}")
             _verify_tokenizer(order.speech, where, file, probes, findings)
         except (OSError, ValueError, KeyError, RuntimeError, StopIteration, UnicodeDecodeError) as error:
-            first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+            first = first_line(error)
             findings.blame(f"transformers cannot load it: {first}")
             return None
         return compute_logits(model, probes)

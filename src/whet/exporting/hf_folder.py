@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from whet.core.errors import first_line
 from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportDtype, ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits, to_saved_tensors, trim_heap
@@ -88,7 +89,7 @@ class HFFolderFormat:
             try:
                 model = _load_back(folder, order, self.size(order), scratch)
             except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-                findings.blame(f"transformers cannot load it: {_first_line(error)}")
+                findings.blame(f"transformers cannot load it: {first_line(error)}")
                 return None
             if model.dtype != order.numbers.dtype:
                 findings.blame(f"config.json makes transformers load it in {model.dtype}, not {order.numbers.dtype}")
@@ -132,7 +133,7 @@ def verify_tokenizer_and_stops(
         compare_tokenizers(speech, AutoTokenizer.from_pretrained(folder), texts, findings)
         settings = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        findings.blame(f"transformers cannot load its tokenizer or generation settings: {_first_line(error)}")
+        findings.blame(f"transformers cannot load its tokenizer or generation settings: {first_line(error)}")
         return
     before = len(findings.reasons)
     compare_stop_tokens(speech, settings, findings)
@@ -182,12 +183,8 @@ def _verify_dtypes(folder: Path, numbers: ExportDtype, findings: ExportFindings)
             with safe_open(file, framework="pt") as opened:
                 found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            findings.blame(f"{file.name} is damaged: {_first_line(error)}")
+            findings.blame(f"{file.name} is damaged: {first_line(error)}")
             continue
         others = sorted(dtype for dtype in found if dtype in _SAFETENSORS_DTYPES.values() and dtype != wanted)
         if others:
             findings.blame(f"{file.name} has weights in {', '.join(others)} instead of {wanted}")
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)

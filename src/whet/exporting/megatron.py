@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.exporting.hf_folder import verify_tokenizer_and_stops, write_configs
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import compute_logits
@@ -196,7 +196,7 @@ class MegatronFormat:
             model.tie_weights()
             _init_rotary_embedding(model, settings)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+            first = first_line(error)
             findings.blame(f"it cannot be read back: {first}")
             return None
         others = sorted({str(tensor.dtype) for tensor in weights.values() if tensor.dtype != order.numbers.dtype})

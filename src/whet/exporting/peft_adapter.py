@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.exporting.hf_folder import (
     add_quantization_note,
     to_gpu_if_it_fits,
@@ -50,7 +50,7 @@ class PeftAdapterFormat:
         try:
             model = _load_back(folder, order.trained, order.trust_remote_code)
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-            first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+            first = first_line(error)
             findings.blame(f"peft cannot load it over {_base_model_name(folder)}: {first}")
             return None
         verify_tokenizer_and_stops(order.speech, folder, None, probes, findings)

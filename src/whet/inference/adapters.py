@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from whet.core.console import warn
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -47,7 +47,7 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
             else:
                 adapted.load_adapter(str(folder), adapter_name=name)
         except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            first = first_line(error)
             raise WhetError(
                 f"{folder}: this adapter does not fit {base} ({first[:200]}). Its base is {named}: give that as MODEL"
             ) from None

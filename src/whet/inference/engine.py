@@ -136,7 +136,7 @@ class Engine:
         rows: list[_ActiveSequence | None] = []
         with use_kv_cache(self._model):
             while waiting or any(rows):
-                PHASE.at("answering prompts")
+                PHASE.enter("answering prompts")
                 finished = 0
                 while self._wants_more(rows, waiting):
                     finished += self._read(self._seat(rows, waiting))

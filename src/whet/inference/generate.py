@@ -47,7 +47,7 @@ def generate_with_transformers(
     alone = ask.sampling.temperature > 0 or ask.heard is not None
     with native_attention(model):
         for numbers in _equal_length_batches(prompts, limits, 1 if alone else batch):
-            PHASE.at("answering prompts")
+            PHASE.enter("answering prompts")
             torch.manual_seed(keys[numbers[0]])
             for number, ids in zip(
                 numbers, _transformers_generate(model, prompts, limits, pad_id, ask, numbers), strict=True

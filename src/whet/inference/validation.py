@@ -62,9 +62,9 @@ class ValidationSums:
 
     def results(self, ranks: Ranks) -> dict[str, float]:
         """Over all ranks: val_loss, val_accuracy, val_bpb, and val_loss of each source where there are several."""
-        if not ranks.counts:
+        if not ranks.is_tensor_main:
             self._sums[:] = 0
-        ranks.sum_(torch.from_numpy(self._sums))  # each document was measured by one rank: nothing is rounded
+        ranks.all_reduce_(torch.from_numpy(self._sums))  # each document was measured by one rank: nothing is rounded
         whole = self._sums.sum(axis=0)
         found = {"val_loss": _mean_per_token(whole, NATS), "val_accuracy": _mean_per_token(whole, CORRECT)}
         if whole[TEXT_BYTES]:
@@ -114,7 +114,7 @@ def validation_loss(
     tally = ValidationSums(loader.documents(0), kinds)
     with progress("validating", loader.count(0)) as bar:
         for _, batch in loader.micro_batches(0):
-            PHASE.at("validating")
+            PHASE.enter("validating")
             with arithmetic:
                 result = model(batch.to(ranks.device))
             tally.add(batch, result)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.core.error_report import read_first_error
-from whet.core.errors import DONE, FAILED, INPUT, INTERRUPTED, STOPPED, USAGE
+from whet.core.errors import ExitCode
 from whet.core.files import read_json_lines
 from whet.core.run_folder import read_status
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT
@@ -65,16 +65,18 @@ def decide_restart(history: Sequence[AttemptResult], max_restarts: int, first_wa
     """
     last = history[-1]
     if last.kind == "done":
-        return Finish(DONE, "finished")
+        return Finish(ExitCode.DONE, "finished")
     if last.kind == "stopped":
         return Finish(last.exit_code, last.message)
     if last.kind == "input":
-        return Finish(INPUT, last.message)
+        return Finish(ExitCode.INPUT, last.message)
     if len(history) > 1 and is_same_failure(last, history[-2]):
-        return Finish(FAILED, f"{last.who} failed after step {last.step} again, in the same way: {last.message}")
+        return Finish(
+            ExitCode.FAILED, f"{last.who} failed after step {last.step} again, in the same way: {last.message}"
+        )
     if len(history) > max_restarts:
         used_up = f"launch.max_restarts = {max_restarts} is used up"
-        return Finish(FAILED, f"{used_up}; at last {last.who} failed after step {last.step}: {last.message}")
+        return Finish(ExitCode.FAILED, f"{used_up}; at last {last.who} failed after step {last.step}: {last.message}")
     return Restart(min(_MAX_BACKOFF_S, first_wait_s * 2 ** min(len(history) - 1, 30)))
 
 
@@ -98,28 +100,34 @@ def read_attempt_result(
     """`code`: of the process that was started. `report`: the launcher's, None where a single process was started.
     `asked`: whether it had been asked to stop; `again`: by a program, which will start it again."""
     step = finished_steps(folder)
-    if code == DONE:
-        return AttemptResult("done", DONE, step)
+    if code == ExitCode.DONE:
+        return AttemptResult("done", ExitCode.DONE, step)
     status = read_status(folder)
     is_news = float(status.get("heartbeat") or 0.0) >= began
-    if is_news and status.get("state") == "stopped" and status.get("exit_code") in (STOPPED, INTERRUPTED):
+    if (
+        is_news
+        and status.get("state") == "stopped"
+        and status.get("exit_code") in (ExitCode.STOPPED, ExitCode.INTERRUPTED)
+    ):
         return AttemptResult("stopped", status["exit_code"], step, status.get("reason") or "stopped")
     if asked and not (is_news and status.get("state") == "failed"):
         return _stopped_result(folder, step, again)
     first = _first_failure(folder, code, report, began)
-    if first["exit_code"] in (STOPPED, INTERRUPTED):
-        return _stopped_result(folder, step, again=first["exit_code"] == STOPPED)
-    kind = "input" if first["exit_code"] in (INPUT, USAGE) and first["rank"] is not None else "crashed"
-    exit_code = INPUT if kind == "input" else FAILED
+    if first["exit_code"] in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+        return _stopped_result(folder, step, again=first["exit_code"] == ExitCode.STOPPED)
+    kind = (
+        "input" if first["exit_code"] in (ExitCode.INPUT, ExitCode.USAGE) and first["rank"] is not None else "crashed"
+    )
+    exit_code = ExitCode.INPUT if kind == "input" else ExitCode.FAILED
     return AttemptResult(kind, exit_code, step, first["message"], first["rank"], first.get("host"))  # type: ignore[arg-type]
 
 
 def _stopped_result(folder: Path, step: int, again: bool) -> AttemptResult:
     if (folder / "checkpoints" / "latest").exists():
-        return AttemptResult("stopped", STOPPED, step, "stopped; the last checkpoint is good")
+        return AttemptResult("stopped", ExitCode.STOPPED, step, "stopped; the last checkpoint is good")
     if again:
-        return AttemptResult("stopped", STOPPED, step, STOPPED_BEFORE_CHECKPOINT)
-    return AttemptResult("stopped", INTERRUPTED, step, "interrupted before there was anything to save")
+        return AttemptResult("stopped", ExitCode.STOPPED, step, STOPPED_BEFORE_CHECKPOINT)
+    return AttemptResult("stopped", ExitCode.INTERRUPTED, step, "interrupted before there was anything to save")
 
 
 def _first_failure(folder: Path, code: int, report: Path | None, began: float) -> dict[str, Any]:
@@ -143,7 +151,7 @@ def _first_failure(folder: Path, code: int, report: Path | None, began: float) -
     if causes:
         return causes[0]
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return {"rank": None, "exit_code": FAILED, "message": f"the launcher ended without a report ({name})"}
+    return {"rank": None, "exit_code": ExitCode.FAILED, "message": f"the launcher ended without a report ({name})"}
 
 
 def finished_steps(folder: Path) -> int:

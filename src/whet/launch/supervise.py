@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from whet.core.console import info, warn
-from whet.core.errors import FAILED, INPUT
+from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, read_json, write_json
 from whet.core.run_folder import record_failure
 from whet.core.signals import STOP_SIGNALS
@@ -48,7 +48,7 @@ def supervise(job: LaunchJob) -> LaunchResult:
             history.append(ending)
             decision: Restart | Finish = decide_restart(history, job.max_restarts, job.wait_s)
             if isinstance(decision, Restart) and (other := marker.read()):
-                decision = Finish(FAILED, f"{other['host']} has given up: {other['reason']}")
+                decision = Finish(ExitCode.FAILED, f"{other['host']} has given up: {other['reason']}")
             _log_attempt(job, len(history), began, ending, decision)
             if isinstance(decision, Finish):
                 return _finish_launch(job, decision, history, marker)
@@ -61,9 +61,9 @@ def supervise(job: LaunchJob) -> LaunchResult:
 
 
 def _finish_launch(job: LaunchJob, decision: Finish, history: list[AttemptResult], marker: GivenUpFile) -> LaunchResult:
-    if decision.exit_code == FAILED:
-        record_failure(job.folder, decision.reason, FAILED)
-    if decision.exit_code in (FAILED, INPUT):
+    if decision.exit_code == ExitCode.FAILED:
+        record_failure(job.folder, decision.reason, ExitCode.FAILED)
+    if decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
         marker.write(decision.reason)
     return LaunchResult(decision.exit_code, decision.reason, history)
 

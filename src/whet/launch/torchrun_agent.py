@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from whet.core.errors import describe_error
 from whet.core.signals import terminate_with_parent
 
 REPORT_VARIABLE = "WHET_LAUNCH_REPORT"
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     except SignalException:
         return 1
     except Exception as error:
-        message = f"torchrun: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        message = f"torchrun: {describe_error(error)}"
         sys.stderr.write(f"error: {message}\n")
         _write_report([{"rank": None, "exit_code": 1, "message": message, "time": 0}])
         return 1

@@ -56,7 +56,7 @@ class ModelConfig(Section):
         return self
 
     @property
-    def settled_path(self) -> str:
+    def resolved_path(self) -> str:
         """`path`, where it names a shape by its folder or file, with the full path of that."""
         return resolve_random_path(self.path)
 

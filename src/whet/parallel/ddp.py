@@ -24,7 +24,7 @@ def broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
     """Give every rank rank 0's trainable weights; the frozen ones were loaded from the same files."""
     with torch.no_grad():
         for parameter in trainable_parameters(model):
-            ranks.copy_from_first_(parameter)
+            ranks.broadcast_(parameter)
 
 
 def all_reduce_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
@@ -35,11 +35,11 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> No
     an optimizer would leave it alone, with a sum of zeros it would not.
     """
     gradients = [_gradient_or_zero(parameter) for parameter in parameters]
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]  # others are summed already
     for bucket in buckets(whole):
-        flat = ranks.sum_(_flatten_dense_tensors(bucket))
+        flat = ranks.all_reduce_(_flatten_dense_tensors(bucket))
         for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)
 
@@ -122,8 +122,8 @@ def _all_reduce_gradients(weights: Sequence[nn.Parameter], group: dist.ProcessGr
     gradients = [local_tensor(weight.grad) for weight in weights if weight.grad is not None]
     for bucket in buckets(gradients):
         flat = _flatten_dense_tensors(bucket)
-        PHASE.meets()
+        PHASE.begin_wait()
         dist.all_reduce(flat, group=group)
-        PHASE.met()
+        PHASE.end_wait()
         for gradient, whole in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(whole if among == 1 else whole / among)

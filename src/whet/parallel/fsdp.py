@@ -163,7 +163,7 @@ def shard_index(tensor: Tensor) -> int:
 
 def replica_count(tensor: Tensor, ranks: Ranks) -> int:
     """How many processes hold the same part of a tensor that all of them have."""
-    return ranks.world // shard_count(tensor)
+    return ranks.world_size // shard_count(tensor)
 
 
 def _sharded_axes(tensor: Tensor) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ class Mesh:
 
 def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
     """The arrangement that a configuration asks for, of all processes; one that does not fit is refused."""
-    world, context = ranks.world, config.context
+    world, context = ranks.world_size, config.context
     fixed = (config.shard or 1) * context * config.tensor
     replicate = config.replicate or max(1, world // fixed)
     if replicate * fixed != world:
@@ -53,7 +53,7 @@ def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
             f"processes{'' if config.replicate else ', or divide it'}. Start others (torchrun --nproc-per-node), or "
             "change these"
         )
-    ranks = replace(ranks, slices=context, tensor=config.tensor)
+    ranks = replace(ranks, context_size=context, tensor_size=config.tensor)
     patience = timedelta(minutes=config.timeout, seconds=COLLECTIVE_MARGIN_S)  # the watchdog speaks first
     weights, slices, tensor = None, None, None
     if config.tensor > 1:  # also what is not divided by it is divided by FSDP2, if by one: the same code for both

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from whet.core.distributed import is_peer_failure
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, describe_error
 from whet.model.attention import native_attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import eval_mode
@@ -187,10 +187,9 @@ def _forward_few_tokens(root: LossModel, processes: int) -> None:
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             if is_peer_failure(error) or isinstance(error, torch.OutOfMemoryError):  # says nothing of the model
                 raise
-            first = next((line for line in str(error).splitlines() if line.strip()), "")
             raise WhetError(
                 f"parallel.tensor: {processes}, but this model does not compute with a part of its heads "
-                f"({type(error).__name__}: {first}). Leave parallel.tensor out; parallel.shard divides any model"
+                f"({describe_error(error)}). Leave parallel.tensor out; parallel.shard divides any model"
             ) from None
 
 

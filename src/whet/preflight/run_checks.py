@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from whet.config import Config
-from whet.core.errors import INPUT, WhetError
+from whet.core.errors import ExitCode, WhetError, describe_error
 from whet.data.prepare.tokenize import BadLineError
 from whet.preflight.data_checks import (
     Finding,
@@ -72,8 +72,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
 
 def _model_error_text(config: Config, what: str, error: Exception) -> str:
     """A model is a program of someone else's: it can fail in any way."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"model.path: {config.model.path}: the model {what} ({type(error).__name__}: {first}). Try another one"
+    return f"model.path: {config.model.path}: the model {what} ({describe_error(error)}). Try another one"
 
 
 def _quantization_finding(model: nn.Module, kind: str) -> Finding:
@@ -153,7 +152,7 @@ def _prepare_for_check(config: Config) -> tuple[RunData | None, list[Finding]]:
             rest = config.data.model_copy(update={"on_bad": "skip", "store": None})
             return prepare_data(config.model_copy(update={"data": rest})), findings
     except WhetError as error:
-        if error.exit_code != INPUT:  # a process was killed, for example
+        if error.exit_code != ExitCode.INPUT:  # a process was killed, for example
             raise
         check = "model" if str(error).startswith("model.") else "data"
         return None, [*findings, Finding(check, "fault", str(error))]

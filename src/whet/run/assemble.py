@@ -58,8 +58,8 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loade
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
     lengths = _PADDED_LENGTHS if config.data.packing == "none" else 1
     return Loader(
-        store, plan, config.train.micro_rows, ranks.team, ranks.teams, padded, lengths, ranks.device,
-        (ranks.slice, ranks.slices),
+        store, plan, config.train.micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
+        (ranks.context_rank, ranks.context_size),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def set_deterministic(config: Config) -> None:
 def max_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
     """In a step of one process."""
     most_rows = int(np.diff(plan.steps).max(initial=0))
-    return -(-most_rows // (ranks.teams * config.train.micro_rows))
+    return -(-most_rows // (ranks.data_size * config.train.micro_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class BackgroundModelLoader:
             self._error = error
 
     def _loaded(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        if not self._config.divides_weights:
+        if not self._config.shards_weights:
             return load_model(self._config.model, dtype, weights_device(self._config, device))
         model, self.source = load_placeholder_model(self._config.model, dtype)
         return model

@@ -76,7 +76,7 @@ def evaluate(question: EvaluationRequest) -> dict[str, Any]:
     """Losses, scores with their intervals, and the difference from another model."""
     silence_libraries()
     ranks = init_distributed()
-    if not ranks.is_first:
+    if not ranks.is_main:
         set_quiet()
     config = _evaluation_config(question)
     load_tasks(config.eval)  # what is wrong with them is told before a model is loaded
@@ -97,9 +97,9 @@ def evaluate(question: EvaluationRequest) -> dict[str, Any]:
         result |= {f"task/{each.task}": each.score for each in found.scored}
         result |= summarize_scores(found.scored, other or found.before, "base" if other is None else "against")
     file = _result_file(question, found)
-    if file is not None and ranks.is_first:
+    if file is not None and ranks.is_main:
         result |= _write_result(file, result, found.scored)
-    ranks.leave_together()
+    ranks.shutdown()
     return result
 
 
@@ -123,7 +123,7 @@ def _evaluation_config(question: EvaluationRequest) -> Config:
         )
     path, _ = parse_run_reference(question.reference)
     held = [] if question.data is None else [f"data.validation={json.dumps({'sources': [{'path': question.data}]})}"]
-    config = read_config(path / "config.yaml", [*question.settings(), *held]).at(path)
+    config = read_config(path / "config.yaml", [*question.settings(), *held]).with_folder(path)
     changed = [key for key, _, _ in changed_settings(path, config) if not key.startswith("data.validation")]
     if changed:
         raise WhetError(

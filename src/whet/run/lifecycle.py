@@ -11,9 +11,10 @@ from torch import nn
 
 from whet.checkpoint.directory import require_checkpoint_space
 from whet.config import Config
+from whet.core import launch_env
 from whet.core.console import info, set_quiet, silence_libraries, warn
-from whet.core.distributed import Ranks, get_rank_and_world_size, init_distributed
-from whet.core.errors import RunFailedError, StoppedError, WhetError
+from whet.core.distributed import Ranks, init_distributed
+from whet.core.errors import RunFailedError, StoppedError, WhetError, first_line
 from whet.core.files import write_json
 from whet.core.heartbeat import PHASE
 from whet.core.resources import cores_per_process
@@ -81,7 +82,7 @@ def describe_run(run: AssembledRun) -> dict[str, Any]:
         "efficiency": packing_efficiency(plan, config.row_length),
         "row_length": config.row_length,
         "micro_rows": config.train.micro_rows,
-        "world": run.ranks.world,
+        "world": run.ranks.world_size,
         "batch": config.train.batch.model_dump(exclude_none=True),
         "packing": config.data.packing,
         "parameters": sum(map(count_weights, parameters)),
@@ -109,7 +110,7 @@ def run_training(config: Config, resume: bool, until: int | None = None, keeps: 
     """
     first_step = StartupTimer()
     first_step.ends("import_s")
-    rank, world = get_rank_and_world_size()
+    rank, world = launch_env.rank(), launch_env.world_size()
     if rank > 0:
         set_quiet()
     silence_libraries()
@@ -121,7 +122,7 @@ def run_training(config: Config, resume: bool, until: int | None = None, keeps: 
     require_tensor_parallel_plan(config)
     finished = resume and read_status(config.folder).get("state") == "finished"
     patience_s = 60.0 * config.parallel.timeout
-    PHASE.at("preparing data", long=True)
+    PHASE.enter("preparing data", unbounded=True)
     with (
         raise_on_stop_signals(),
         contextlib.closing(HangDetector(config.folder, rank, world, patience_s)) as watch,
@@ -138,7 +139,7 @@ def run_training(config: Config, resume: bool, until: int | None = None, keeps: 
         if folder is not None:
             write_run_inputs(folder, config, data)
         stores = store_digests(data) if world > 1 else {}
-        PHASE.at("joining the others")
+        PHASE.enter("joining the others")
         ranks = init_distributed(patience_s + COLLECTIVE_MARGIN_S)
         with _process_group(ranks):
             watch.begin()
@@ -161,13 +162,13 @@ def _process_group(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except StoppedError:
-        ranks.leave_together()
+        ranks.shutdown()
         raise
     except BaseException:
-        if ranks.device.type == "cpu" or ranks.world == 1:
-            ranks.leave()
+        if ranks.device.type == "cpu" or ranks.world_size == 1:
+            ranks.destroy()
         raise
-    ranks.leave_together()
+    ranks.shutdown()
 
 
 def _assemble_and_train(
@@ -176,7 +177,7 @@ def _assemble_and_train(
 ) -> AssembledRun:  # fmt: skip
     """All that is done together."""
     try:
-        PHASE.at("loading the model", long=True)
+        PHASE.enter("loading the model", unbounded=True)
         mesh = build_mesh(config.parallel, ranks)
         run = _assemble(config, data, loading, folder, mesh, until, keeps, first_step)
         first_step.ends("load_s")
@@ -184,7 +185,7 @@ def _assemble_and_train(
         return run
     except torch.OutOfMemoryError as error:
         raise RunFailedError(
-            f"the device has too little memory: {str(error).splitlines()[0]} Lower train.micro_rows or "
+            f"the device has too little memory: {first_line(error)} Lower train.micro_rows or "
             "data.max_length, set parallel.recompute=full or parallel.offload, train an adapter instead of every "
             "weight, or use a larger device"
         ) from None
@@ -224,7 +225,7 @@ def _assemble(
     transform_layers(
         root.language_model, config.parallel, compiling
     )  # after the probe, whose short rows would be compiled too
-    if compiling and ranks.device.type == "cuda" and ranks.world == 1 and config.parallel.offload == "none":
+    if compiling and ranks.device.type == "cuda" and ranks.world_size == 1 and config.parallel.offload == "none":
         enable_cuda_graphs(
             root, config.train.micro_rows * config.row_length, device_peak_flops(ranks.device, arithmetic.name)
         )
@@ -294,7 +295,7 @@ def _print_summary(run: AssembledRun) -> None:
             "only rises"
         )
     info(
-        f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world} × {run.ranks.device.type}, "
+        f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world_size} × {run.ranks.device.type}, "
         f"{run.arithmetic.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.sizes.per_epoch} conversations an epoch"

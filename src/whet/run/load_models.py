@@ -65,7 +65,7 @@ def read_run_config(path: Path) -> Config:
     """The configuration of a run, wherever it was moved to."""
     if not (path / "config.yaml").exists():
         raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
-    return read_config(path / "config.yaml").at(path)
+    return read_config(path / "config.yaml").with_folder(path)
 
 
 def load_checkpoint_model(

@@ -14,9 +14,8 @@ from whet.config import Config, read_config
 from whet.core.console import info
 from whet.core.errors import WhetError
 from whet.core.files import file_lock, read_json
+from whet.core.launch_env import RANK_VARIABLES
 from whet.core.run_folder import parse_run_reference
-
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def resolve_model_reference(config: Config) -> Config:
@@ -86,7 +85,7 @@ def _export_in_subprocess(run: Path, step: int) -> Path:
     """In a process of its own: nothing of that model stays in the memory of this one or of its device."""
     wish = ("--to", "merged", "--dtype", "exact", "--json", "--quiet")
     command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", *wish]
-    alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    alone = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
     try:
         answer = json.loads(done.stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import time
@@ -11,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from whet.core import launch_env
 from whet.core.console import print_error
-from whet.core.distributed import Ranks, has_agent_store, is_peer_failure
+from whet.core.distributed import Ranks, is_peer_failure
 from whet.core.error_report import read_first_error, write_error_report, write_torchelastic_error
-from whet.core.errors import FAILED, RunFailedError, StoppedError, WhetError
+from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError, describe_error
 from whet.core.files import hash_file, hash_json, write_json
 from whet.core.heartbeat import PHASE
 from whet.core.run_folder import record_failure
@@ -34,7 +34,7 @@ def store_digests(data: RunData) -> dict[str, str]:
 
     To be called before the processes join: nobody waits for it in a collective.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if launch_env.local_rank() != 0:
         return {}
     return {use: _store_digest(Path(folder)) for use, folder in data.stores().items()}
 
@@ -47,15 +47,15 @@ def _store_digest(folder: Path) -> str:
 
 def require_consistent_ranks(folder: Path, mine: Mapping[str, str], ranks: Ranks) -> None:
     """Refuse, on every rank, machines that do not share the run's folder or have other data."""
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return
     nonce = _SharedFolderProbe(folder)
-    [name] = ranks.gather([nonce.write()] if ranks.is_first else [])
+    [name] = ranks.all_gather([nonce.write()] if ranks.is_main else [])
     try:
         found = {"host": socket.gethostname(), "sees": nonce.sees(name), "stores": dict(mine)}
-        everyone: list[dict[str, Any]] = ranks.gather([found])
+        everyone: list[dict[str, Any]] = ranks.all_gather([found])
     finally:
-        if ranks.is_first:
+        if ranks.is_main:
             nonce.remove(name)
     apart = _unique_hosts(one for one in everyone if not one["sees"])
     if apart:
@@ -111,7 +111,7 @@ class HangDetector:
     def __init__(self, folder: Path, rank: int, world: int, patience_s: float) -> None:
         self._folder, self._rank, self._world, self._patience_s = folder, rank, world, patience_s
         self._watchdog: Watchdog | None = None
-        if has_agent_store():
+        if launch_env.has_agent_store():
             self.begin()
 
     def begin(self) -> None:
@@ -124,9 +124,9 @@ class HangDetector:
             self._watchdog.close()
 
     def _hung(self, words: str) -> None:
-        write_error_report(self._folder, self._rank, words, FAILED)
+        write_error_report(self._folder, self._rank, words, ExitCode.FAILED)
         write_torchelastic_error(words)
-        record_failure(self._folder, words, FAILED, PHASE.step - 1)
+        record_failure(self._folder, words, ExitCode.FAILED, PHASE.step - 1)
         print_error(f"error: {words}")
 
 
@@ -144,7 +144,7 @@ def report_failures(folder: Path, rank: int, world: int) -> Iterator[None]:
         if world > 1 and is_peer_failure(error):
             raise RunFailedError(_lost_peer_message(folder, began, error)) from None
         if world > 1:
-            code = error.exit_code if isinstance(error, WhetError) else FAILED
+            code = error.exit_code if isinstance(error, WhetError) else ExitCode.FAILED
             write_error_report(folder, rank, _error_text(error), code)
         raise
 
@@ -158,5 +158,4 @@ def _lost_peer_message(folder: Path, began: float, error: BaseException) -> str:
 
 
 def _error_text(error: BaseException) -> str:
-    text = str(error).strip()
-    return text if isinstance(error, WhetError) else f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    return str(error).strip() if isinstance(error, WhetError) else describe_error(error)

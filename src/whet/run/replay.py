@@ -14,9 +14,10 @@ from rich.text import Text
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
 from whet.config import Config, read_config
+from whet.core import launch_env
 from whet.core.config import Section
 from whet.core.console import info, silence_libraries, warn
-from whet.core.distributed import Ranks, get_rank_and_world_size, init_distributed
+from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.data.batch import BatchShape
@@ -103,12 +104,12 @@ class SavedBatch:
 
 def replay_batch(file: Path) -> dict[str, Any]:
     """Run a saved step again and show what comes of each conversation; the weights and the run are left alone."""
-    if get_rank_and_world_size()[1] > 1:
+    if launch_env.world_size() > 1:
         raise WhetError("--replay: a saved step is run again in one process; start it without torchrun")
     silence_libraries()
     saved = SavedBatch.read(file)
     run = _find_run(file, saved)
-    config = read_config(run / "config.yaml").at(run)
+    config = read_config(run / "config.yaml").with_folder(run)
     set_deterministic(config)
     ranks = init_distributed()
     arithmetic = choose_precision(config, ranks.device, trains=False)

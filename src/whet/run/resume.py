@@ -19,7 +19,7 @@ from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.config import Config
 from whet.core.console import info, warn
 from whet.core.distributed import Ranks
-from whet.core.errors import FAILED, INPUT, INTERRUPTED, StoppedError, WhetError, disk_error
+from whet.core.errors import ExitCode, StoppedError, WhetError, disk_error
 from whet.core.files import JsonLinesWriter, atomic_dir, atomic_write, read_json, write_json
 from whet.core.run_folder import RunFolder
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested
@@ -38,14 +38,14 @@ _PACKAGES = ("whet", "torch", "transformers", "peft", "safetensors", "numpy")
 def checkpoint_metadata(config: Config) -> dict[str, Any]:
     """The configuration, the versions at work and, of an adapter, the hash of the weights that it was trained on."""
     base = weights_hash(config.model) if config.adapter is not None else None
-    return {"config": config.settled(), "versions": _package_versions(), "base": base}
+    return {"config": config.resolved(), "versions": _package_versions(), "base": base}
 
 
 def require_same_base(config: Config, manifest: dict[str, Any], ranks: Ranks) -> None:
     """Refuse an adapter whose base has changed since: it would load and be wrong. Rank 0 looks, all know."""
     then = manifest.get("base")
-    now = weights_hash(config.model) if then is not None and ranks.is_first else None
-    if any(ranks.gather([now is not None and now != then])):
+    now = weights_hash(config.model) if then is not None and ranks.is_main else None
+    if any(ranks.all_gather([now is not None and now != then])):
         raise WhetError(
             f"model.path: {config.model.path}: its weights are not those that this run's adapter was trained on (the "
             "files were changed since). Bring the old files back, or start a new run: run.dir=FOLDER"
@@ -82,12 +82,12 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
         elif isinstance(error, StopRequested):
             known = StoppedError(STOPPED_BEFORE_CHECKPOINT)
         end = known or error
-        code = end.exit_code if isinstance(end, WhetError) else FAILED
-        code = INTERRUPTED if isinstance(end, KeyboardInterrupt) else code
+        code = end.exit_code if isinstance(end, WhetError) else ExitCode.FAILED
+        code = ExitCode.INTERRUPTED if isinstance(end, KeyboardInterrupt) else code
         stays = isinstance(error, StopRequested)
         with contextlib.suppress(OSError):
-            state = "failed" if code in (INPUT, FAILED) else "stopped"
-            folder.end(state, code, str(end) or type(end).__name__, begun=stays and folder.holds_run())
+            state = "failed" if code in (ExitCode.INPUT, ExitCode.FAILED) else "stopped"
+            folder.set_ended(state, code, str(end) or type(end).__name__, begun=stays and folder.holds_run())
         folder.abandon(stays)
         raise end from None
     folder.close()
@@ -129,7 +129,7 @@ def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any,
 
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) of what makes `config` another run than the one in the folder."""
-    return _differences(read_yaml(path / "config.yaml").plain(), config.settled())
+    return _differences(read_yaml(path / "config.yaml").plain(), config.resolved())
 
 
 def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
@@ -203,8 +203,8 @@ def _load_newest_complete(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint; where a file of it is damaged, say so and take the one before. Rank 0 looks for
     them, all decide the same."""
-    there = ranks.gather(directory.list_steps(folder) if ranks.is_first else [])
-    steps = ranks.gather(directory.resumable_steps(folder) if ranks.is_first else [])
+    there = ranks.all_gather(directory.list_steps(folder) if ranks.is_main else [])
+    steps = ranks.all_gather(directory.resumable_steps(folder) if ranks.is_main else [])
     if there and not steps:
         raise WhetError(
             f"{folder}: none of these checkpoints has the optimizer's state (checkpoint.optimizer: newest), so the run "
@@ -220,10 +220,10 @@ def _load_newest_complete(
                     f"{error}. There is no other complete one to go back to: delete {folder} and --resume begins the "
                     "run anew"
                 ) from None
-            if ranks.is_first:
+            if ranks.is_main:
                 away = directory.quarantine(folder, step)
                 warn(f"{error}. It is set aside as {away.name}; the run goes on from step {steps[-1]}")
-            ranks.wait()
+            ranks.barrier()
     return None
 
 
@@ -241,9 +241,9 @@ def _initial_evaluation_bytes(path: Path, first: int) -> tuple[int, bool]:
 def read_kept_metrics(path: Path, kept: ResumeOffsets, ranks: Ranks) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that stay; rank 0 reads them, every rank knows them."""
     file = path / "metrics.jsonl"
-    if not ranks.is_first or not file.exists():
-        return ranks.gather([])
-    return ranks.gather([json.loads(line) for line in file.read_bytes()[: kept.metrics].splitlines()])
+    if not ranks.is_main or not file.exists():
+        return ranks.all_gather([])
+    return ranks.all_gather([json.loads(line) for line in file.read_bytes()[: kept.metrics].splitlines()])
 
 
 class RunFiles:
@@ -262,8 +262,8 @@ class RunFiles:
     def cut(self, kept: ResumeOffsets) -> None:
         """Undo what was written since a checkpoint; events have happened all the same."""
         if kept.metrics is not None and kept.samples is not None:
-            self.metrics.cut(kept.metrics)
-            self.samples.cut(kept.samples)
+            self.metrics.truncate(kept.metrics)
+            self.samples.truncate(kept.samples)
         self.step_ended()
 
     def close(self) -> None:

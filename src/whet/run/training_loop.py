@@ -129,7 +129,7 @@ class RunHooks:
             self.files.metrics.write(line)
             self.files.step_ended()
             self.trackers.write(line)
-            self.folder.beat(line["step"], self.steps)
+            self.folder.heartbeat(line["step"], self.steps)
 
     def _tell(self, seconds: dict[str, float], step: int) -> None:
         info(startup_summary(seconds))
@@ -170,7 +170,7 @@ class RunHooks:
 
     def save_requested(self) -> bool:
         """Rank 0's clock decides. A save that failed asks for the next one, which then says so on every rank."""
-        if self.saver is None or not self.ranks.is_first:
+        if self.saver is None or not self.ranks.is_main:
             return False
         minutes = self.config.checkpoint.minutes
         is_late = minutes is not None and time.monotonic() - self.saver.last_saved >= 60 * minutes
@@ -188,7 +188,7 @@ class RunHooks:
             self.files.events.write(event)
         done = fault.step - 1
         self.wait_for_save()
-        saved = self.ranks.gather(directory.list_steps(self._checkpoints) if self.ranks.is_first else [])
+        saved = self.ranks.all_gather(directory.list_steps(self._checkpoints) if self.ranks.is_main else [])
         if fault.verdict.action == "stop" and done > 0 and done not in saved and not fault.findings.weights:
             self.save(done, fault.before)
             self.wait_for_save()
@@ -196,7 +196,7 @@ class RunHooks:
 
     def can_roll_back(self) -> bool:
         self.wait_for_save()
-        return bool(self.ranks.gather(directory.resumable_steps(self._checkpoints) if self.ranks.is_first else []))
+        return bool(self.ranks.all_gather(directory.resumable_steps(self._checkpoints) if self.ranks.is_main else []))
 
     @property
     def _checkpoints(self) -> Path:
@@ -205,7 +205,7 @@ class RunHooks:
     def roll_back(self, step: int) -> ResumePoint:
         self.wait_for_save()
         path = self.config.folder
-        done = self.ranks.gather(directory.resumable_steps(self._checkpoints) if self.ranks.is_first else [])[-1]
+        done = self.ranks.all_gather(directory.resumable_steps(self._checkpoints) if self.ranks.is_main else [])[-1]
         self.guard.passed_over.append((done + 1, step))
         if self.folder is not None:  # before anything is undone: a run that dies here passes over them too
             write_passed_over(path, self.guard)
@@ -352,7 +352,7 @@ def _total_peak_flops(run: AssembledRun) -> float | None:
     if peak is None and device.type != "cpu":
         name = device_name(device)
         info(f"mfu is not given: what {name} can do at best in {run.arithmetic.name} is not known to whet")
-    return None if peak is None else peak * run.ranks.world
+    return None if peak is None else peak * run.ranks.world_size
 
 
 def _flops_table(run: AssembledRun) -> str:

@@ -68,7 +68,7 @@ def delete_weights(folder: Path) -> None:
 
 def _in_sibling_folder(config: Config, kind: str) -> Config:
     run = config.run.model_copy(update={"tags": [*config.run.tags, _TRIAL_TAG]})
-    return config.model_copy(update={"run": run}).at(config.folder.with_name(f"{config.folder.name}-{kind}"))
+    return config.model_copy(update={"run": run}).with_folder(config.folder.with_name(f"{config.folder.name}-{kind}"))
 
 
 def _limit_samples(sources: list[Source], most: int) -> list[Source]:

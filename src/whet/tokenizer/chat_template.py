@@ -76,7 +76,7 @@ class ChatTemplate:
         """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
         return self._render(self._compiled, messages, tools, prompt)
 
-    def trace(
+    def render_traced(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
         """The same of traced texts (`whet.tokenizer.traced_strings`), which note what the template asks about them."""
@@ -86,7 +86,7 @@ class ChatTemplate:
     def _tracing(self) -> Template:
         environment = _make_environment(TracingEnvironment)
         assert isinstance(environment, TracingEnvironment)
-        environment.watch()
+        environment.guard_filters()
         return environment.from_string(self.source)
 
     def _render(
@@ -103,7 +103,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
-    def words(self) -> tuple[str, ...]:
+    def constants(self) -> tuple[str, ...]:
         """Every text that the template compares with or searches for, such as `</think>`."""
         found = {
             constant.value

@@ -198,16 +198,16 @@ def to_fast_tokenizer(path: Path, turns: TurnMarkers | None) -> PreTrainedTokeni
 
     model = read_sentencepiece_model(path)
     _refuse_unsupported(model)
-    marks = turns.marks if turns else {}
+    marks = turns.by_role if turns else {}
     ids = {_marker_id(model, role, mark): mark.text for role, mark in marks.items()}
     names = _vocabulary_names(model, ids)
     backend = build_backend(model, names)
-    specials = [AddedToken(names[number], special=True, normalized=False) for number in (model.eod, *ids)]
+    specials = [AddedToken(names[number], special=True, normalized=False) for number in (model.eod_id, *ids)]
     backend.add_special_tokens(specials)
     ties = check_same_ids(model, load_processor(path), backend, [token.content for token in specials])
     if ties:
         info(f"{path}: in a chat, equally likely pieces may stand in another order than in training ({ties} probes)")
-    eod = names[model.eod]
+    eod = names[model.eod_id]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=eod, pad_token=eod, clean_up_tokenization_spaces=False,
         extra_special_tokens=[str(token.content) for token in specials[1:]],
@@ -222,8 +222,8 @@ def _refuse_unsupported(model: SentencePieceModel) -> None:
     reason = ""
     if model.algorithm not in (UNIGRAM, BPE):
         reason = "it is neither a unigram nor a BPE model"
-    elif model.normalisation:
-        reason = f"it rewrites characters by the rules {model.normalisation}, which fast tokenizers apply otherwise"
+    elif model.normalizer_name:
+        reason = f"it rewrites characters by the rules {model.normalizer_name}, which fast tokenizers apply otherwise"
     elif model.whitespace_as_suffix or not model.escapes_spaces:
         reason = "it treats spaces in a way that fast tokenizers have not"
     elif any(" " in piece.text for piece in model.pieces if piece.kind == USER_DEFINED):
@@ -236,10 +236,10 @@ def _refuse_unsupported(model: SentencePieceModel) -> None:
 
 
 def _marker_id(model: SentencePieceModel, role: str, mark: TurnMarker) -> int:
-    number = model.id_of(mark.text) if mark.id is None else mark.id
+    number = model.piece_to_id(mark.text) if mark.id is None else mark.id
     if number is None or number >= len(model.pieces):
         raise WhetError(f"data.markers.{role}: {model.path} has no piece {mark.text if number is None else number}")
-    piece, taken = model.pieces[number], model.id_of(mark.text)
+    piece, taken = model.pieces[number], model.piece_to_id(mark.text)
     if piece.kind in (NORMAL, UNKNOWN, BYTE) or taken not in (None, number):
         raise WhetError(
             f"data.markers.{role}: {mark.text} cannot be id {number}, the {KIND_NAMES[piece.kind]} piece {piece.text!r}"
@@ -254,7 +254,7 @@ def _vocabulary_names(model: SentencePieceModel, marks: dict[int, str]) -> list[
         f"{piece.text} ({KIND_NAMES[piece.kind]})" if piece.kind in (UNKNOWN, CONTROL, UNUSED) else piece.text
         for piece in model.pieces
     ]
-    names[model.eod] = model.pieces[model.eod].text
+    names[model.eod_id] = model.pieces[model.eod_id].text
     for number, text in marks.items():
         names[number] = text
     return names

@@ -23,11 +23,11 @@ class Encoder(Protocol):
     """What marked text needs of a tokenizer."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """How many ids there are."""
 
     @property
-    def eod(self) -> int:
+    def eod_id(self) -> int:
         """The id that ends a document."""
 
     @property
@@ -37,13 +37,13 @@ class Encoder(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text by itself."""
 
-    def id_of(self, text: str) -> int | None:
+    def token_to_id(self, text: str) -> int | None:
         """The id whose piece is exactly this text."""
 
-    def text_of(self, number: int) -> str:
+    def id_to_token(self, number: int) -> str:
         """The piece of an id."""
 
-    def kind_of(self, number: int) -> str | None:
+    def token_kind(self, number: int) -> str | None:
         """None where an id may stand for a marker; else what it is: ordinary, unknown or byte."""
 
     def check_markers(self, ids: Sequence[int]) -> None:
@@ -57,20 +57,20 @@ class SentencePieceEncoder:
         self._model = read_sentencepiece_model(path)
         self._processor = load_processor(path)
         self._threads = os.cpu_count() or 1
-        self.vocabulary = len(self._model.pieces)
-        self.eod = self._model.eod
+        self.vocab_size = len(self._model.pieces)
+        self.eod_id = self._model.eod_id
         self.fingerprint = hash_file(path)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return list(self._processor.encode(list(texts), num_threads=self._threads)) if texts else []
 
-    def id_of(self, text: str) -> int | None:
-        return self._model.id_of(text)
+    def token_to_id(self, text: str) -> int | None:
+        return self._model.piece_to_id(text)
 
-    def text_of(self, number: int) -> str:
+    def id_to_token(self, number: int) -> str:
         return self._model.pieces[number].text
 
-    def kind_of(self, number: int) -> str | None:
+    def token_kind(self, number: int) -> str | None:
         kind = self._model.pieces[number].kind
         return KIND_NAMES[kind] if kind in (NORMAL, UNKNOWN, BYTE) else None
 
@@ -88,21 +88,21 @@ class FastTokenizerEncoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
-        self.vocabulary = len(tokenizer)
-        self.eod = int(tokenizer.eos_token_id)
+        self.vocab_size = len(tokenizer)
+        self.eod_id = int(tokenizer.eos_token_id)
         self.fingerprint = hash_json(self._backend.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(found.ids) for found in self._backend.encode_batch(list(texts), add_special_tokens=False)]
 
-    def id_of(self, text: str) -> int | None:
+    def token_to_id(self, text: str) -> int | None:
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
-    def text_of(self, number: int) -> str:
+    def id_to_token(self, number: int) -> str:
         return self._added.get(number) or str(self._backend.id_to_token(number))
 
-    def kind_of(self, number: int) -> str | None:
+    def token_kind(self, number: int) -> str | None:
         return None if number in self._added else KIND_NAMES[NORMAL]
 
     def check_markers(self, ids: Sequence[int]) -> None:

@@ -41,21 +41,21 @@ class SentencePieceModel:
     algorithm: int
     byte_fallback: bool
     whitespace_as_suffix: bool
-    normalisation: str
+    normalizer_name: str
     """The name of the rules by which characters are rewritten; empty if none are."""
     dummy_prefix: bool
     removes_extra_spaces: bool
     escapes_spaces: bool
 
-    def id_of(self, text: str) -> int | None:
+    def piece_to_id(self, text: str) -> int | None:
         """The id of the piece with this text."""
         return next((number for number, piece in enumerate(self.pieces) if piece.text == text), None)
 
     @property
-    def eod(self) -> int:
+    def eod_id(self) -> int:
         """End of document: the piece <|endoftext|>, which GPT-NeoX takes, else the end of sentence </s>."""
         for text in (END_OF_DOCUMENT, "</s>"):
-            found = self.id_of(text)
+            found = self.piece_to_id(text)
             if found is not None:
                 return found
         raise WhetError(f"{self.path}: neither {END_OF_DOCUMENT} nor </s> is a piece, so no document could end")

@@ -28,15 +28,15 @@ class TraceGuards:
 
     def __init__(self) -> None:
         self.inspected = False
-        self.words: set[str] = set()
+        self.searched: set[str] = set()
         self.stripped: set[str] = set()
 
-    def closed(self) -> Callable[[str], bool]:
+    def predicate(self) -> Callable[[str], bool]:
         """Whether the answers for a text are known: no word is in it, overlaps its ends or holds it inside.
 
         Overlaps count because a template may ask about a text that it has joined with others.
         """
-        words = tuple(sorted(word for word in self.words if word))
+        words = tuple(sorted(word for word in self.searched if word))
         starts = (*sorted({word[i:] for word in words for i in range(1, len(word))} | self.stripped),)
         ends = (*sorted({word[:i] for word in words for i in range(1, len(word))} | self.stripped),)
 
@@ -55,16 +55,16 @@ class TraceGuards:
 class TracedStr(str):
     """A text that notes the words that are looked for in it, and refuses what it does not know."""
 
-    __slots__ = ("_questions",)
-    _questions: TraceGuards
+    __slots__ = ("_guards",)
+    _guards: TraceGuards
 
-    def __new__(cls, text: str, questions: TraceGuards) -> TracedStr:
+    def __new__(cls, text: str, guards: TraceGuards) -> TracedStr:
         traced = str.__new__(cls, text)
-        traced._questions = questions
+        traced._guards = guards
         return traced
 
     def _like(self, text: str) -> TracedStr:
-        return TracedStr(text, self._questions)
+        return TracedStr(text, self._guards)
 
     def _ask(self, word: Any) -> None:
         if word is self:
@@ -72,7 +72,7 @@ class TracedStr(str):
         if isinstance(word, TracedStr):
             _refuse(self)
         if isinstance(word, str):
-            self._questions.words.add(word)
+            self._guards.searched.add(word)
 
     def __str__(self) -> str:
         return self
@@ -139,7 +139,7 @@ class TracedStr(str):
     def _stripped(self, strip: Callable[..., str], chars: str | None) -> TracedStr:
         if isinstance(chars, TracedStr):
             _refuse(self)
-        self._questions.stripped.update(chars or "")
+        self._guards.stripped.update(chars or "")
         return self._like(strip(self, chars))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TracedStr:
@@ -156,7 +156,7 @@ class TracedStr(str):
 
 
 def _refuse(text: TracedStr, *_: Any, **__: Any) -> NoReturn:
-    text._questions.inspected = True
+    text._guards.inspected = True
     raise DataDependentError
 
 
@@ -273,7 +273,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(_concat_traced)
     haystack = staticmethod(_searched)
 
-    def watch(self) -> None:
+    def guard_filters(self) -> None:
         """Guard all filters and tests that are there by now."""
         for name, function in self.filters.items():
             if name not in _PASS_THROUGH_FILTERS:

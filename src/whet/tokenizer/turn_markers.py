@@ -23,13 +23,13 @@ class TurnMarker:
 class TurnMarkers:
     """The markers by role, and whether a document ends with the end-of-document token."""
 
-    marks: dict[str, TurnMarker]
+    by_role: dict[str, TurnMarker]
     append_eod: bool = True
 
 
 def set_marker_template(tokenizer: PreTrainedTokenizerFast, turns: TurnMarkers) -> None:
     """Give a tokenizer that has the markers as tokens their chat template; the closing marker becomes `eot_token`."""
-    texts = {role: _marker_token(tokenizer, role, mark) for role, mark in turns.marks.items()}
+    texts = {role: _marker_token(tokenizer, role, mark) for role, mark in turns.by_role.items()}
     tokenizer.chat_template = marker_template(texts, str(tokenizer.eos_token) if turns.append_eod else "")
     tokenizer._set_model_specific_special_tokens({"eot_token": texts["assistant"]})
     tokenizer.init_kwargs["eot_token"] = texts["assistant"]

@@ -202,7 +202,9 @@ class Diagnoser:
         together: what they sum is of all of theirs.
         """
         layout = [MicroBatchLayout(self.ranks.rank, row, tuple(members)) for row, members in loader.layout(step)]
-        layout = self.ranks.gather(layout if self.ranks.counts and not self.ranks.slice else [])  # the same in each
+        layout = self.ranks.all_gather(
+            layout if self.ranks.is_tensor_main and not self.ranks.context_rank else []
+        )  # the same in each
         supervised = loader.totals(step).supervised
         if not supervised:
             every = self._of_all(
@@ -210,7 +212,7 @@ class Diagnoser:
             )
             return Diagnosis(every, every, self._broken_weights(), layout)
         weight = self.loss_scale / supervised
-        together = self.ranks.slices > 1 or is_sharded(self.model)
+        together = self.ranks.context_size > 1 or is_sharded(self.model)
         backward = kind != "spike" and not together
         alone = []
         with progress(f"step {step + 1}: each conversation alone", None) as bar:
@@ -231,16 +233,16 @@ class Diagnoser:
     def _broken_weights(self) -> list[str]:
         """Each process looks at its part of divided weights."""
         reshard(self.model)
-        return sorted(set(self.ranks.gather(nonfinite_weights(self.model))))
+        return sorted(set(self.ranks.all_gather(nonfinite_weights(self.model))))
 
     def _of_all(self, mine: list[DocumentResult]) -> list[DocumentResult]:
         """What all ranks found; slices of the same documents are put together."""
-        everyone = self.ranks.gather([mine] if self.ranks.counts else [])
+        everyone = self.ranks.all_gather([mine] if self.ranks.is_tensor_main else [])
         order = module_order(self.model)
         return [
             _merge_slices(slices, order)
-            for first in range(0, len(everyone), self.ranks.slices)
-            for slices in zip(*everyone[first : first + self.ranks.slices], strict=True)
+            for first in range(0, len(everyone), self.ranks.context_size)
+            for slices in zip(*everyone[first : first + self.ranks.context_size], strict=True)
         ]
 
     def _run(self, step: int, row: int, batch: PackedBatch, weight: float, backward: bool) -> DocumentResult:
@@ -254,7 +256,7 @@ class Diagnoser:
             with self.arithmetic:
                 result = self.model(batch.to(self.ranks.device), weight)
             loss = float(result.loss)
-            sliced = self.ranks.slices > 1  # another slice's loss may have broken by what happened in this one
+            sliced = self.ranks.context_size > 1  # another slice's loss may have broken by what happened in this one
             if watch.forward is not None and (sliced or not math.isfinite(loss)):
                 layer = watch.forward
             elif not math.isfinite(loss):

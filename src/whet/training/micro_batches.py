@@ -58,7 +58,7 @@ class ForwardPasses(Iterator[LossSum]):
     def _make(self) -> LossSum:
         row, batch = next(self._batches)
         self._made += 1
-        PHASE.at(f"micro-batch {self._made}", self.step + 1)
+        PHASE.enter(f"micro-batch {self._made}", self.step + 1)
         set_gradient_sync(self.model, self._made == self._count)
         torch.manual_seed(derive_seed(self._seed, self.step, row))
         with self._arithmetic:

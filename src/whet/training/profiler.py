@@ -109,10 +109,10 @@ def make_profiler(
         raise WhetError(
             f"profile.steps: {list(config.steps)}, but the run has {steps} steps. Give [first, last] within them"
         )
-    beyond = [rank for rank in config.ranks if rank >= ranks.world]
+    beyond = [rank for rank in config.ranks if rank >= ranks.world_size]
     if beyond:
         raise WhetError(
-            f"profile.ranks: {beyond[0]}, but there are {ranks.world} processes here, counted from 0. Leave it out"
+            f"profile.ranks: {beyond[0]}, but there are {ranks.world_size} processes here, counted from 0. Leave it out"
         )
     if ranks.rank not in config.ranks:
         return Profiler()

@@ -68,19 +68,19 @@ def compute_gradients(
         result.objective.backward()
         sums[0] += result.loss
         sums[1] += result.hits.sum()
-    PHASE.at("summing", step + 1)
+    PHASE.enter("summing", step + 1)
     all_reduce_gradients(parameters, ranks)
     sync_replicated_gradients(model)
-    if not ranks.counts:
+    if not ranks.is_tensor_main:
         sums[:2].zero_()
     sums[3] = squared_gradient_norm(parameters, ranks)
-    ranks.sum_(sums)
+    ranks.all_reduce_(sums)
     reading = HostCopy(sums)
     if move is not None and supervised:
         move(*_decide_on_device(sums, supervised, loss_scale, clip_norm, limit))
         if meanwhile is not None:
             meanwhile()
-            PHASE.at("waiting for the device", step + 1)
+            PHASE.enter("waiting for the device", step + 1)
     loss, hits, stops, squares, saves = reading.numbers()
     if not supervised:
         return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, passes.data_s, saves > 0, reading.came)

@@ -187,7 +187,7 @@ class Trainer:
         """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
         start, seen = place.step, place.seen
         if self.cadence.evaluate_at_start if start == self.cadence.first else self.cadence.evaluates_after(start):
-            PHASE.at("evaluating", start)
+            PHASE.enter("evaluating", start)
             release_cuda_graphs(self.model)
             self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
         self.model.train()
@@ -211,7 +211,7 @@ class Trainer:
                 bar.advance(1, progress_note(result.line, smoothed.add(result.line["loss"])))
                 is_due = self.cadence.saves_after(done, self._epochs(before), self._epochs(seen))
                 if result.stop or result.save or is_due:
-                    PHASE.at("saving a checkpoint")
+                    PHASE.enter("saving a checkpoint")
                     self.hooks.save(done, seen)
                 if result.stop:
                     self.hooks.wait_for_save()
@@ -220,7 +220,7 @@ class Trainer:
                         "Start it again to continue (whet train: with --resume)"
                     )
                 if self.cadence.evaluates_after(done):
-                    PHASE.at("evaluating")
+                    PHASE.enter("evaluating")
                     release_cuda_graphs(self.model)
                     self.hooks.evaluate(done)
                     self.model.train()  # not in every step: a model with adapters has thousands of modules
@@ -236,7 +236,7 @@ class Trainer:
         overlaps = (
             early is not None
             and not self.loss_scale.moves
-            and self.ranks.slices == self.ranks.tensor == 1
+            and self.ranks.context_size == self.ranks.tensor_size == 1
             and not is_sharded(self.model)
             and gradient_bytes(self.optimizer) <= _MAX_OVERLAP_BYTES
         )
@@ -265,7 +265,7 @@ class Trainer:
         passes, save = ahead.take(step), self.hooks.save_requested()
         if not passes.has_begun:
             clock.start()
-        PHASE.at("computing gradients", step + 1)
+        PHASE.enter("computing gradients", step + 1)
         totals = self.loader.totals(step)
         after = seen.plus(totals, self.work)
         rates = self._rates(step, seen, after)
@@ -288,7 +288,7 @@ class Trainer:
             verdict = self._fault(step, seen, result, verdict)
         if verdict.action == "rollback":
             return _StepOutcome(seen, {}, result.stop, self.hooks.roll_back(step + 1))
-        PHASE.at("changing weights")
+        PHASE.enter("changing weights")
         if verdict.action == "take" and not moved:
             found = time.perf_counter()
             optimizer_step(self.optimizer, result.factor)
@@ -305,7 +305,7 @@ class Trainer:
         """Find who is to blame and say so; ends the run if that is what the policy, or what is left of it, says."""
         if verdict.action == "rollback" and not self.hooks.can_roll_back():
             verdict = verdict.stopping("there is no checkpoint to go back to")
-        PHASE.at("looking for what is to blame")
+        PHASE.enter("looking for what is to blame")
         examiner = Diagnoser(self.model, self.ranks, self.seed, self.arithmetic, self.loss_scale.value)
         findings = examiner.examine(self.loader, step, verdict.kind)
         words = self.hooks.fault(StepFault(step + 1, seen, result, verdict, findings, self.guard.policy(verdict.kind)))

@@ -74,7 +74,7 @@ class MarkedTextTokenizer:
         return MarkedRenderer(self._encoder, self._markers, self._train_on)
 
     def vocabulary(self) -> int:
-        return self._encoder.vocabulary
+        return self._encoder.vocab_size
 
     def save(self, folder: Path) -> None:
         if self._pieces is not None:

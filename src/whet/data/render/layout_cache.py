@@ -201,10 +201,10 @@ class LayoutCache:
         if shape is None or shape in self._known or len(self._known) >= _MAX_ENTRIES:
             return
         questions, texts = TraceGuards(), _message_texts(conversation)
-        if not all(map(questions.closed(), texts)):
+        if not all(map(questions.predicate(), texts)):
             return
         prints_only = self._prints_only(conversation, text, questions)
-        is_answered = questions.closed()
+        is_answered = questions.predicate()
         if all(map(is_answered, texts)):
             skeleton = build_cached_layout(text, extents, spans) if prints_only and extents is not None else None
             quick = None if skeleton is None else self._quick(skeleton)
@@ -216,11 +216,11 @@ class LayoutCache:
         messages = [message.as_dict(self._in_parts) for message in traced]
         turns = [i for i, message in enumerate(traced) if message.role == "assistant"]
         try:
-            if "".join([self._template.trace(messages, conversation.tools)]) != text:
+            if "".join([self._template.render_traced(messages, conversation.tools)]) != text:
                 return False
             for turn in turns:
-                self._template.trace(messages[:turn], conversation.tools, prompt=True)
-                self._template.trace(messages[: turn + 1], conversation.tools)
+                self._template.render_traced(messages[:turn], conversation.tools, prompt=True)
+                self._template.render_traced(messages[: turn + 1], conversation.tools)
         except BadRecordError:
             return False
         return not questions.inspected

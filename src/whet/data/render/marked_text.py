@@ -32,8 +32,8 @@ class MarkedRenderer:
         self._encoder, self._markers, self._train_on = tokenizer, markers, train_on
         self.ids = resolve_marker_ids(tokenizer, markers)
         tokenizer.check_markers(list(self.ids.values()))
-        self._controls = frozenset([*self.ids.values(), tokenizer.eod])
-        known = {*markers_by_role(markers).values(), *(tokenizer.text_of(number) for number in self._controls)}
+        self._controls = frozenset([*self.ids.values(), tokenizer.eod_id])
+        known = {*markers_by_role(markers).values(), *(tokenizer.id_to_token(number) for number in self._controls)}
         self._look_alike = look_alike_pattern(sorted(known))
 
     def render_items(self, items: Sequence[Conversation | PlainText | MarkedText]) -> list[Rendered | BadRecordError]:
@@ -44,7 +44,7 @@ class MarkedRenderer:
         return [next(documents) if isinstance(item, PlainText) else next(turns) for item in items]
 
     def _plain(self, ids: list[int]) -> Rendered:
-        ids = [*ids, self._encoder.eod]
+        ids = [*ids, self._encoder.eod_id]
         return Rendered(np.array(ids, dtype=np.int32), np.array([0] + [1] * (len(ids) - 1), dtype=np.uint8), ends=True)
 
     def render(self, batch: Sequence[MarkedText | Conversation]) -> list[Rendered | BadRecordError]:
@@ -80,7 +80,7 @@ class MarkedRenderer:
             if self._look_alike.search(turn.text) or not self._controls.isdisjoint(span):
                 notes.append(MARKER_LOOK_ALIKE)
         if self._markers.append_eod:
-            ids.append(self._encoder.eod)
+            ids.append(self._encoder.eod_id)
             loss.append(int(learned))  # after a turn that is learned: an answer ends here, and nothing follows it
         loss[:1] = [0]  # nothing comes before it, so it is no target
         ends = not everything or self._markers.append_eod or turns[-1].role is not None
@@ -97,7 +97,7 @@ def resolve_marker_ids(encoder: Encoder, markers: Markers) -> dict[str, int]:
     }
     if markers.system is not None:
         ids["system"] = _resolve_marker_id(encoder, markers.system, "system")
-    roles = {encoder.eod: "the end of document"}
+    roles = {encoder.eod_id: "the end of document"}
     texts: dict[str, str] = {}
     for role, number in ids.items():
         text = markers_by_role(markers)[role]
@@ -110,7 +110,7 @@ def resolve_marker_ids(encoder: Encoder, markers: Markers) -> dict[str, int]:
 
 def _resolve_marker_id(encoder: Encoder, marker: Marker, role: str) -> int:
     if marker.id is None:
-        found = encoder.id_of(marker.text)
+        found = encoder.token_to_id(marker.text)
         if found is None:
             raise WhetError(
                 f"data.markers.{role}.text: the tokenizer does not know {marker.text} as one piece; give the id of a "
@@ -119,14 +119,14 @@ def _resolve_marker_id(encoder: Encoder, marker: Marker, role: str) -> int:
         key, number = "text", found
     else:
         key, number = "id", marker.id
-        if number >= encoder.vocabulary:
+        if number >= encoder.vocab_size:
             raise WhetError(
-                f"data.markers.{role}.id: {number} is beyond the tokenizer's {encoder.vocabulary} pieces (from 0)"
+                f"data.markers.{role}.id: {number} is beyond the tokenizer's {encoder.vocab_size} pieces (from 0)"
             )
-    kind = encoder.kind_of(number)
+    kind = encoder.token_kind(number)
     if kind is not None:
         raise WhetError(
-            f"data.markers.{role}.{key}: id {number} is the {kind} piece {encoder.text_of(number)!r}, which text "
+            f"data.markers.{role}.{key}: id {number} is the {kind} piece {encoder.id_to_token(number)!r}, which text "
             "becomes too, so a turn could not be told from text. Choose a control or unused piece"
         )
     return number

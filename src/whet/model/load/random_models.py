@@ -10,7 +10,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,7 +61,7 @@ def random_model_config(path: str, trust_remote_code: bool = False) -> PreTraine
     try:
         config = AutoConfig.from_pretrained(_config_file(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = first_line(error)
         raise WhetError(f"model.path: {path}: this configuration cannot be used: {first}") from None
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # how its weights were stored; random ones never were

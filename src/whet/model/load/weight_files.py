@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
@@ -36,7 +36,7 @@ def locate_model(path: str) -> str:
 
 
 def load_error(path: str, what: str, error: Exception) -> WhetError:
-    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    first = first_line(error)
     return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")
 
 

@@ -1,0 +1,54 @@
+"""What the launcher told this process through its environment: rank, world size, where the store is. No torch.
+
+torchrun and `whet launch` set these variables for each process they start; without them the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Removed from the environment of a subprocess that works alone. LOCAL_RANK stays: it names this process's device."""
+
+
+def rank() -> int:
+    """The number of this process among all processes of the run."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes the run has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """The number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size(default: int = 1) -> int:
+    """How many processes of the run share this machine; `default` where the launcher does not set it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default))
+
+
+def store_address() -> tuple[str, int]:
+    """Host and port of the TCPStore at which all processes meet."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def started_by_torchrun() -> bool:
+    """Whether torchrun started this process. It puts each worker in a session of its own, so a signal to torchrun's
+    process group does not reach them, and they would outlive it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent keeps a store that exists before the process group and outlives every worker."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def error_file() -> Path | None:
+    """The file that torchrun reads a failed worker's error from."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file) if file else None
