@@ -1,4 +1,4 @@
-"""What 8 bits gain: layers of an 8B Llama, forward and backward, compiled, in bf16, fp8 and fp8-rowwise.
+"""What 8 bits gain: layers of an 8B Llama, forward and backward, compiled, in bf16 and fp8.
 
 All are warmed up and then timed in turns; the kernels of one pass are summed by what they do. The last line is a JSON
 object. Needs a CUDA device of capability 8.9 or higher.
@@ -26,14 +26,14 @@ from whet.model.fp8.conversion import convert_to_fp8_, require_fp8
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
 
-RECIPES = {"bf16": None, "fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+PRECISIONS = ("bf16", "fp8")
 ROUNDS = 10
 
 
 def main(layers: str = "4", tokens: str = "8192", weights: str = "bf16") -> None:
     require_fp8(torch.device("cuda", 0), "fp8")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[weights]
-    passes = {name: make(recipe, int(layers), int(tokens), dtype) for name, recipe in RECIPES.items()}
+    passes = {name: make(name, int(layers), int(tokens), dtype) for name in PRECISIONS}
     results: dict[str, Any] = {}
     for name, (run, flops) in passes.items():
         for _ in range(3):
@@ -62,7 +62,7 @@ def main(layers: str = "4", tokens: str = "8192", weights: str = "bf16") -> None
     print(json.dumps({"layers": int(layers), "tokens": int(tokens), "weights": weights, **results}))  # noqa: T201
 
 
-def make(recipe: str | None, layers: int, tokens: int, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
+def make(precision: str, layers: int, tokens: int, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
     """A forward and backward pass through the layers, as training runs them, and its FLOPs."""
     config = transformers.LlamaConfig(
         vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
@@ -75,8 +75,8 @@ def make(recipe: str | None, layers: int, tokens: int, dtype: torch.dtype) -> tu
         model,
         attention.choose_backend("auto", torch.device("cuda", 0), torch.bfloat16, attention.inspect_attention(model)),
     )
-    if recipe is not None:
-        convert_to_fp8_(model, recipe)  # type: ignore[arg-type]
+    if precision == "fp8":
+        convert_to_fp8_(model)
     transform_layers(model, ParallelConfig(), compile=True)
     root = LossModel(model)
     places = torch.arange(tokens, device="cuda")

@@ -4,7 +4,7 @@
 
 Default: 500 steps of all weights of builtin:smollm2; with a RANK, of an adapter. It takes a CUDA card with fp8.
 
-Four runs: bf16 with two seeds, whose difference is what chance does, then fp8 and fp8-rowwise with the first seed.
+Three runs: bf16 with two seeds, whose difference is what chance does, then fp8 with the first seed.
 Every matrix of the decoder multiplies in 8 bits, also those that whet itself would leave in 16, because they are too
 small for 8 bits to be faster. Prints the mean loss over each fifth of the run and the validation loss at the end; the
 last line is a JSON object.
@@ -27,13 +27,13 @@ from whet.model.fp8 import conversion
 from whet.run import assemble
 from whet.run import lifecycle as recipe_train
 
-RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8-rowwise", 1)]
+RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1)]
 FIFTHS = 5
 
 
 def main(data: str, steps: str = "500", model: str = "builtin:smollm2", rank: str = "0") -> None:
     set_quiet()
-    assemble.convert_to_fp8_ = functools.partial(conversion.convert_to_fp8_, worth=lambda *shape: True)
+    assemble.convert_to_fp8_ = functools.partial(conversion.convert_to_fp8_, convert_if=lambda *shape: True)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for precision, seed in RUNS:

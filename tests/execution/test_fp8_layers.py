@@ -17,7 +17,7 @@ Make = Callable[..., Any]
 
 def passes(make_root: Make, make_batch: Make, dropout: float | None, compile: bool = False, **settings: Any) -> Any:
     root = make_root(dtype=torch.float32, dropout=dropout, num_hidden_layers=2)
-    convert_to_fp8_(root.language_model, "tensorwise", worth=lambda *sizes: True, emulate=True)
+    convert_to_fp8_(root.language_model, convert_if=lambda *sizes: True, emulate=True)
     transform_layers(root.language_model, ParallelConfig(**settings), compile, backend="aot_eager")
     torch.manual_seed(3)
     loss = root(make_batch([20, 17]))

@@ -24,7 +24,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "require_fp8", lambda device, precision: None)
     monkeypatch.setattr(assemble, "fp8_unsupported_reason", lambda device: None)
     monkeypatch.setattr(
-        assemble, "convert_to_fp8_", functools.partial(convert_to_fp8_, worth=lambda *sizes: True, emulate=True)
+        assemble, "convert_to_fp8_", functools.partial(convert_to_fp8_, convert_if=lambda *sizes: True, emulate=True)
     )
 
 
@@ -42,15 +42,12 @@ def bf16(whet: Callable[..., Any], recipe: str, tmp_path_factory: pytest.TempPat
     [
         ["train.precision=fp8"],
         pytest.param(["train.precision=fp8", "model.dtype=bf16"], marks=pytest.mark.slow),
-        pytest.param(["train.precision=fp8-rowwise"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_it_learns_what_bf16_learns(
     whet: Callable[..., Any], recipe: str, tmp_path: Path, bf16: Path, steps_of: Steps, options: list[str]
 ) -> None:
-    if "train.precision=fp8-rowwise" in options:
-        pytest.importorskip("torchao")
     folder = tmp_path / "run"
     ended = whet("train", recipe, f"run.dir={folder}", *LONG, *options)
     assert ended.code == 0, ended.err  # the export was compared too
@@ -131,18 +128,27 @@ def test_what_is_measured_is_what_is_shipped(whet: Callable[..., Any], recipe: s
     assert json.loads(whet("eval", folder, "--json").out)["val_loss"] == measured[-1]
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
 def test_a_device_without_it_is_refused(
-    whet: Callable[..., Any], recipe: str, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+    whet: Callable[..., Any], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=True: None)
     folder = tmp_path / "run"
-    ended = whet("train", recipe, f"run.dir={folder}", f"train.precision={precision}", "--json")
+    ended = whet("train", recipe, f"run.dir={folder}", "train.precision=fp8", "--json")
     assert ended.code == 1
     error = json.loads(ended.out)["error"]
-    assert f"train.precision: {precision}" in error
+    assert "train.precision: fp8" in error
     assert "train.precision=bf16" in error
-    checked = whet("check", recipe, f"train.precision={precision}", "--json")
+    checked = whet("check", recipe, "train.precision=fp8", "--json")
     assert checked.code == 1
     (fault,) = [each for each in json.loads(checked.out)["checks"] if each["level"] == "fault"]
     assert (fault["check"], "train.precision=bf16" in fault["text"]) == ("model", True)
+
+
+def test_the_removed_row_wise_scaling_is_refused(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
+    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.precision=fp8-rowwise", "--json")
+    assert ended.code == 1
+    assert json.loads(ended.out)["error"].endswith(
+        "train.precision: fp8-rowwise was removed: it was never faster than fp8 and learned the same. "
+        "Set train.precision=fp8"
+    )
+    assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.model.fp8.casting import E4M3, E5M2, cast_to_fp8_eager, cast_to_fp8_transposed, compute_amax, scale_from_amax
-from whet.model.fp8.linear import scaled_matmul
+from whet.model.fp8.linear import FP8Linear, scaled_matmul
 
 # The frozen matrix of a linear layer, as the tensors it is kept in: itself, itself and the scale that it gets in 8
 # bits, or 4-bit numbers and their scales.
@@ -27,7 +27,7 @@ _NF4_BLOCK, _NF4_SCALE_BLOCK = 64, 256  # as bitsandbytes packs NF4 with double 
 def is_supported_linear(layer: nn.Module) -> bool:
     """Whether it is an ordinary linear layer, in 16 bits and more or in NF4, or multiplies in 8 bits with one scale for
     each matrix; other subclasses compute something else."""
-    if type(layer) is nn.Linear or _is_tensorwise(layer):
+    if type(layer) is nn.Linear or isinstance(layer, FP8Linear):
         return True
     state: Any = getattr(getattr(layer, "weight", None), "quant_state", None)
     return (
@@ -39,10 +39,6 @@ def is_supported_linear(layer: nn.Module) -> bool:
     )
 
 
-def _is_tensorwise(layer: nn.Module) -> bool:
-    return getattr(layer, "is_tensorwise", False)
-
-
 def is_fp8_weight(parts: Sequence[Tensor]) -> bool:
     """Whether the matrix is to be multiplied in 8 bits."""
     return len(parts) == 2
@@ -51,7 +47,7 @@ def is_fp8_weight(parts: Sequence[Tensor]) -> bool:
 def weight_parts(layer: Any) -> list[Tensor]:
     """What the matrix is kept in. A layer that multiplies in 8 bits does so while it is trained only."""
     state = getattr(layer.weight, "quant_state", None)
-    if _is_tensorwise(layer) and layer.training:
+    if isinstance(layer, FP8Linear) and layer.training:
         return [layer.weight, scale_from_amax(compute_amax(layer.weight), E4M3)]
     if state is None:
         return [layer.weight]

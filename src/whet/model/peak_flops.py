@@ -50,7 +50,6 @@ def device_peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         precision = "tf32"
-    precision = precision.removesuffix("-rowwise")
     return peak_flops_of(device_name(device), precision)
 
 

@@ -24,7 +24,7 @@ from whet.data.prepare.store import Store
 from whet.data.prepare.workers import fork_lock
 from whet.execution.compile import import_compiler, should_compile
 from whet.model import attention
-from whet.model.fp8.conversion import FP8Recipe, convert_to_fp8_, fp8_unsupported_reason, require_fp8
+from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason, require_fp8
 from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model, move_real_tensors_
 from whet.model.load.pretrained import load_model
 from whet.model.load.random_models import is_random_model
@@ -43,7 +43,6 @@ from whet.parallel.tensor_parallel import verify_tensor_parallel
 # The parts of a run, each made from its configuration: loader, model.
 
 _PADDED_LENGTHS = 4
-_FP8_RECIPES: dict[str, FP8Recipe] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
 
 
 class VocabularyError(WhetError):
@@ -86,7 +85,7 @@ class PrecisionPolicy:
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
         """Mixed precision where weights and arithmetic differ; fp64 without the models' own excursions to fp32."""
-        if self.name in ("bf16", "fp16", *_FP8_RECIPES):
+        if self.name in ("bf16", "fp16", "fp8"):
             return torch.autocast(device.type, self.compute)
         return KeepFloat64() if self.name == "fp64" else nullcontext()
 
@@ -105,9 +104,9 @@ def resolve_precision(config: Config, device: torch.device, trains: bool = True)
     Whoever does not train can use what was trained in 8 bits on any device: then it is bf16, as its weights are.
     """
     name = _best_precision(device) if config.train.precision == "auto" else config.train.precision
-    if name in _FP8_RECIPES and trains:
+    if name == "fp8" and trains:
         require_fp8(device, name)
-    elif name in _FP8_RECIPES and fp8_unsupported_reason(device):
+    elif name == "fp8" and fp8_unsupported_reason(device):
         name = "bf16"
     compute = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
     if config.model.dtype == "bf16" and compute != torch.bfloat16:
@@ -168,8 +167,8 @@ def verify_packing(
             attention.use_native_attention(root.language_model)
             root.alone = True
             check_unpacked(root, tokens, longest)
-        if arithmetic.name in _FP8_RECIPES:
-            convert_to_fp8_(root.language_model, _FP8_RECIPES[arithmetic.name])
+        if arithmetic.name == "fp8":
+            convert_to_fp8_(root.language_model)
         restrict_last_mlp(root)
 
 
@@ -214,9 +213,8 @@ def build_model(
 
 
 def _fuses_lora(config: Config, arithmetic: PrecisionPolicy, device: torch.device) -> bool:
-    """Whether adapters are computed together with their layers; those of torchao compute by themselves."""
-    by_torchao = _FP8_RECIPES.get(arithmetic.name) == "rowwise"
-    return config.adapter is not None and device.type == "cuda" and not by_torchao
+    """Whether adapters are computed together with their layers."""
+    return config.adapter is not None and device.type == "cuda"
 
 
 def install_attention(

@@ -70,7 +70,7 @@ class _SavedBatchFile(Section):
     grad_norm: float | None
     checkpoint: str | None
     seed: int = Field(ge=0)
-    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
     loss_scale: float = Field(gt=0)
     longest: int = Field(ge=1)
     shapes: list[_SavedShape]

@@ -1,8 +1,7 @@
-"""8-bit training with its roundings emulated: against torchao, against exact gradients, and what it leaves alone."""
+"""fp8 training with emulated products: against its definition, against exact gradients, and what it leaves alone."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,26 +23,23 @@ from whet.model.fp8.conversion import (
     is_faster_in_fp8,
     require_fp8,
 )
-from whet.model.fp8.linear import FP8Linear, tensorwise_matmul_emulated
+from whet.model.fp8.linear import FP8Linear, fp8_matmul
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 
 Make = Callable[..., Any]
-RECIPES = ["tensorwise", "rowwise"]
-
-
-@pytest.fixture(autouse=True)
-def _has_torchao(request: pytest.FixtureRequest) -> None:
-    if "rowwise" in request.node.name:
-        pytest.importorskip("torchao")
 
 
 def everything(*sizes: Any) -> bool:
     return True
 
 
-def emulated_(model: nn.Module, recipe: Any = "tensorwise") -> list[str]:
-    return convert_to_fp8_(model, recipe, worth=everything, emulate=True)
+def emulated_(model: nn.Module) -> list[str]:
+    return convert_to_fp8_(model, convert_if=everything, emulate=True)
+
+
+def emulated_matmul(input: Tensor, weight: Tensor) -> Tensor:
+    return fp8_matmul(input, weight, emulate=True)
 
 
 def gradients(function: Callable[..., Tensor], input: Tensor, weight: Tensor) -> list[Tensor]:
@@ -59,58 +55,65 @@ def matrices(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return 3 * torch.randn(48, 64, generator=draw).to(dtype), torch.randn(96, 64, generator=draw).to(dtype) / 8
 
 
+def rounded(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The definition: scaled to the largest fp8 value, rounded to the nearest one (of two, the even), scale divided out."""
+    values = torch.tensor([*range(0, 256, 2), *range(1, 256, 2)], dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()]
+    scale = (values.max().double() / matrix.abs().max().double()).float()
+    nearest = (matrix.float() * scale)[..., None].sub(values).abs().argmin(dim=-1)  # the first of equals
+    return values[nearest] / scale
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensorwise_is_torchaos_bit_for_bit(dtype: torch.dtype) -> None:
-    pytest.importorskip("torchao")
-    from torchao.float8.config import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    def torchaos(input: Tensor, weight: Tensor) -> Tensor:
-        layer = Float8Linear(64, 96, bias=False, config=Float8LinearConfig(emulate=True))
-        del layer.weight
-        layer.weight = weight
-        return layer(input)
-
-    ours, theirs = (gradients(each, *matrices(dtype)) for each in (tensorwise_matmul_emulated, torchaos))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def test_products_are_those_of_the_nearest_fp8_values(dtype: torch.dtype) -> None:
+    input, weight = matrices(dtype)
+    d_output = (torch.randn(48, 96, generator=torch.Generator().manual_seed(5)) * 1e-5).to(dtype)
+    input_8, weight_8 = rounded(input, torch.float8_e4m3fn), rounded(weight, torch.float8_e4m3fn)
+    d_output_8 = rounded(d_output, torch.float8_e5m2)
+    wanted = [input_8 @ weight_8.T, d_output_8 @ weight_8, d_output_8.T @ input_8]
+    for found, exact in zip(gradients(emulated_matmul, input, weight), wanted, strict=True):
+        assert found.dtype == dtype
+        tolerance = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.float(), exact, rtol=2 * tolerance, atol=4e-7 * exact.abs().max().item())
 
 
 def test_a_product_is_off_by_what_three_bits_of_mantissa_round_away() -> None:
     exact = gradients(lambda input, weight: input @ weight.T, *matrices())
-    found = gradients(tensorwise_matmul_emulated, *matrices())
+    found = gradients(emulated_matmul, *matrices())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
     assert all(0.01 < error < 0.1 for error in errors), errors  # a rounding to e4m3 is 2.6 %, to e5m2 5 %
 
 
 def test_zeros_and_numbers_that_are_not_finite_come_through() -> None:
     input, weight = matrices()
-    assert torch.equal(tensorwise_matmul_emulated(torch.zeros_like(input), weight), torch.zeros(48, 96))
+    assert torch.equal(emulated_matmul(torch.zeros_like(input), weight), torch.zeros(48, 96))
     for broken in (float("nan"), float("inf")):
         input[3, 5] = broken
-        assert not torch.isfinite(tensorwise_matmul_emulated(input, weight)[3]).any()
+        assert not torch.isfinite(emulated_matmul(input, weight)[3]).any()
 
 
-def layer_of(product: Any, weight: Tensor, bias: Tensor | None = None) -> FP8Linear:
+def layer_of(weight: Tensor, bias: Tensor | None = None) -> FP8Linear:
     layer = FP8Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    layer.product = product
+    layer.emulate = True
     layer.weight.data = weight
     if bias is not None:
         layer.bias.data = bias
     return layer
 
 
-def test_any_number_of_tokens() -> None:
-    """CUDA multiplies blocks of 16 only: rows of zeros are added, and nobody sees them."""
+def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA multiplies multiples of 16 tokens only: the input is padded with zeros and the output sliced."""
     sizes: list[int] = []
 
-    def product(input: Tensor, weight: Tensor) -> Tensor:
+    def spy(input: Tensor, weight: Tensor, emulate: bool) -> Tensor:
         sizes.append(len(input))
-        return tensorwise_matmul_emulated(input, weight)
+        return fp8_matmul(input, weight, emulate)
 
+    monkeypatch.setattr("whet.model.fp8.linear.fp8_matmul", spy)
     input, weight = matrices()
     bias = torch.arange(96.0)
-    direct = gradients(tensorwise_matmul_emulated, input[:13], weight)
-    layer = layer_of(product, weight, bias)
+    direct = gradients(emulated_matmul, input[:13], weight)
+    layer = layer_of(weight, bias)
     rows = input[:13].clone().requires_grad_()
     output = layer(rows[None])
     d_output = torch.randn(13, 96, generator=torch.Generator().manual_seed(5)) * 1e-5
@@ -122,7 +125,7 @@ def test_any_number_of_tokens() -> None:
 
 
 def test_mixed_precision_decides_the_type_of_the_output() -> None:
-    layer = layer_of(tensorwise_matmul_emulated, matrices()[1])
+    layer = layer_of(matrices()[1])
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(matrices()[0])
     assert output.dtype == torch.bfloat16
@@ -147,28 +150,27 @@ def test_nothing_is_computed_for_a_frozen_weight(trained: bool, products: int) -
     input.requires_grad_()
     weight.requires_grad_(trained)
     with Products() as counter:
-        tensorwise_matmul_emulated(input, weight).sum().backward()
+        emulated_matmul(input, weight).sum().backward()
     assert counter.count == products
 
 
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "tensorwise", "rowwise"),
+    ("out_features", "in_features", "is_faster"),
     [
-        (4096, 4096, True, True),  # an 8B Llama's q and o
-        (1024, 4096, True, False),  # its k and v
-        (14336, 4096, True, True),  # gate and up
-        (4096, 14336, True, True),  # down
-        (2048, 2048, True, False),
-        (8192, 2048, True, True),  # a 1B Llama's gate
-        (2048, 8192, True, False),
-        (8960, 1536, True, True),
-        (512, 2048, False, False),  # its k and v
-        (1536, 1536, False, False),
+        (4096, 4096, True),  # an 8B Llama's q and o
+        (1024, 4096, True),  # its k and v
+        (14336, 4096, True),  # gate and up
+        (4096, 14336, True),  # down
+        (2048, 2048, True),
+        (8192, 2048, True),  # a 1B Llama's gate
+        (2048, 8192, True),
+        (8960, 1536, True),
+        (512, 2048, False),  # a 1B Llama's k and v
+        (1536, 1536, False),
     ],
 )
-def test_small_matrices_stay(out_features: int, in_features: int, tensorwise: bool, rowwise: bool) -> None:
-    assert is_faster_in_fp8(out_features, in_features, "tensorwise") == tensorwise
-    assert is_faster_in_fp8(out_features, in_features, "rowwise") == rowwise
+def test_small_matrices_stay(out_features: int, in_features: int, is_faster: bool) -> None:
+    assert is_faster_in_fp8(out_features, in_features) == is_faster
 
 
 ALL_SEVEN = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
@@ -203,7 +205,7 @@ def test_with_adapters_the_weights_below_are_converted(make_model: Make) -> None
 
 def test_a_model_without_large_matrices_is_refused(make_model: Make) -> None:
     with pytest.raises(WhetError, match=r"train\.precision=bf16"):
-        convert_to_fp8_(make_model("Llama"), "tensorwise", emulate=True)
+        convert_to_fp8_(make_model("Llama"), emulate=True)
 
 
 def test_weights_names_and_flops_stay(make_model: Make) -> None:
@@ -216,10 +218,9 @@ def test_weights_names_and_flops_stay(make_model: Make) -> None:
     assert (count_step_flops(model), matrix_costs(model)) == (work, held)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("adapter", [False, True])
 def test_gradients_are_near_and_evaluation_is_not_touched(
-    make_model: Make, make_documents: Make, pack: Make, recipe: Any, adapter: bool
+    make_model: Make, make_documents: Make, pack: Make, adapter: bool
 ) -> None:
     def passes(convert: bool) -> tuple[Tensor, Tensor, Tensor]:
         model = make_model("Llama", torch.float32)
@@ -231,7 +232,7 @@ def test_gradients_are_near_and_evaluation_is_not_touched(
         attention.install_backend(unwrap_peft(model), "sdpa")
         root = LossModel(unwrap_peft(model))
         if convert:
-            assert len(emulated_(root.language_model, recipe)) == 14
+            assert len(emulated_(root.language_model)) == 14
         batch = pack(make_documents(20, 13))
         with torch.no_grad():
             measured = root.eval()(batch).nll
@@ -302,14 +303,3 @@ def test_devices_without_8_bit_products_are_refused(monkeypatch: pytest.MonkeyPa
         assert (fp8_unsupported_reason(torch.device("cuda", 0)) is None) == can
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "A100" in str(fp8_unsupported_reason(torch.device("cuda", 0)))
-
-
-def test_a_missing_torchao_is_named_and_not_needed_for_tensorwise(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(WhetError, match=r"whet\[fp8\]"):
-        emulated_(make_model("Llama"), "rowwise")
-    assert len(emulated_(make_model("Llama"))) == 14

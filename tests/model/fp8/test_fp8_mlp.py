@@ -22,7 +22,6 @@ from whet.model.fp8.casting import (
     scale_from_amax,
 )
 from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason
-from whet.model.fp8.linear import tensorwise_matmul, tensorwise_matmul_emulated
 from whet.model.fp8.mlp import FP8MLP, silu_mul_amax, silu_mul_backward_amax, silu_mul_backward_cast, silu_mul_cast
 from whet.model.modules import is_gated_mlp
 
@@ -113,12 +112,12 @@ def mlps(make_model: Make, device: str, dtype: torch.dtype, **sizes: int) -> tup
     """The MLP of a layer in 8 bits, and the same with three layers for themselves."""
     models = [make_model("Llama", dtype, **sizes).to(device).train() for _ in range(2)]
     for model in models:
-        convert_to_fp8_(model, "tensorwise", worth=lambda *sizes: True, emulate=device == "cpu")
+        convert_to_fp8_(model, convert_if=lambda *sizes: True, emulate=device == "cpu")
     whole, parts = (model.model.layers[0].mlp for model in models)
     assert isinstance(whole, FP8MLP)
     parts.__class__ = parts.__class__.__mro__[2]
     assert not isinstance(parts, FP8MLP)
-    assert parts.gate_proj.product is (tensorwise_matmul_emulated if device == "cpu" else tensorwise_matmul)
+    assert parts.gate_proj.emulate == (device == "cpu")
     return whole, parts
 
 

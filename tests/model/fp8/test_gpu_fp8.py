@@ -1,4 +1,4 @@
-"""8-bit products on CUDA: against fp64, against torchao's, compiled, in a layer as large as those they are for."""
+"""fp8 products on CUDA: against fp64, against the emulated ones, compiled, in a layer as large as those they are for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason
-from whet.model.fp8.linear import FP8Linear, tensorwise_matmul, tensorwise_matmul_emulated
+from whet.model.fp8.linear import FP8Linear
 
 pytestmark = pytest.mark.gpu
 
@@ -20,12 +20,10 @@ TOKENS = 1000  # no multiple of 16
 
 
 @pytest.fixture(autouse=True)
-def _able(request: pytest.FixtureRequest) -> Iterator[None]:
+def _able() -> Iterator[None]:
     reason = fp8_unsupported_reason(torch.device("cuda", 0))
     if reason is not None:
         pytest.skip(reason)
-    if "rowwise" in request.node.name or "torchao" in request.node.name:
-        pytest.importorskip("torchao")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -41,10 +39,10 @@ def passes(function: Callable[..., Tensor], dtype: torch.dtype, device: str = "c
     return [each.detach().cpu().double() for each in (output, *torch.autograd.grad(output, (input, weight), d_output))]
 
 
-def through_layer(product: Any) -> Callable[..., Tensor]:
+def through_layer(emulate: bool) -> Callable[..., Tensor]:
     def run(input: Tensor, weight: Tensor) -> Tensor:
         layer = FP8Linear(2048, 4096, bias=False, device="meta")
-        layer.product = product
+        layer.emulate = emulate
         del layer.weight
         layer.weight = weight
         return layer(input)
@@ -58,33 +56,18 @@ def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
 
 def test_real_products_are_what_was_emulated() -> None:
     exact = passes(lambda input, weight: input @ weight.T, torch.float64)
-    real = passes(through_layer(tensorwise_matmul), torch.bfloat16)
-    emulated = passes(through_layer(tensorwise_matmul_emulated), torch.bfloat16)
+    real = passes(through_layer(emulate=False), torch.bfloat16)
+    emulated = passes(through_layer(emulate=True), torch.bfloat16)
     assert all(0.01 < error < 0.1 for error in errors(real, exact))
     assert all(error < 0.005 for error in errors(real, emulated))  # sums in another order, rounded to bf16
 
 
-def test_torchao_computes_the_same() -> None:
-    from torchao.float8.config import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    def torchaos(input: Tensor, weight: Tensor) -> Tensor:
-        layer = Float8Linear(2048, 4096, bias=False, config=Float8LinearConfig(pad_inner_dim=True), device="meta")
-        del layer.weight
-        layer.weight = weight
-        return layer(input)
-
-    found, wanted = (passes(each, torch.bfloat16) for each in (through_layer(tensorwise_matmul), torchaos))
-    assert all(error < 1e-3 for error in errors(found, wanted))
-
-
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_compiled_layer_computes_what_an_uncompiled_one_does(make_model: Make, recipe: Any, weights: Any) -> None:
+def test_a_compiled_layer_computes_what_an_uncompiled_one_does(make_model: Make, weights: Any) -> None:
     def run(convert: bool, compile: bool) -> list[Tensor]:
         model = make_model("Llama", weights, **SIZES).cuda().train()
         if convert:
-            assert len(convert_to_fp8_(model, recipe, worth=lambda *sizes: True)) == 14
+            assert len(convert_to_fp8_(model, convert_if=lambda *sizes: True)) == 14
         draw = torch.Generator().manual_seed(1)
         hidden = torch.randn(1, TOKENS, 2048, generator=draw).bfloat16().cuda().requires_grad_()
         places = model.model.rotary_emb(hidden, torch.arange(TOKENS, device="cuda")[None])
@@ -106,7 +89,6 @@ def test_a_compiled_layer_computes_what_an_uncompiled_one_does(make_model: Make,
 
 def test_zeros_and_what_is_not_finite_come_through() -> None:
     layer = FP8Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
-    layer.product = tensorwise_matmul
     fast: Any = torch.compile(layer, dynamic=False)
     input = torch.zeros(32, 2048, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(fast(input), torch.zeros_like(input))
@@ -121,6 +103,5 @@ def test_evaluating_is_16_bit() -> None:
     input = torch.randn(40, 2048, device="cuda", dtype=torch.bfloat16)
     wanted = layer(input)
     layer.__class__ = FP8Linear
-    layer.product = tensorwise_matmul  # type: ignore[assignment]
     assert torch.equal(layer.eval()(input), wanted)
     assert not torch.equal(layer.train()(input), wanted)

@@ -34,8 +34,8 @@ def made(make_model: Make, architecture: str = "Llama", **settings: Any) -> Any:
     return model.train()
 
 
-def in_eight_bits(model: Any, worth: Any = everything) -> Any:
-    convert_to_fp8_(unwrap_peft(model), "tensorwise", worth=worth, emulate=True)
+def in_eight_bits(model: Any, convert_if: Any = everything) -> Any:
+    convert_to_fp8_(unwrap_peft(model), convert_if=convert_if, emulate=True)
     return model
 
 
@@ -87,7 +87,7 @@ def test_the_numbers_are_those_of_peft_around_8_bit_layers(
 
 
 def test_layers_that_share_an_input_need_not_all_be_in_8_bits(make_model: Make) -> None:
-    def high(out_features: int, in_features: int, recipe: str) -> bool:
+    def high(out_features: int, in_features: int) -> bool:
         return out_features >= in_features  # k and v are not
 
     plain = made(make_model)
@@ -115,14 +115,6 @@ def test_each_part_of_the_tokens_has_its_own_scale_if_memory_is_spared(
     differences = apart(learn(ours), at_once)
     assert differences[0] == 0.0  # forward, nothing is divided
     assert 0 < max(differences) < 0.1
-
-
-def test_rowwise_scales_are_left_to_peft(make_model: Make) -> None:
-    pytest.importorskip("torchao")
-    ours = fused(made(make_model))
-    convert_to_fp8_(unwrap_peft(ours), "rowwise", worth=everything, emulate=True)
-    assert calls(ours) == []
-    assert all(torch.isfinite(found).all() for found in learn(ours))
 
 
 def test_compiled_it_computes_the_same(make_model: Make) -> None:

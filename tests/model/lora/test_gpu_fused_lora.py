@@ -92,8 +92,8 @@ def test_without_16_bits_it_is_pefts_arithmetic(make_model: Make, dtype: torch.d
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("worth", [lambda *sizes: True, lambda high, wide, recipe: high >= wide], ids=["all", "some"])
-def test_in_8_bits_the_error_is_that_of_the_roundings(make_model: Make, worth: Any, compile: bool) -> None:
+@pytest.mark.parametrize("convert_if", [lambda *sizes: True, lambda high, wide: high >= wide], ids=["all", "some"])
+def test_in_8_bits_the_error_is_that_of_the_roundings(make_model: Make, convert_if: Any, compile: bool) -> None:
     reason = fp8_unsupported_reason(torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
@@ -101,7 +101,7 @@ def test_in_8_bits_the_error_is_that_of_the_roundings(make_model: Make, worth: A
     fused, exact = copy.deepcopy(plain), _as_loaded(copy.deepcopy(plain).double())
     assert fuse_lora_(fused) == 6
     for model in (plain, fused):
-        convert_to_fp8_(unwrap_peft(model), "tensorwise", worth=worth)
+        convert_to_fp8_(unwrap_peft(model), convert_if=convert_if)
     if compile:
         for layer in decoder_layers(unwrap_peft(fused)):
             layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
@@ -119,7 +119,7 @@ def test_two_runs_are_bit_equal(make_model: Make, eight_bit: bool) -> None:
     if eight_bit:
         if fp8_unsupported_reason(torch.device("cuda")) is not None:
             pytest.skip("this card has no 8-bit products")
-        convert_to_fp8_(unwrap_peft(model), "tensorwise", worth=lambda *sizes: True)
+        convert_to_fp8_(unwrap_peft(model), convert_if=lambda *sizes: True)
     one, other = learn(model, torch.bfloat16), learn(model, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -1,30 +1,20 @@
-"""8-bit training: which matrices of a model are multiplied in 8 bits, and by what rules.
+"""Conversion of a model to fp8 training: which linear layers multiply in fp8, and on which devices.
 
-`tensorwise` has one scale for a matrix; `rowwise`, torchao's, one for each row, which rounds less and is slower.
+Scaling is tensorwise: one scale for a whole matrix. See `whet.model.fp8.linear` for the rules.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whet.core.errors import WhetError
-from whet.model.fp8.linear import (
-    FP8_ALIGNMENT,
-    FP8Linear,
-    MatmulFunction,
-    tensorwise_matmul,
-    tensorwise_matmul_emulated,
-)
+from whet.model.fp8.linear import FP8_ALIGNMENT, FP8Linear
 from whet.model.fp8.mlp import FP8MLP
 from whet.model.modules import GATED_MLP_LAYERS, add_mixin, is_gated_mlp
-
-FP8Recipe = Literal["tensorwise", "rowwise"]
 
 _BREAK_EVEN_WIDTH = 800
 _ADAPTER_NAME = re.compile(r"\.lora_[A-Za-z]+(\.|$)")
@@ -36,48 +26,41 @@ class FP8Error(WhetError):
     """This model, device or installation cannot be used for 8-bit training."""
 
 
-def is_faster_in_fp8(out_features: int, in_features: int, recipe: FP8Recipe) -> bool:
-    """Whether a matrix is large enough for 8 bits to be faster, rounding included.
+def is_faster_in_fp8(out_features: int, in_features: int) -> bool:
+    """Whether a weight is large enough for fp8 to be faster than bf16, casts included.
 
-    Multiplying costs out · in for a token, rounding out + in, and less where matrices share their input, as those of
-    keys and values do with that of queries. The bounds for `rowwise` are those that torchao measured on an H100.
+    Per token, the product costs out · in and the casts cost out + in; less where layers share their input, as q, k and
+    v do.
     """
-    if recipe == "tensorwise":
-        return out_features * in_features >= _BREAK_EVEN_WIDTH * (out_features + in_features)
-    return out_features > 2048 and in_features > 1024 and not (out_features <= 4096 and in_features <= 2048)
+    return out_features * in_features >= _BREAK_EVEN_WIDTH * (out_features + in_features)
 
 
 def convert_to_fp8_(
-    language_model: nn.Module, recipe: FP8Recipe, *, worth: Callable[[int, int, FP8Recipe], bool] = is_faster_in_fp8,
-    emulate: bool = False,
-) -> list[str]:  # fmt: skip
-    """Let the linear layers of the decoder multiply in 8 bits, where it is `worth` it; gives their names.
+    language_model: nn.Module, *, convert_if: Callable[[int, int], bool] = is_faster_in_fp8, emulate: bool = False
+) -> list[str]:
+    """Convert the decoder's linear layers to fp8 where `convert_if(out_features, in_features)`; returns their names.
 
-    Embedding, head, norms, routers and the matrices of adapters stay as they are, so do fused experts. Weights keep
-    their types and names. `emulate` computes the same roundings on devices without 8-bit products.
+    Embedding, head, norms, routers, adapter matrices and fused experts stay as they are. Weights keep their dtypes and
+    names. `emulate` computes the same roundings on devices without fp8 matrix products.
     """
-    product = _matmul_for_recipe(recipe, emulate)
-    found = {
+    converted = {
         name: module
         for name, module in _convertible_linears(language_model)
-        if worth(module.out_features, module.in_features, recipe)
+        if convert_if(module.out_features, module.in_features)
     }
-    if not found:
+    if not converted:
         raise FP8Error(
-            f"train.precision: none of this model's matrices would be faster in 8 bits ({recipe}): they are too small, "
-            f"or their sides are no multiples of {FP8_ALIGNMENT}. Set train.precision=bf16"
+            "train.precision: no layer of this model would be faster in fp8: they are too small, or their sizes are "
+            f"not multiples of {FP8_ALIGNMENT}. Set train.precision=bf16"
         )
-    for module in found.values():
-        # the module stays the same object: adapters around it, hooks and names hold on
-        module.__class__ = FP8Linear
-        module.product = product  # type: ignore[assignment]
-        module.is_tensorwise = recipe == "tensorwise"  # type: ignore[assignment]
-    if recipe == "tensorwise":
-        for mlp in language_model.modules():
-            if _is_fp8_mlp(mlp):
-                add_mixin(mlp, FP8MLP)
-                mlp.emulate = emulate  # type: ignore[assignment]
-    return list(found)
+    for module in converted.values():
+        module.__class__ = FP8Linear  # the same object: adapters around it, hooks and names stay valid
+        module.emulate = emulate  # type: ignore[assignment]
+    for mlp in language_model.modules():
+        if _is_fp8_mlp(mlp):
+            add_mixin(mlp, FP8MLP)
+            mlp.emulate = emulate  # type: ignore[assignment]
+    return list(converted)
 
 
 def count_fp8_layers(model: nn.Module) -> int:
@@ -125,30 +108,3 @@ def _is_fp8_mlp(module: nn.Module) -> bool:
     layers = [getattr(module, name, None) for name in GATED_MLP_LAYERS]
     ready = all(isinstance(layer, FP8Linear) and layer.bias is None for layer in layers)
     return ready and is_gated_mlp(module)
-
-
-def _matmul_for_recipe(recipe: FP8Recipe, emulate: bool) -> MatmulFunction:
-    if recipe == "tensorwise":
-        return tensorwise_matmul_emulated if emulate else tensorwise_matmul
-    return _rowwise_matmul(emulate)
-
-
-def _rowwise_matmul(emulate: bool) -> MatmulFunction:
-    """torchao's product; its layer is not used, because it knows neither evaluation nor odd numbers of tokens."""
-    try:
-        from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
-        from torchao.float8.config import Float8LinearConfig
-        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-    except (ImportError, AttributeError) as error:
-        raise FP8Error(
-            f"train.precision: fp8-rowwise needs torchao ({error}): pip install 'whet[fp8]'. Or set "
-            "train.precision=fp8, which does not need it"
-        ) from None
-    _patch_inductor_min_max_codegen()  # as torchao's own entry does: triton wrote wrong bytes beside a clamp
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
-    settings = Float8Linear(FP8_ALIGNMENT, FP8_ALIGNMENT, bias=False, config=config, device="meta").linear_mm_config
-
-    def rowwise(input: Tensor, weight: Tensor) -> Tensor:
-        return matmul_with_hp_or_float8_args.apply(input, weight.t(), settings, config)
-
-    return rowwise

@@ -3,8 +3,8 @@
 A matrix is multiplied by 448 / its largest number (57344 for gradients), rounded to 8 bits, multiplied with another in
 the tensor cores, and the scales are divided out of the 16-bit result. Inputs and weights are e4m3 (4 bits of exponent,
 3 of mantissa), gradients e5m2: they need the range more than the digits. The forward product is summed the fast way,
-the backward ones exactly. These are torchao's rules for `tensorwise`, bit for bit. What the backward products need
-turned is rounded into that order by kernels of its own (`fp8_round`).
+the backward ones exactly. What the backward products need transposed is cast into that order by kernels of its own
+(`whet.model.fp8.casting`).
 
 Shape letters: T tokens, I features in, O features out.
 """
@@ -20,9 +20,6 @@ from torch import Tensor, nn
 
 from whet.model.fp8.casting import E4M3, E5M2, cast_to_fp8, cast_to_fp8_both, cast_to_fp8_transposed, compute_scale
 
-MatmulFunction = Callable[[Tensor, Tensor], Tensor]
-"""[T, I] and a weight [O, I] → [T, O]."""
-
 FP8_ALIGNMENT = 16
 """The 8-bit products of CUDA take matrices whose sides are multiples of this."""
 
@@ -33,14 +30,13 @@ class FP8Linear(nn.Linear):
     Evaluating and generating compute with the weights as they are: what is measured is what will be exported.
     """
 
-    product: MatmulFunction
-    is_tensorwise: bool
-    """Whether it has the one scale for each matrix that fused adapters know."""
+    emulate = False
+    """Cast to fp8 and multiply in fp32, for tests on devices without fp8 matrix products."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        output = apply_padded(lambda rows: self.product(rows, self.weight), input)
+        output = apply_padded(lambda rows: fp8_matmul(rows, self.weight, self.emulate), input)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -60,18 +56,13 @@ def apply_padded(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     return output.reshape(*input.shape[:-1], output.shape[-1])
 
 
-def tensorwise_matmul(input: Tensor, weight: Tensor) -> Tensor:
-    """input · weightᵀ, in 8 bits there and back."""
-    return _TensorwiseMatmul.apply(input, weight, False)
-
-
-def tensorwise_matmul_emulated(input: Tensor, weight: Tensor) -> Tensor:
-    """The same roundings, multiplied in fp32 where there are no 8-bit products. For tests."""
-    return _TensorwiseMatmul.apply(input, weight, True)
+def fp8_matmul(input: Tensor, weight: Tensor, emulate: bool = False) -> Tensor:
+    """input [T, I] · weight [O, I]ᵀ in fp8, forward and backward. `emulate`: the same roundings, multiplied in fp32."""
+    return _FP8Matmul.apply(input, weight, emulate)
 
 
 @torch._dynamo.allow_in_graph
-class _TensorwiseMatmul(torch.autograd.Function):
+class _FP8Matmul(torch.autograd.Function):
     """What is kept is what nn.Linear keeps, and the scales: rounding again is cheaper than another copy in memory.
 
     Compiled, all of it is open to the compiler: products with the same input share its rounding, and what comes before
