@@ -83,11 +83,11 @@ def config_for(model: str, file: Path) -> Config:
     return validate_config(Config, parse_yaml(RECIPE % (model, file), "bench"))
 
 
-def prepare_fresh(config: Config, language: Any, scratch: Path) -> tuple[float, int]:
+def prepare_fresh(config: Config, conversation_tokenizer: Any, scratch: Path) -> tuple[float, int]:
     """(seconds, tokens) of a preparation into an empty folder; the tokenizer is loaded before, as for the others."""
     with tempfile.TemporaryDirectory(dir=scratch) as store:
         data = config.data.model_copy(update={"store": store})
-        seconds, made = timed(lambda: prepare_store(data, data.sources, "train", language))
+        seconds, made = timed(lambda: prepare_store(data, data.sources, "train", conversation_tokenizer))
         return seconds, int(made.store.lengths.sum())
 
 
@@ -126,25 +126,28 @@ def main() -> None:
 
 
 def encode_alone(config: Config, scratch: Path) -> dict[str, float]:
-    language, items = make_conversation_tokenizer(config), _items(config)
-    renderer, backend = language.rendering(cached=True), language.tokenizer.backend_tokenizer
+    conversation_tokenizer, items = make_conversation_tokenizer(config), _items(config)
+    renderer, backend = (
+        conversation_tokenizer.make_renderer(cached=True),
+        conversation_tokenizer.tokenizer.backend_tokenizer,
+    )
     texts = [renderer.layout(item).text for item in items]  # type: ignore[union-attr]
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     return {"seconds": timed(lambda: backend.encode_batch(texts, add_special_tokens=False))[0]}
 
 
 def whet_alone(config: Config, scratch: Path) -> dict[str, float]:
-    language = make_conversation_tokenizer(config)
-    assert language.tokenizer
-    seconds, tokens = prepare_fresh(config, language, scratch)
+    conversation_tokenizer = make_conversation_tokenizer(config)
+    assert conversation_tokenizer.tokenizer
+    seconds, tokens = prepare_fresh(config, conversation_tokenizer, scratch)
     return {"seconds": seconds, "tokens": tokens}
 
 
 def memory_alone(config: Config, scratch: Path) -> dict[str, float]:
     """Watched, which takes time, so that it is not timed."""
-    language = make_conversation_tokenizer(config)
+    conversation_tokenizer = make_conversation_tokenizer(config)
     with Peak() as used:
-        prepare_fresh(config, language, scratch)
+        prepare_fresh(config, conversation_tokenizer, scratch)
     return {"mib": used.mib}
 
 

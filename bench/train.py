@@ -48,7 +48,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     plan = make_plan(config, data)
     arithmetic = choose_precision(config, ranks.device)
     model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
+    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.max_document_length)
     optimizer = build_optimizer(root, config.train.optimizer, config.run.seed)
     loader = make_loader(config, data.train.store, plan, ranks)
     context = arithmetic.context(ranks.device)

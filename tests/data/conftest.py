@@ -39,7 +39,7 @@ def line(*turns: tuple[str, str]) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
-def chat_language(
+def in_memory_chat_tokenizer(
     tokenizer: PreTrainedTokenizerFast,
     train_on: str = "assistant",
     stops: tuple[int, ...] = (),

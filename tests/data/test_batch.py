@@ -40,9 +40,9 @@ def test_the_example_in_the_docstring(make_store: MakeStore) -> None:
     assert batch.labels.tolist() == [I, BANG, IGNORE_INDEX, E, S, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 6, 8, 8, 8]  # the last two are empty: padding alone would need them
-    assert batch.edges == (0, 3, 6, 8, 8, 8)
+    assert batch.cu_seqlens_host == (0, 3, 6, 8, 8, 8)
     assert batch.supervised_at.tolist() == [0, 1, 3, 4]
-    assert batch.longest == 3
+    assert batch.max_seqlen == 3
 
 
 def test_without_a_shape_there_is_no_padding(make_store: MakeStore) -> None:
@@ -50,7 +50,7 @@ def test_without_a_shape_there_is_no_padding(make_store: MakeStore) -> None:
     assert batch.tokens.tolist() == [Y, E, S, H, I, BANG]
     assert batch.labels.tolist() == [E, S, IGNORE_INDEX, I, BANG, IGNORE_INDEX]
     assert batch.cu_seqlens.tolist() == [0, 3, 6]
-    assert batch.longest == 3
+    assert batch.max_seqlen == 3
 
 
 def test_types_are_those_that_attention_and_loss_want(make_store: MakeStore) -> None:
@@ -75,7 +75,7 @@ def test_no_documents_are_padding_alone(
     assert batch.tokens.tolist() == [0] * tokens
     assert batch.labels.tolist() == [IGNORE_INDEX] * tokens
     assert batch.positions.tolist() == [i % 3 for i in range(tokens)]  # no padding is longer than a document
-    assert batch.edges == edges
+    assert batch.cu_seqlens_host == edges
     assert len(batch.supervised_at) == 0
 
 
@@ -117,12 +117,12 @@ def test_padded_batches_all_have_the_same_shape(
     batch = pack_batch(store, chosen, longest, shape)
     assert batch.tokens.shape == batch.labels.shape == batch.positions.shape == (shape.tokens,)
     assert batch.cu_seqlens.shape == (shape.documents + math.ceil(shape.tokens / longest) + 1,)
-    assert batch.longest == longest
-    edges = np.array(batch.edges)
+    assert batch.max_seqlen == longest
+    edges = np.array(batch.cu_seqlens_host)
     assert batch.cu_seqlens.tolist() == edges.tolist()
     assert (np.diff(edges) >= 0).all()
     assert (edges[0], edges[-1]) == (0, shape.tokens)
-    assert np.diff(edges).max() <= batch.longest
+    assert np.diff(edges).max() <= batch.max_seqlen
     starts = [0, *np.cumsum([len(documents[number]) for number in chosen]).tolist()]
     padding = range(starts[-1], shape.tokens, longest)
     assert sorted(set(edges.tolist())) == sorted({*starts, *padding, shape.tokens})
@@ -149,7 +149,7 @@ def test_a_batch_moves_to_a_device_whole(make_store: MakeStore) -> None:
     assert {
         getattr(moved, name).device.type for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")
     } == {"meta"}
-    assert (moved.longest, moved.edges) == (batch.longest, batch.edges)
+    assert (moved.max_seqlen, moved.cu_seqlens_host) == (batch.max_seqlen, batch.cu_seqlens_host)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,10 +162,10 @@ def test_learned_positions_are_the_supervised_ones_and_one_other(
     batch = pack_batch(store, list(range(len(documents))), 7, BatchShape(total, len(documents), room))
     supervised = batch.supervised_at.tolist()
     if room < max(1, len(supervised)):
-        assert batch.learned_at is None
+        assert batch.padded_supervised_at is None
         return
-    assert batch.learned_at is not None
-    learned = batch.learned_at.tolist()
+    assert batch.padded_supervised_at is not None
+    learned = batch.padded_supervised_at.tolist()
     assert len(learned) == room
     assert learned[: len(supervised)] == supervised
     filling = set(learned[len(supervised) :])

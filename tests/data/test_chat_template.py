@@ -32,7 +32,7 @@ def test_a_shipped_template_is_rendered_as_transformers_renders_it(shipped: Ship
     for conversation in FIXED.values():
         messages = as_dicts(conversation.messages, renderer)
         outcomes: list[str] = []
-        for render in (renderer.text, renderer._chat.render):
+        for render in (renderer.apply_chat_template, renderer._chat_template.render):
             try:
                 outcomes.append(render(messages, tools=conversation.tools))
             except BadRecordError as error:

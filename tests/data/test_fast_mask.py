@@ -47,7 +47,7 @@ def test_a_turn_without_control_tokens_around_it_has_no_quick_way(skeleton: Cach
 def test_what_lies_between_header_and_end_is_learned() -> None:
     quick = FastMask((ControlTokenSpan(1, (2,), 2, True),), 3)
     ids = np.array([0, 5, 1, 2, 4, 4, 1, 3], dtype=np.int32)
-    loss = quick.loss(ids, IS_CONTROL)
+    loss = quick.compute(ids, IS_CONTROL)
     assert loss is not None
     assert loss.tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
 
@@ -56,7 +56,7 @@ def test_what_lies_between_header_and_end_is_learned() -> None:
     "ids", [[0, 5, 1, 3, 4, 1], [0, 5, 1, 2, 4, 1, 0], [0, 5, 1, 2, 4]], ids=["header", "more", "less"]
 )
 def test_where_tokens_are_not_as_expected_offsets_must_tell(ids: list[int]) -> None:
-    assert FastMask((ControlTokenSpan(1, (2,), 2, True),), 3).loss(np.array(ids, dtype=np.int32), IS_CONTROL) is None
+    assert FastMask((ControlTokenSpan(1, (2,), 2, True),), 3).compute(np.array(ids, dtype=np.int32), IS_CONTROL) is None
 
 
 def talk(question: str, answer: str) -> Conversation:
@@ -74,7 +74,7 @@ def test_text_with_control_tokens_is_masked_as_without_a_cache_and_noted(questio
     tokenizer = tokenizer_of(CHATML)
     warm, cold = Renderer(tokenizer, "assistant"), Renderer(tokenizer, "assistant", cached=False)
     rendered(warm, talk("Hello", "Yes"))
-    assert warm.layout(talk(question, "No")).quick is not None
+    assert warm.layout(talk(question, "No")).fast_mask is not None
     ours, full = rendered(warm, talk(question, "No")), rendered(cold, talk(question, "No"))
     assert ours.ids.tolist() == full.ids.tolist()
     assert ours.loss.tolist() == full.loss.tolist()

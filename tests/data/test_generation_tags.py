@@ -37,7 +37,7 @@ def _compare(shipped: Shipped, conversation: Conversation) -> bool:
     layout = layout_or_reason(renderer, conversation)
     if not isinstance(layout, Layout):
         return False
-    [rendered] = renderer.render([layout])
+    [rendered] = renderer.encode_layouts([layout])
     marks = renderer.tokenizer.apply_chat_template(
         as_dicts(conversation.messages, renderer), tools=list(conversation.tools) or None, return_dict=True,
         return_assistant_tokens_mask=True,
@@ -54,7 +54,9 @@ def _compare(shipped: Shipped, conversation: Conversation) -> bool:
 def _prompts(renderer: Renderer, conversation: Conversation) -> list[str]:
     """The generation prompt of each turn."""
     return [
-        renderer.text(as_dicts(conversation.messages[:turn], renderer), prompt=True, tools=conversation.tools)
+        renderer.apply_chat_template(
+            as_dicts(conversation.messages[:turn], renderer), add_generation_prompt=True, tools=conversation.tools
+        )
         for turn, message in enumerate(conversation.messages)
         if message.role == "assistant"
     ]

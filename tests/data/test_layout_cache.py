@@ -25,9 +25,9 @@ class Counting(Renderer):
 
     renders = 0
 
-    def _layout(self, conversation: Conversation, train_on: str) -> Layout:
+    def _compute_layout(self, conversation: Conversation, train_on: str) -> Layout:
         self.renders += 1
-        return super()._layout(conversation, train_on)
+        return super()._compute_layout(conversation, train_on)
 
 
 def dialogue(turns: int, text: str = "x") -> Conversation:
@@ -66,9 +66,9 @@ def test_texts_that_the_template_does_not_ask_about_are_served(text: str) -> Non
 def test_texts_that_any_template_may_treat_otherwise_are_not_served(text: str) -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     renderer.layout(dialogue(2))
-    assert renderer._shapes is not None
-    assert renderer._shapes.fill(talk(("user", text), ("assistant", "b"))) is None
-    assert renderer._shapes.fill(talk(("user", "b"), ("assistant", text))) is None
+    assert renderer._layout_cache is not None
+    assert renderer._layout_cache.get(talk(("user", text), ("assistant", "b"))) is None
+    assert renderer._layout_cache.get(talk(("user", "b"), ("assistant", text))) is None
 
 
 def test_a_first_conversation_with_edge_whitespace_does_not_spoil_its_shape() -> None:
@@ -86,8 +86,8 @@ def test_a_first_conversation_with_a_word_does_not_spoil_its_shape() -> None:
     renderer = Renderer(with_template(source), "all")
     renderer.layout(talk(("user", "a!"), ("assistant", "b")))
     renderer.layout(dialogue(2))
-    assert renderer._shapes is not None
-    assert renderer._shapes.fill(dialogue(2, "y")) is not None
+    assert renderer._layout_cache is not None
+    assert renderer._layout_cache.get(dialogue(2, "y")) is not None
 
 
 # Shapes
@@ -127,8 +127,8 @@ def test_no_more_shapes_are_kept_than_there_is_room_for(monkeypatch: pytest.Monk
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     for turns in range(2, 14, 2):
         assert renderer.layout(dialogue(turns)) == renderer.layout(dialogue(turns))
-    assert renderer._shapes is not None
-    assert len(renderer._shapes._known) == 3
+    assert renderer._layout_cache is not None
+    assert len(renderer._layout_cache._entries) == 3
 
 
 def test_reasoning_and_content_are_filled_in_where_they_belong() -> None:
@@ -152,16 +152,16 @@ def test_reasoning_and_content_are_filled_in_where_they_belong() -> None:
 
 def test_checks_are_frequent_at_first_and_then_every_256th() -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
-    assert renderer._shapes is not None
+    assert renderer._layout_cache is not None
     conversation = dialogue(2)
-    due = [i for i in range(1, 1100) if renderer._shapes.is_due_for_a_check(conversation)]
+    due = [i for i in range(1, 1100) if renderer._layout_cache.should_verify(conversation)]
     assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
-    assert renderer._shapes.is_due_for_a_check(dialogue(4)), "every shape is counted by itself"
+    assert renderer._layout_cache.should_verify(dialogue(4)), "every shape is counted by itself"
 
 
 def uneven(monkeypatch: pytest.MonkeyPatch, source: str) -> Renderer:
     """One whose tracing is blind, so that only the check can find what the template does."""
-    monkeypatch.setattr(layout_cache.LayoutCache, "_prints_only", lambda *_: True)
+    monkeypatch.setattr(layout_cache.LayoutCache, "_is_reusable", lambda *_: True)
     renderer = Renderer(with_template(source), "assistant")
     renderer.layout(talk(("user", "1"), ("assistant", "2")))
     return renderer
@@ -192,8 +192,8 @@ def test_a_look_into_a_text_counts_although_the_template_swallows_its_refusal(mo
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     monkeypatch.setattr(ChatTemplate, "trace", trace)
     renderer.layout(dialogue(2))
-    assert renderer._shapes is not None
-    assert [*renderer._shapes._known.values()] == [None]
+    assert renderer._layout_cache is not None
+    assert [*renderer._layout_cache._entries.values()] == [None]
 
 
 # Skeletons

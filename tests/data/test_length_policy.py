@@ -101,7 +101,7 @@ def test_every_exchange_that_fits_is_in_exactly_one_piece(
         (alone,) = renderer.render_items([talk(system, *turns)])
         assert isinstance(alone, Rendered)
         assert document.loss.tolist() == alone.loss.tolist()
-        assert document.ends == alone.ends
+        assert document.supervises_end == alone.supervises_end
     if family is CHATML:  # its lengths add up, so pieces are as long as can be
         for one, other in pairwise(found):
             assert other[0] != one[-1] + 1 or len(ids([*one, other[0]])) > limit
@@ -193,7 +193,9 @@ def test_windows_of_a_text_are_the_text(text: str, limit: int) -> None:
     assert np.concatenate([document.ids for document in documents]).tolist() == whole.ids.tolist()
     assert account.split == (len(whole.ids) > limit)
     assert account.notes == {}
-    assert [document.ends for document in documents] == [False] * (len(documents) - 1) + [whole.ends]
+    assert [document.supervises_end for document in documents] == [False] * (len(documents) - 1) + [
+        whole.supervises_end
+    ]
     assert all(len(document.ids) == limit for document in documents[:-2])
 
 

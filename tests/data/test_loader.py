@@ -59,12 +59,12 @@ def test_the_documents_of_a_step_come_alone_each_once_and_as_many_on_every_rank(
         alone: list[list[tuple[int, PackedBatch]]] = []
         for rank in range(world):
             with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to)) as loader:
-                alone.append(list(loader.alone(step, None)))
+                alone.append(list(loader.single_document_batches(step, None)))
                 batches = list(loader.micro_batches(step))
                 assert loader.layout(step) == [(row, batch.documents.tolist()) for row, batch in batches]
                 rows = {document: row for row, documents in loader.layout(step) for document in documents}
                 assert all(rows[int(batch.documents[0])] == row for row, batch in alone[-1] if len(batch.documents))
-                assert len(list(loader.alone(step, 2))) == min(2, len(alone[-1]))
+                assert len(list(loader.single_document_batches(step, 2))) == min(2, len(alone[-1]))
         assert len({len(share) for share in alone}) == 1
         found = [documents_in(batch) for share in alone for _, batch in share]
         assert max(map(len, found)) == 1
@@ -85,7 +85,7 @@ def batches_of(
 def documents_in(batch: PackedBatch) -> list[int]:
     """The documents of a batch, checked to be whole and padding to be padding."""
     tokens = batch.tokens.tolist()
-    spans = [tokens[a:b] for a, b in zip(batch.edges[:-1], batch.edges[1:], strict=True) if b > a]
+    spans = [tokens[a:b] for a, b in zip(batch.cu_seqlens_host[:-1], batch.cu_seqlens_host[1:], strict=True) if b > a]
     assert all(len(set(span)) == 1 for span in spans)
     return [span[0] - 1 for span in spans if span[0] > 0]
 
@@ -190,7 +190,7 @@ def test_ranks_differ_by_less_than_the_heaviest_row(
 def test_padded_micro_batches_have_one_shape_over_the_whole_run(store: Store, packing: str, micro_rows: int) -> None:
     plan = plan_by_conversations(store, 7, RunLength(epochs=2), packing)
     shapes = {
-        (batch.tokens.shape, batch.cu_seqlens.shape, batch.longest)
+        (batch.tokens.shape, batch.cu_seqlens.shape, batch.max_seqlen)
         for rank in range(3)
         for step in range(len(plan))
         for _, batch in batches_of(store, plan, step, micro_rows, rank, 3, ROW)
@@ -223,7 +223,7 @@ def test_single_conversations_are_padded_to_the_smallest_of_a_few_lengths(make_s
 def test_unpadded_batches_share_one_bound_on_the_longest_document(store: Store) -> None:
     plan = plan_by_conversations(store, 7, RunLength(epochs=1), "best-fit")
     loader = Loader(store, plan, 2, 0, 1)
-    bounds = {batch.longest for step in range(len(plan)) for _, batch in loader.micro_batches(step)}
+    bounds = {batch.max_seqlen for step in range(len(plan)) for _, batch in loader.micro_batches(step)}
     assert bounds == {int(store.lengths.max())}
 
 
@@ -251,7 +251,7 @@ def test_batches_made_ahead_are_those_made_at_once(store: Store) -> None:
             ahead, direct = list(loader.micro_batches(step)), batches_of(store, plan, step, 2, 1, 2, ROW)
             assert [first for first, _ in ahead] == [first for first, _ in direct]
             for (_, one), (_, other) in zip(ahead, direct, strict=True):
-                assert one.edges == other.edges
+                assert one.cu_seqlens_host == other.cu_seqlens_host
                 for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at"):
                     assert torch.equal(getattr(one, name), getattr(other, name))
 
@@ -345,4 +345,4 @@ def test_there_is_room_for_the_supervised_positions_of_every_micro_batch(
         with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to=2 * ROW)) as loader:
             batches = [batch for step in range(len(plan)) for _, batch in loader.micro_batches(step)]
             assert {shape.supervised for shape in loader.shapes} == {max(len(one.supervised_at) for one in batches)}
-            assert all(batch.learned_at is not None for batch in batches)
+            assert all(batch.padded_supervised_at is not None for batch in batches)

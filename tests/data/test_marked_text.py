@@ -89,7 +89,7 @@ def test_a_line_of_two_turns_by_hand(train_on: str, loss: list[int]) -> None:
     found = render(TWO, train_on=train_on)
     assert found.ids.tolist() == TWO_IDS
     assert found.loss.tolist() == loss
-    assert found.ends
+    assert found.supervises_end
     assert found.notes == ()
 
 
@@ -97,7 +97,7 @@ def test_without_end_of_document_the_closing_marker_is_the_last_token() -> None:
     found = render(TWO, Markers(user=MARKERS.user, assistant=MARKERS.assistant, append_eod=False))
     assert found.ids.tolist() == TWO_IDS[:-1]
     assert found.loss.tolist()[-1] == 1
-    assert found.ends
+    assert found.supervises_end
 
 
 @pytest.mark.parametrize(

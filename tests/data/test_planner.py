@@ -61,9 +61,9 @@ def check(plan: Plan, lengths: np.ndarray, row_length: int = ROW) -> None:
     for step in range(len(plan)):
         works = [row_work(lengths, row) for row in plan.rows_of(step)]
         assert works == sorted(works, reverse=True)
-    assert plan.sizes.longest == lengths[plan.documents].max()
-    assert plan.sizes.tokens == lengths[plan.documents].sum()
-    assert plan.sizes.fullest == max(len(row) for step in range(len(plan)) for row in plan.rows_of(step))
+    assert plan.stats.longest == lengths[plan.documents].max()
+    assert plan.stats.tokens == lengths[plan.documents].sum()
+    assert plan.stats.fullest == max(len(row) for step in range(len(plan)) for row in plan.rows_of(step))
     together = [plan.documents_of(step) for step in range(len(plan))]
     assert np.concatenate(together).tolist() == plan.documents.tolist()
     for step in range(len(plan)):
@@ -76,7 +76,7 @@ def check(plan: Plan, lengths: np.ndarray, row_length: int = ROW) -> None:
 def test_an_epoch_has_each_conversation_exactly_once(planner, lengths, batch, epochs, packing, seed) -> None:  # type: ignore[no-untyped-def]
     plan = planner(lengths, batch, RunLength(epochs=epochs), packing, seed)
     check(plan, lengths)
-    assert plan.sizes.per_epoch == len(lengths)
+    assert plan.stats.per_epoch == len(lengths)
     assert set(Counter(plan.documents.tolist()).values()) == {epochs}
     assert set(plan.documents.tolist()) == set(range(len(lengths)))
 
@@ -234,9 +234,9 @@ def test_a_saved_plan_is_loaded_as_it_was(tmp_path: Path) -> None:
     plan = plan_by_rows(np.arange(1, 20), 2, RunLength(steps=9), "best-fit", 0)
     plan.save(tmp_path)
     loaded = Plan.load(tmp_path)
-    assert loaded.sizes == plan.sizes
+    assert loaded.stats == plan.stats
     assert len(loaded) == 9
-    assert loaded.sizes.per_epoch == 19
+    assert loaded.stats.per_epoch == 19
     for step in range(9):
         assert [row.tolist() for row in loaded.rows_of(step)] == [row.tolist() for row in plan.rows_of(step)]
     assert isinstance(loaded.documents, np.memmap)
@@ -250,8 +250,8 @@ def test_a_mixture_names_the_documents_and_decides_their_share(planner) -> None:
     plan = planner(lengths, 2, RunLength(epochs=2), "best-fit", 0, mixture)
     check(plan, lengths)
     assert Counter(plan.documents.tolist()) == {0: 4, 3: 4, 4: 1, 5: 1}
-    assert plan.sizes.per_epoch == 5
-    assert plan.sizes.longest == 11
+    assert plan.stats.per_epoch == 5
+    assert plan.stats.longest == 11
 
 
 def test_a_plan_for_measuring_names_the_documents_too() -> None:

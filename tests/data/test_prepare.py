@@ -22,7 +22,7 @@ from whet.core.errors import WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.prepare.build import PreparedStore, prepare_store
 
-from .conftest import chat_language, line
+from .conftest import in_memory_chat_tokenizer, line
 from .families import CHATML, CHATML_TEMPLATE, PHI3, small_tokenizer, tokenizer_of
 
 Jsonl = Callable[..., Path]
@@ -43,8 +43,8 @@ def go(
 ) -> PreparedStore:
     sources = [Source(path=str(path), max_samples=max_samples, where=where) for path in paths]
     config = DataConfig(sources=sources, **{"max_length": 60, **options})
-    language = chat_language(tokenizer or tokenizer_of(CHATML), config.train_on, stops, today)
-    return prepare_store(config, sources, use, language)
+    conversation_tokenizer = in_memory_chat_tokenizer(tokenizer or tokenizer_of(CHATML), config.train_on, stops, today)
+    return prepare_store(config, sources, use, conversation_tokenizer)
 
 
 def account(prepared: PreparedStore, number: int = 0) -> dict[str, Any]:

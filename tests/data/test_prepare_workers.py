@@ -27,7 +27,7 @@ from whet.data.prepare.workers import WorkerPool, WorkQueue
 from whet.data.render.chat_tokenizer import ChatTokenizer
 from whet.data.render.renderer import LayoutMismatchError, Renderer
 
-from .conftest import chat_language, line
+from .conftest import in_memory_chat_tokenizer, line
 from .families import CHATML, tokenizer_of
 from .test_prepare import GOOD, account, go, left_behind
 
@@ -71,7 +71,7 @@ def config_of(sources: list[Source], **options: Any) -> DataConfig:
 
 
 def language_for(config: DataConfig) -> ChatTokenizer:
-    return chat_language(tokenizer_of(CHATML), config.train_on)
+    return in_memory_chat_tokenizer(tokenizer_of(CHATML), config.train_on)
 
 
 def content(store: Store) -> dict[str, bytes]:
@@ -150,10 +150,10 @@ def test_a_template_that_treats_one_shape_in_two_ways_is_rendered_in_full(
     shutil.rmtree(own_cache)
 
     def wrong_if_filled_in(renderer: Renderer, conversation: Conversation) -> Any:
-        if renderer._shapes is not None and conversation.messages[1].content == "odd":
+        if renderer._layout_cache is not None and conversation.messages[1].content == "odd":
             raise LayoutMismatchError
         wrong = replace(conversation, messages=(*conversation.messages, *conversation.messages))
-        return layout(renderer, conversation if renderer._shapes is None else wrong)
+        return layout(renderer, conversation if renderer._layout_cache is None else wrong)
 
     monkeypatch.setattr(Renderer, "layout", wrong_if_filled_in)
     assert content(go(path).store) == wanted
@@ -261,7 +261,7 @@ def test_a_fault_in_a_worker_is_told_with_its_place(
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(chunks_module.Chunk, "save", broken)
-    with pytest.raises(RuntimeError, match=r"(?s)test_workers\.py.*ZeroDivisionError: oops"):
+    with pytest.raises(RuntimeError, match=r"(?s)test_prepare_workers\.py.*ZeroDivisionError: oops"):
         go(jsonl(*[GOOD] * 20))
     assert list(own_cache.glob("stores/*/manifest.json")) == []
 

@@ -59,7 +59,7 @@ def render(
     tokenizer: PreTrainedTokenizerFast, turns: Turns, train_on: str = "assistant", stop_ids: tuple[int, ...] = ()
 ) -> Rendered:
     renderer = Renderer(tokenizer, train_on, stop_ids)
-    [result] = renderer.render([renderer.layout(talk(*turns))])
+    [result] = renderer.encode_layouts([renderer.layout(talk(*turns))])
     if isinstance(result, BadRecordError):
         raise result
     return result
@@ -129,7 +129,7 @@ def test_ids_are_the_templates_and_the_mask_is_exact(family: Family, data: st.Da
     assert rendered.ids.tolist() == own_ids(tokenizer, turns)
     assert rendered.ids.tolist() == tokenizer("".join(text for text, _ in pieces), add_special_tokens=False).input_ids
     assert rendered.loss.tolist() == expected_loss(tokenizer, pieces)
-    assert rendered.ends
+    assert rendered.supervises_end
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,7 +182,7 @@ def test_a_batch_renders_like_its_conversations_alone() -> None:
     tokenizer = tokenizer_of(CHATML)
     renderer = Renderer(tokenizer, "assistant")
     dialogues_ = [[("user", "x" * n), ("assistant", "y" * (9 - n))] for n in range(1, 9)]
-    together = renderer.render([renderer.layout(talk(*turns)) for turns in dialogues_])
+    together = renderer.encode_layouts([renderer.layout(talk(*turns)) for turns in dialogues_])
     for turns, result in zip(dialogues_, together, strict=True):
         assert isinstance(result, Rendered)
         assert result.ids.tolist() == own_ids(tokenizer, turns)
@@ -263,7 +263,7 @@ def test_train_on_all_needs_no_mask_so_any_template_will_do() -> None:
 
 def test_train_on_all_knows_whether_the_text_ends_with_the_eos() -> None:
     turns = [("user", "a"), ("assistant", "b")]
-    assert render(tokenizer_of(LLAMA2), turns, "all").ends
+    assert render(tokenizer_of(LLAMA2), turns, "all").supervises_end
 
 
 # The prompt
@@ -284,7 +284,7 @@ def test_prompt_and_learned_text_together_are_the_conversation(family: Family) -
     renderer = Renderer(tokenizer, "assistant", [tokenizer.convert_tokens_to_ids(family.stop)] if family.stop else [])
     layout = renderer.layout(talk(("user", "What is it?"), ("assistant", "this")))
     start, marker, end = layout.spans[0]
-    prompt = renderer.text([{"role": "user", "content": "What is it?"}], prompt=True)
+    prompt = renderer.apply_chat_template([{"role": "user", "content": "What is it?"}], add_generation_prompt=True)
     assert prompt.removesuffix("<think>\n") == layout.text[:start]
     assert layout.text[start:marker].strip().endswith("this")
     assert layout.text[marker:end] in family.markers
@@ -519,9 +519,9 @@ def test_a_template_with_generation_marks_is_accepted() -> None:
 
 def test_stops_are_the_eos_and_what_the_caller_adds() -> None:
     tokenizer = tokenizer_of(PHI3)
-    assert Renderer(tokenizer, "assistant").stops == ["<|endoftext|>"]
+    assert Renderer(tokenizer, "assistant").stop_markers == ["<|endoftext|>"]
     stop = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert Renderer(tokenizer, "assistant", [stop]).stops == sorted(["<|end|>", "<|endoftext|>"])
+    assert Renderer(tokenizer, "assistant", [stop]).stop_markers == sorted(["<|end|>", "<|endoftext|>"])
 
 
 def test_ids_and_loss_have_the_types_that_the_store_writes() -> None:
@@ -530,7 +530,7 @@ def test_ids_and_loss_have_the_types_that_the_store_writes() -> None:
 
 
 def test_no_layouts_render_to_nothing() -> None:
-    assert Renderer(tokenizer_of(CHATML), "assistant").render([]) == []
+    assert Renderer(tokenizer_of(CHATML), "assistant").encode_layouts([]) == []
 
 
 def test_a_layout_names_start_marker_and_end_of_each_turn() -> None:
@@ -563,6 +563,6 @@ def test_templates_that_want_parts_get_them_in_prompts_too() -> None:
     )
     renderer = Renderer(tokenizer, "assistant")
     talk = Conversation((Message("user", "Hello there"), Message("assistant", "Yes")), Origin("x", 1))
-    prompt = renderer.text([{"role": "user", "content": "Hello there"}], prompt=True)
+    prompt = renderer.apply_chat_template([{"role": "user", "content": "Hello there"}], add_generation_prompt=True)
     assert "Hello there" in prompt
     assert renderer.layout(talk).text.startswith(prompt)

@@ -49,7 +49,7 @@ def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(text: str, a
     already = not adds_eos and inner[-1:] == [end]
     assert rendered.ids.tolist() == [start, *inner, *([] if already else [end])]
     assert rendered.loss.tolist() == [0] + [1] * (len(rendered.ids) - 1)
-    assert rendered.ends
+    assert rendered.supervises_end
 
 
 def test_a_document_of_a_tokenizer_without_bos_and_eos_is_its_text() -> None:
@@ -57,7 +57,7 @@ def test_a_document_of_a_tokenizer_without_bos_and_eos_is_its_text() -> None:
     rendered = one(Renderer(tokenizer, "assistant"), PlainText("some text", ORIGIN))
     assert rendered.ids.tolist() == tokenizer("some text").input_ids
     assert rendered.loss.tolist()[0] == 0
-    assert not rendered.ends
+    assert not rendered.supervises_end
 
 
 def test_documents_and_conversations_of_a_batch_come_back_in_order() -> None:
@@ -128,16 +128,16 @@ def test_an_earlier_end_that_is_rewritten_is_not_learned() -> None:
     for _ in range(3):
         rendered = one(renderer, talk(*turns))
         assert learned_text(tokenizer, rendered) == "bcd¦d<|im_end|>"
-        assert not rendered.ends
-        assert one(renderer, talk(*turns[:2])).ends
-    assert one(Renderer(tokenizer, "last"), talk(*turns)).ends
+        assert not rendered.supervises_end
+        assert one(renderer, talk(*turns[:2])).supervises_end
+    assert one(Renderer(tokenizer, "last"), talk(*turns)).supervises_end
 
 
 @pytest.mark.skipif(not SHIPPED, reason="trl, whose template of gpt-oss is tried, is not installed")
 def test_gpt_oss_ends_earlier_turns_otherwise_than_the_last() -> None:
     renderer = next(shipped for shipped in SHIPPED if shipped.name == "gptoss").renderer()
     rendered = one(renderer, conversation(user("Hi"), says("Yes"), user("More?"), says("No.")))
-    assert not rendered.ends
+    assert not rendered.supervises_end
     assert learned_text(renderer.tokenizer, rendered) == (
         "<|channel|>final<|message|>Yes¦<|channel|>final<|message|>No.<|return|>"
     )

@@ -95,7 +95,7 @@ def test_a_faithful_rendering_shows_where_each_text_went() -> None:
     assert dye.extents(rendering) == [(1, 9, 0), (10, 13, 1), (13, 17, 2)]
     assert rendering.before(10) == 9
     assert rendering.before(1) == 0
-    assert not rendering.thoughts_left_out
+    assert not rendering.reasoning_dropped
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_is_reordered_is_refused() -> None:
 def test_earlier_reasoning_may_vanish_and_this_is_noted() -> None:
     dye = dyed(TALK[:3])
     output = "|".join(message["content"] for message in dye.messages)
-    assert dye.check("Hi there|Four|more", output).thoughts_left_out
+    assert dye.check("Hi there|Four|more", output).reasoning_dropped
     last = dyed(TALK[:2])
     assert reason("Hi there|Four", "|".join(m["content"] for m in last.messages), last) == "template drops text"
 
@@ -136,7 +136,7 @@ def test_only_the_thoughts_of_an_earlier_content_may_vanish() -> None:
     dye = dyed(messages, ("</think>",))
     contents = [message["content"] for message in dye.messages]
     kept = contents[1].split("</think>")[1]
-    assert dye.check("aFiveb", contents[0] + kept + contents[2]).thoughts_left_out
+    assert dye.check("aFiveb", contents[0] + kept + contents[2]).reasoning_dropped
     assert reason("aiveb", contents[0] + kept[1:] + contents[2], dye) == "template drops text"
 
 

@@ -47,11 +47,16 @@ def rendered_or_reason(renderer: Renderer, conversation: Conversation) -> Render
 def same(a: Rendered | str, b: Rendered | str) -> bool:
     if isinstance(a, str) or isinstance(b, str):
         return a == b
-    return (a.ids.tolist(), a.loss.tolist(), a.ends, a.notes) == (b.ids.tolist(), b.loss.tolist(), b.ends, b.notes)
+    return (a.ids.tolist(), a.loss.tolist(), a.supervises_end, a.notes) == (
+        b.ids.tolist(),
+        b.loss.tolist(),
+        b.supervises_end,
+        b.notes,
+    )
 
 
 def as_dicts(messages: Iterable[Message], renderer: Renderer) -> list[dict[str, Any]]:
-    return [message.as_dict(renderer._in_parts) for message in messages]
+    return [message.as_dict(renderer._content_parts) for message in messages]
 
 
 def learned_characters(renderer: Renderer, text: str, loss: np.ndarray) -> np.ndarray:
@@ -108,7 +113,7 @@ def check(renderer: Renderer, conversation: Conversation, layout: Layout, render
         assert not learned[end : end + 1].any(), "something is learned behind the end of turn"
         assert not learned[start - 1 : start].any(), "something is learned before the start of the turn"
         starts_where_the_prompt_ends(renderer, conversation, turn, text[:start])
-    assert rendered.ends == all(marker < end for _, marker, end in layout.spans)
+    assert rendered.supervises_end == all(marker < end for _, marker, end in layout.spans)
     outside = np.ones(len(text), dtype=bool)
     for start, _, end in layout.spans:
         outside[start:end] = False
@@ -139,8 +144,8 @@ def starts_where_the_prompt_ends(renderer: Renderer, conversation: Conversation,
 def warm(shipped: Shipped, train_on: str) -> Renderer:
     """One that keeps all shapes it has met, and never looks whether a skeleton still holds."""
     renderer = shipped.renderer(train_on)
-    assert renderer._shapes is not None
-    renderer._shapes.is_due_for_a_check = lambda _: False  # type: ignore[method-assign]
+    assert renderer._layout_cache is not None
+    renderer._layout_cache.should_verify = lambda _: False  # type: ignore[method-assign]
     return renderer
 
 

@@ -43,16 +43,16 @@ def fate(renderer: Renderer, conversation: Conversation) -> Layout | str:
 def warmed(source: str) -> Renderer:
     """One that has met tame texts and never looks whether its skeletons still hold."""
     renderer = Renderer(TOKENIZER, "assistant", template=source)
-    assert renderer._shapes is not None
-    renderer._shapes.is_due_for_a_check = lambda _: False  # type: ignore[method-assign]
+    assert renderer._layout_cache is not None
+    renderer._layout_cache.should_verify = lambda _: False  # type: ignore[method-assign]
     for turns in TAME:
         fate(renderer, talk(*turns))
     return renderer
 
 
-def is_cached(renderer: Renderer) -> bool:
-    assert renderer._shapes is not None
-    return any(known is not None for known in renderer._shapes._known.values())
+def uses_render_cache(renderer: Renderer) -> bool:
+    assert renderer._layout_cache is not None
+    return any(known is not None for known in renderer._layout_cache._entries.values())
 
 
 def agrees(source: str, *texts: str) -> bool:
@@ -61,7 +61,7 @@ def agrees(source: str, *texts: str) -> bool:
     for text in texts:
         for turns in ([("user", text), ("assistant", "zz")], [("user", "zz"), ("assistant", text)]):
             assert fate(warm, talk(*turns)) == fate(cold, talk(*turns)), (source, turns)
-    return is_cached(warm)
+    return uses_render_cache(warm)
 
 
 # What skeletons must survive: each of these was once filled in wrongly, or could have been
@@ -270,11 +270,11 @@ def test_every_method_of_a_text_is_answered_or_refused() -> None:
             arguments: tuple[Any, ...] = {"replace": ("x", "y")}.get(name, ("x",))
             if name in answering:
                 getattr(text, name)(*arguments)
-                assert not questions.inspected, name
+                assert not questions.is_data_dependent, name
             else:
                 with pytest.raises(DataDependentError):
                     getattr(text, name)(*arguments)
-                assert questions.inspected, name
+                assert questions.is_data_dependent, name
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_look_inside_is_refused_and_remembered(look: Any) -> None:
     text, questions = traced("abc")
     with pytest.raises(DataDependentError):
         look(text)
-    assert questions.inspected
+    assert questions.is_data_dependent
 
 
 def test_asking_about_another_text_is_refused() -> None:
@@ -304,7 +304,7 @@ def test_what_is_printed_joined_and_stripped_stays_traced() -> None:
         assert type(kept) is TracedStr
     assert bool(text)
     assert not bool(traced("")[0])
-    assert not questions.inspected
+    assert not questions.is_data_dependent
 
 
 def test_questions_are_answered_for_texts_that_no_word_touches() -> None:

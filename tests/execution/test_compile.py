@@ -86,7 +86,9 @@ def test_layers_with_a_cuda_kernel_are_one_compile(make_root: Make, make_batch: 
     transform_layers(root.language_model, ParallelConfig(), True, counter)
     for lengths in BATCHES:
         batch = make_batch(lengths)
-        root.hidden(*(part.to("meta") for part in (batch.tokens, batch.positions, batch.cu_seqlens)), 48, batch.edges)
+        root.hidden(
+            *(part.to("meta") for part in (batch.tokens, batch.positions, batch.cu_seqlens)), 48, batch.cu_seqlens_host
+        )
     assert counter.frame_count == 1
 
 

@@ -87,7 +87,7 @@ def test_losses_and_gradients_are_the_same(roots: tuple[LossModel, LossModel], m
     for step in STEPS:
         batches = [make_batch(lengths, total) for lengths, total in step]
         for batch in batches:
-            batch.longest = 48  # as in a run, whatever the length of a batch
+            batch.max_seqlen = 48  # as in a run, whatever the length of a batch
         compare(plain, recorded, batches)
     assert compile_and_capture_count() - before == 2
 
@@ -118,7 +118,7 @@ def test_the_first_pass_of_a_shape_is_not_recorded(roots: tuple[LossModel, LossM
     for chosen in (None, None, 20, 20, 24, 24):  # positions that are looked at
         before = compile_and_capture_count()
         batch = make_batch([9, 20, 8])
-        batch.learned_at = None if chosen is None else torch.arange(chosen)
+        batch.padded_supervised_at = None if chosen is None else torch.arange(chosen)
         root(batch).objective.backward()
         counts.append(compile_and_capture_count() - before)
     assert counts == [0, 1, 0, 1, 0, 1]
@@ -137,7 +137,7 @@ def test_some_positions_only(roots: tuple[LossModel, LossModel], make_batch: Mak
         body.forward = spy
         for first in (0, 1, 2):
             batch = make_batch([9, 20, 8])
-            batch.learned_at = torch.arange(first, 48, 2)[:20]
+            batch.padded_supervised_at = torch.arange(first, 48, 2)[:20]
             root(batch).objective.backward()
         chosen = [rows[0].item() for rows in seen if rows is not None]
         assert chosen[-1] == 2, number

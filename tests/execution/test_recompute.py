@@ -120,7 +120,7 @@ def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device
         transform_layers(root.language_model, ParallelConfig(recompute=kind), compile=False)
         batch = make_batch([9, 20, 8])
         moved = [part.to(device) for part in (batch.tokens, batch.positions, batch.cu_seqlens)]
-        hidden = root.hidden(*moved, batch.longest, batch.edges)
+        hidden = root.hidden(*moved, batch.max_seqlen, batch.cu_seqlens_host)
         with Counted() as counted:
             hidden.sum().backward()
         again[kind] = counted.runs

@@ -110,8 +110,10 @@ def test_a_saved_conversation_can_be_trained_on(speaker: ChatModel, tmp_path: Pa
     session.say("Again")
     session.save(file)
     config = DataConfig(sources=[Source(path=str(file))])
-    language = ChatTokenizer({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
-    store = prepare_store(config, config.sources, "train", language).store
+    conversation_tokenizer = ChatTokenizer(
+        {"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant"
+    )
+    store = prepare_store(config, config.sources, "train", conversation_tokenizer).store
     assert len(store) == 2
     assert "Again" in renderer.tokenizer.decode(store.ids(1))
     with pytest.raises(WhetError, match="cannot be written"):

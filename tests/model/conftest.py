@@ -54,10 +54,10 @@ def pack() -> Callable[[Sequence[Tensor]], SimpleNamespace]:
             labels=labels,
             positions=torch.cat([torch.arange(len(document)) for document in documents]),
             cu_seqlens=torch.tensor(edges, dtype=torch.int32),
-            longest=max(map(len, documents)),
+            max_seqlen=max(map(len, documents)),
             supervised_at=torch.nonzero(labels >= 0)[:, 0],
-            learned_at=None,
-            edges=tuple(edges),
+            padded_supervised_at=None,
+            cu_seqlens_host=tuple(edges),
         )
 
     return make

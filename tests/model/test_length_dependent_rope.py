@@ -36,7 +36,7 @@ def test_a_long_document_would_change_a_short_one_beside_it(model: nn.Module, ma
     short, long = make_documents(20, 60)
     with torch.no_grad():
         alone, beside = (
-            root.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)[:20]
+            root.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host)[:20]
             for batch in (pack([short]), pack([short, long]))
         )
     assert (alone - beside).abs().max() > 1e-3
@@ -64,7 +64,7 @@ def test_alone_a_document_is_turned_by_its_own_length_whatever_the_padding(
     plain, padded = pack([document]), pack([document])
     padded.tokens = torch.cat([document, torch.zeros(60, dtype=torch.int64)])
     padded.labels = torch.cat([plain.labels, torch.full((60,), -100)])
-    padded.edges = (0, 20, 80)
+    padded.cu_seqlens_host = (0, 20, 80)
     assert torch.equal(root(plain).nll, root(padded).nll)
 
 

@@ -31,12 +31,12 @@ KINDS = [
 
 
 def half_supervised(make_batch: Make, filled_up_to: int = 24) -> SimpleNamespace:
-    """Every third position is learned; the rest of `learned_at` names one that is not."""
+    """Every third position is learned; the rest of `padded_supervised_at` names one that is not."""
     batch = make_batch([9, 20, 8])
     batch.labels[torch.arange(len(batch.labels)) % 3 != 1] = -100
     batch.supervised_at = torch.nonzero(batch.labels >= 0)[:, 0]
     missing = filled_up_to - len(batch.supervised_at)
-    batch.learned_at = torch.cat([batch.supervised_at, torch.zeros(missing, dtype=torch.int64)])
+    batch.padded_supervised_at = torch.cat([batch.supervised_at, torch.zeros(missing, dtype=torch.int64)])
     return batch
 
 

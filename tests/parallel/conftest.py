@@ -62,10 +62,10 @@ def make_batch() -> Callable[..., SimpleNamespace]:
             labels=labels,
             positions=torch.cat([torch.arange(size) for size in sizes]),
             cu_seqlens=torch.tensor(edges, dtype=torch.int32),
-            longest=total,
+            max_seqlen=total,
             supervised_at=torch.nonzero(labels >= 0)[:, 0],
-            learned_at=None,
-            edges=tuple(edges),
+            padded_supervised_at=None,
+            cu_seqlens_host=tuple(edges),
         )
 
     return make

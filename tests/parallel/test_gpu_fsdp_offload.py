@@ -28,7 +28,7 @@ WAITING = ("parallel.shard=1", "parallel.offload=weights")
 
 
 @pytest.fixture(autouse=True)
-def alone():
+def single_document_batches():
     """A run of one process leaves its group of one at its end, also after an error."""
     yield
     if dist.is_initialized():

@@ -67,7 +67,7 @@ def test_a_chat_s_prompt_is_what_training_had_before_the_answer(
         assert ids[: len(prompt)] == prompt
         assert set(loss[len(prompt) :]) == {1}, "all that follows the prompt is the answer, its marker and the end"
         assert loss[len(prompt) - 1] == 0
-        (other,) = chat.render([chat.layout(conversation)])  # the other road: the template, dyed
+        (other,) = chat.encode_layouts([chat.layout(conversation)])  # the other road: the template, dyed
         assert isinstance(other, Rendered)
         assert other.ids.tolist() == ids
         assert other.loss.tolist() == [*loss[:-1], 0], "by a template, what follows the end of turn is not learned"
@@ -83,7 +83,7 @@ def test_a_marked_line_is_the_template_s_text(pieces: Callable[..., Path]) -> No
     (document,) = MarkedRenderer(SentencePieceEncoder(path), markers(), "assistant").render([MarkedText(text, HERE)])
     assert isinstance(document, Rendered)
     said = [("user", " hello"), ("assistant", "sveiki  kā"), ("user", "12"), ("assistant", "345 ")]
-    whole = chat.text([{"role": role, "content": content} for role, content in said])
+    whole = chat.apply_chat_template([{"role": role, "content": content} for role, content in said])
     assert whole == text + "<|endoftext|>"
     assert document.ids.tolist() == chat.tokenizer.encode(whole, add_special_tokens=False)
 

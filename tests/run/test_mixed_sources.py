@@ -52,7 +52,7 @@ def test_shares_change_the_plan_and_nothing_else(planned: Any) -> None:
     often, plan = planned({"epochs": 3.0}, {"epochs": 0.5})
     assert shares(often, plan) == {0: 60, 1: 20}
     assert set(Counter(plan.documents.tolist()).values()) == {6, 1}
-    assert plan.sizes.per_epoch == 40
+    assert plan.stats.per_epoch == 40
     weighted, plan = planned({"weight": 1.0}, {"weight": 4.0})
     assert shares(weighted, plan) == {0: 12, 1: 48}
     assert {plain.train.store.folder} == {often.train.store.folder, weighted.train.store.folder}

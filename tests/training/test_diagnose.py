@@ -128,7 +128,7 @@ def test_the_numbers_of_each_are_those_of_a_plain_computation(step: ReplayLoader
 def test_randomness_is_that_of_the_step(step: ReplayLoader) -> None:
     model: Any = Model("")
     model.language_model.blocks.append(Dropping())
-    ((_, _), (row, batch)) = list(step.alone(0, 2))
+    ((_, _), (row, batch)) = list(step.single_document_batches(0, 2))
     assert row == 1
     found = examine(model, step).alone[1]
     torch.manual_seed(derive_seed(0, 0, row))
@@ -198,4 +198,8 @@ def test_a_saved_step_gives_its_batches_again() -> None:
     assert totals.lengths.tolist() == [2, 3, 5]
     twice = ReplayLoader(held, [(0, [2, 2])], 5, []).totals(0)
     assert (twice.conversations, twice.tokens, twice.supervised) == (2, 4, 2)
-    assert [(row, batch.documents.tolist()) for row, batch in saved.alone(0, None)] == [(0, [2]), (0, [0]), (2, [1])]
+    assert [(row, batch.documents.tolist()) for row, batch in saved.single_document_batches(0, None)] == [
+        (0, [2]),
+        (0, [0]),
+        (2, [1]),
+    ]

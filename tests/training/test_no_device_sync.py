@@ -80,13 +80,13 @@ class OneStep:
     def totals(self, step: int) -> SimpleNamespace:
         return SimpleNamespace(supervised=sum(len(batch.supervised_at) for _, batch in self.micro_batches(step)))
 
-    def count(self, step: int) -> int:
+    def micro_batch_count(self, step: int) -> int:
         return 2
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
         for row in range(self.count(step)):
             batch = pack_batch(Documents(), np.arange(4), 20, BatchShape(64, 6, 32))
-            yield row, batch.pinned(torch.device("cuda", 0))
+            yield row, batch.pin_memory(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

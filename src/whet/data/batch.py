@@ -49,21 +49,21 @@ class PackedBatch:
     labels: Tensor  # [T] int64, IGNORED where nothing is learned
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [D + 1] int32
-    longest: int  # bounds the length of a document; a constant of the plan, so that nothing is compiled anew
+    max_seqlen: int  # bounds the length of a document; a constant of the plan, so that nothing is compiled anew
     supervised_at: Tensor  # [S] int64: where labels are not IGNORED, known without asking the device
-    learned_at: Tensor | None  # the same, filled up to a constant size with one position that is none of them
-    edges: tuple[int, ...]  # cu_seqlens on the host
+    padded_supervised_at: Tensor | None  # the same, filled up to a constant size with one position that is none of them
+    cu_seqlens_host: tuple[int, ...]  # cu_seqlens on the host
     documents: NDArray[np.integer]  # which documents of the store these are, in order; padding is not among them
-    start: int = 0  # where T begins in the row that edges describe, if it is a slice of that
+    slice_start: int = 0  # where T begins in the row that edges describe, if it is a slice of that
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self, device: torch.device) -> PackedBatch:
+    def pin_memory(self, device: torch.device) -> PackedBatch:
         """The same batch in pages that `device`, a GPU, reads by itself, while nobody waits for it."""
         with torch.cuda.device(device):
-            return self._each(Tensor.pin_memory)
+            return self._map_tensors(Tensor.pin_memory)
 
     def slice(self, number: int, count: int) -> PackedBatch:
         """The `number`-th of `count` equal parts: tokens of its own, edges of the whole row. For those who compute a
@@ -73,13 +73,13 @@ class PackedBatch:
         here = slice(start, start + width)
         places = self.supervised_at.numpy() - start
         places = places[(places >= 0) & (places < width)]
-        room = 0 if self.learned_at is None else min(len(self.learned_at), width)
+        room = 0 if self.padded_supervised_at is None else min(len(self.padded_supervised_at), width)
         return replace(
-            self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], start=start,
-            supervised_at=torch.from_numpy(places), learned_at=_pad_positions(places, width, room),
+            self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], slice_start=start,
+            supervised_at=torch.from_numpy(places), padded_supervised_at=_pad_positions(places, width, room),
         )  # fmt: skip
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors: dict[str, Any] = {
             field.name: change(held) for field in fields(self) if isinstance(held := getattr(self, field.name), Tensor)
         }
@@ -146,10 +146,10 @@ def pack_batch(
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
-        longest=longest,
+        max_seqlen=longest,
         supervised_at=torch.from_numpy(targets - 1),
-        learned_at=_pad_positions(targets - 1, total, shape.supervised if shape else max(1, len(targets))),
-        edges=tuple(edges.tolist()),
+        padded_supervised_at=_pad_positions(targets - 1, total, shape.supervised if shape else max(1, len(targets))),
+        cu_seqlens_host=tuple(edges.tolist()),
         documents=documents,
     )
 

@@ -28,31 +28,31 @@ class Prefetcher(Generic[K, T]):
     At most `depth` results wait at a time. Any key may be asked for at any time; another than was foretold only waits.
     """
 
-    def __init__(self, make: Callable[[K], T], following: Callable[[K], K | None], depth: int) -> None:
-        self._make, self._following, self._depth = make, following, depth
+    def __init__(self, make: Callable[[K], T], next_key: Callable[[K], K | None], depth: int) -> None:
+        self._make, self._next_key, self._depth = make, next_key, depth
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-prefetch")  # starts with the first task
-        self._ahead: deque[tuple[K, Future[T]]] = deque()
+        self._pending: deque[tuple[K, Future[T]]] = deque()
 
     def get(self, key: K) -> T:
         """What `make` makes of the key, or the error that it met."""
-        if not self._ahead or self._ahead[0][0] != key:
-            self._forget()
-            self._ahead.append((key, self._thread.submit(self._make, key)))
-        _, wanted = self._ahead.popleft()
-        last: K | None = self._ahead[-1][0] if self._ahead else key
-        while len(self._ahead) < self._depth and last is not None and (last := self._following(last)) is not None:
-            self._ahead.append((last, self._thread.submit(self._make, last)))
+        if not self._pending or self._pending[0][0] != key:
+            self._cancel()
+            self._pending.append((key, self._thread.submit(self._make, key)))
+        _, wanted = self._pending.popleft()
+        last: K | None = self._pending[-1][0] if self._pending else key
+        while len(self._pending) < self._depth and last is not None and (last := self._next_key(last)) is not None:
+            self._pending.append((last, self._thread.submit(self._make, last)))
         return wanted.result()
 
     def close(self) -> None:
         """End the thread; nothing can be asked for any more."""
-        self._forget()
+        self._cancel()
         self._thread.shutdown()
 
-    def _forget(self) -> None:
-        for _, future in self._ahead:
+    def _cancel(self) -> None:
+        for _, future in self._pending:
             future.cancel()
-        self._ahead.clear()
+        self._pending.clear()
 
 
 # The loader: a step's micro-batches for one rank, by number. It has no state of its own.
@@ -94,7 +94,7 @@ class Loader:
         self._padded_to, self._lengths = padded_to, lengths
         self._slice, self._slices = part
         self._device = device if device is not None and device.type == "cuda" else None
-        self._batches = Prefetcher(self._make, self._following, _PREFETCH_DEPTH)
+        self._batches = Prefetcher(self._make_batch, self._next_key, _PREFETCH_DEPTH)
 
     def documents(self, step: int) -> NDArray[np.integer]:
         """The documents of a step, of all ranks."""
@@ -113,17 +113,17 @@ class Loader:
         Every rank gets the same number of them, because sharded models compute together; a rank without rows runs
         padding, which adds nothing to the loss.
         """
-        for number in range(self.count(step)):
+        for number in range(self.micro_batch_count(step)):
             yield self._batches.get((step, number))
 
     def layout(self, step: int) -> list[tuple[int, list[int]]]:
         """This rank's micro-batches without their content: the number of the first row, and the documents."""
         return [
             (int(places[0]), [int(document) for row in places for document in self._row(step, int(row))])
-            for places in (self._places(number, self._rank) for number in range(self.count(step)))
+            for places in (self._row_numbers(number, self._rank) for number in range(self.micro_batch_count(step)))
         ]
 
-    def alone(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
+    def single_document_batches(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
         """This rank's documents of a step, each in a batch of its own, with the row that seeds its micro-batch.
 
         At most `most`, if given, and as many on every rank: a rank that has fewer runs padding at the end.
@@ -142,52 +142,53 @@ class Loader:
             return []
         rows = self._micro_rows
         return shape_buckets(
-            BatchShape(self._padded_to * rows, self._plan.sizes.fullest * rows, self._room()), self._lengths
+            BatchShape(self._padded_to * rows, self._plan.stats.fullest * rows, self._supervised_capacity()),
+            self._lengths,
         )
 
     @property
-    def longest(self) -> int:
-        return self._plan.sizes.longest
+    def max_seqlen(self) -> int:
+        return self._plan.stats.longest
 
     def close(self) -> None:
         """Stop making batches ahead of time."""
         self._batches.close()
 
-    def count(self, step: int) -> int:
+    def micro_batch_count(self, step: int) -> int:
         """Micro-batches of a step, on every rank."""
         return -(-self._plan.row_count(step) // (self._world * self._micro_rows))
 
-    def _following(self, key: tuple[int, int]) -> tuple[int, int] | None:
+    def _next_key(self, key: tuple[int, int]) -> tuple[int, int] | None:
         step, number = key
-        if number + 1 < self.count(step):
+        if number + 1 < self.micro_batch_count(step):
             return step, number + 1
         return (step + 1, 0) if step + 1 < len(self._plan) else None
 
-    def _make(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
+    def _make_batch(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
         step, number = key
-        places = self._places(number, self._rank)
+        places = self._row_numbers(number, self._rank)
         documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(place)) for place in places)])
         batch = self._pack(documents)
-        return int(places[0]), batch if self._device is None else batch.pinned(self._device)
+        return int(places[0]), batch if self._device is None else batch.pin_memory(self._device)
 
     def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
         shape = smallest_shape(self.shapes, tokens)
-        batch = pack_batch(self._store, documents, self._plan.sizes.longest, shape, self._slices)
+        batch = pack_batch(self._store, documents, self._plan.stats.longest, shape, self._slices)
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 
-    def _room(self) -> int:
+    def _supervised_capacity(self) -> int:
         """For the supervised positions of micro-batches: of the fullest, as far as some steps tell. Where there is a
         fuller one, all its positions are computed."""
         steps = np.unique(np.linspace(0, max(0, len(self._plan) - 1), _SAMPLED_STEPS).astype(np.int64))
         most = 0
         for step in map(int, steps[: len(self._plan)]):
-            for number in range(self.count(step)):
-                rows = [self._row(step, int(place)) for place in self._places(number, self._rank)]
+            for number in range(self.micro_batch_count(step)):
+                rows = [self._row(step, int(place)) for place in self._row_numbers(number, self._rank)]
                 most = max(most, int(self._store.targets[np.concatenate(rows)].sum(dtype=np.int64)))
         return -(-most // SIZE_MULTIPLE) * SIZE_MULTIPLE
 
-    def _places(self, number: int, rank: int) -> NDArray[np.int64]:
+    def _row_numbers(self, number: int, rank: int) -> NDArray[np.int64]:
         """The rows of a step that a rank's micro-batch takes; a step need not have so many."""
         turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
         return turns * self._world + np.where(turns % 2, self._world - 1 - rank, rank)
@@ -197,7 +198,7 @@ class Loader:
 
     def _document_count(self, step: int, rank: int) -> int:
         """Documents of a rank's share of a step."""
-        places = (place for number in range(self.count(step)) for place in self._places(number, rank))
+        places = (place for number in range(self.micro_batch_count(step)) for place in self._row_numbers(number, rank))
         return sum(len(self._row(step, int(place))) for place in places)
 
 
@@ -226,7 +227,7 @@ class ReplayLoader:
         self._held, self._layout, self._longest, self._shapes = held, layout, longest, shapes
 
     @property
-    def longest(self) -> int:
+    def max_seqlen(self) -> int:
         return self._longest
 
     @property
@@ -249,7 +250,7 @@ class ReplayLoader:
         lengths = np.array([len(document.ids) for document in dealt], dtype=np.int64)
         return StepTotals(len(lengths), int(lengths.sum()), supervised, lengths)
 
-    def count(self, step: int) -> int:
+    def micro_batch_count(self, step: int) -> int:
         return len(self._layout)
 
     def layout(self, step: int) -> list[tuple[int, list[int]]]:
@@ -259,7 +260,7 @@ class ReplayLoader:
         for row, documents in self._layout:
             yield row, self._batch(documents)
 
-    def alone(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
+    def single_document_batches(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
         every = [(row, document) for row, documents in self._layout for document in documents]
         for row, document in every[:most]:
             yield row, self._batch([document])

@@ -217,7 +217,7 @@ class FunctionCallCalculator:
             {"role": "tool", "content": _RESULT_SENTINEL, "tool_call_id": "call00001", "name": "calculator"},
         ]
         try:
-            text = renderer.text(said, prompt=True, tools=[CALCULATOR_SCHEMA])
+            text = renderer.apply_chat_template(said, add_generation_prompt=True, tools=[CALCULATOR_SCHEMA])
         except BadRecordError as error:
             raise WhetError(f"calculator: the model's chat template has no place for it: {error}") from None
         at, answered = text.rfind("31+52"), text.rfind(_RESULT_SENTINEL)

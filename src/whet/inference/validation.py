@@ -51,7 +51,7 @@ class ValidationSums:
     def add(self, batch: PackedBatch, result: LossSum) -> None:
         """Take in a batch; it is the one on the host."""
         at = batch.supervised_at.numpy()
-        place = np.searchsorted(np.array(batch.edges), batch.start + at, side="right") - 1
+        place = np.searchsorted(np.array(batch.cu_seqlens_host), batch.slice_start + at, side="right") - 1
         owner = np.searchsorted(self._documents, batch.documents[place])
         nats = result.nll.double().cpu().numpy()
         bytes_ = np.zeros(len(at))
@@ -112,7 +112,7 @@ def validation_loss(
     """
     model.eval()
     tally = ValidationSums(loader.documents(0), kinds)
-    with progress("validating", loader.count(0)) as bar:
+    with progress("validating", loader.micro_batch_count(0)) as bar:
         for _, batch in loader.micro_batches(0):
             PHASE.enter("validating")
             with arithmetic:

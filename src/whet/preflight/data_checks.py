@@ -205,7 +205,7 @@ def _check_one_store(
         yield Finding("store", "fault", text)
     else:
         yield Finding("store", "ok", f"{use}: {looked:,} conversations are on disk as they were prepared")
-    found = compare_with_sources(store, sources, data.language.rendering(cached=False), config.data)
+    found = compare_with_sources(store, sources, data.conversation_tokenizer.make_renderer(cached=False), config.data)
     remedy = (
         f"The data or the tokenizer's library changed since they were prepared. Delete the folder {store.folder}, and "
         "it will be made again; if that does not help, please report it"
@@ -227,26 +227,28 @@ def _check_one_store(
         yield Finding("ids", "warning", text)
 
 
-def check_template(language: ChatTokenizer | MarkedTextTokenizer, data: RunData | None) -> Iterator[Finding]:
+def check_template(
+    conversation_tokenizer: ChatTokenizer | MarkedTextTokenizer, data: RunData | None
+) -> Iterator[Finding]:
     """Traps of chat templates. Where the data could be prepared, what a template cannot do was not needed."""
-    if not isinstance(language, ChatTokenizer):
+    if not isinstance(conversation_tokenizer, ChatTokenizer):
         return
-    if language.identity["today"]:
-        text = f"it inserts the date: all conversations say {language.identity['today']}, and prompts will say another"
+    if conversation_tokenizer.identity["today"]:
+        text = f"it inserts the date: all conversations say {conversation_tokenizer.identity['today']}, and prompts will say another"
         yield Finding("template", "warning", text)
     if data is not None:
         yield from _double_bos_findings(data)
-    rendering = language.rendering(cached=False)
+    rendering = conversation_tokenizer.make_renderer(cached=False)
     probe, end = rendering.render_items([_PROBE_CONVERSATION])[0], rendering.end_of_turn()
     remedy = "Use the template that belongs to the model, or mend it: data.template=FILE.jinja"
     if isinstance(probe, BadRecordError):
         text = f"a plain question and answer cannot be learned with it: {probe}. {remedy}"
         yield Finding("template", "fault" if data is None else "warning", text)
-    elif end is None or not probe.ends:
-        ends = f" with {' or '.join(rendering.stops)}" if rendering.stops else ""
+    elif end is None or not probe.supervises_end:
+        ends = f" with {' or '.join(rendering.stop_markers)}" if rendering.stop_markers else ""
         yield Finding("template", "warning", f"it does not end an answer{ends}. {remedy}")
     else:
-        token = language.tokenizer.convert_ids_to_tokens(end)
+        token = conversation_tokenizer.tokenizer.convert_ids_to_tokens(end)
         yield Finding("template", "ok", f"an answer ends with {token}, which is learned")
 
 

@@ -38,7 +38,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         tokens = len(load_run_tokenizer(config) if data is None else data.tokenizer)
         device = init_distributed().device
         arithmetic = choose_precision(config, device)
-        model = build_model(config, arithmetic, device, tokens, typical=0 if data is None else data.typical)
+        model = build_model(config, arithmetic, device, tokens, typical=0 if data is None else data.typical_length)
     except VocabularyError as error:
         yield Finding("vocabulary", "fault", str(error))
         return
@@ -54,7 +54,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         yield _tensor_parallel_finding(model, config.parallel.tensor)
     yield _vocabulary_finding(tokens, embedding_rows(model))
     try:
-        longest = config.data.max_length if data is None else data.longest
+        longest = config.data.max_length if data is None else data.max_document_length
         root = build_loss_model(config, model, arithmetic, device, tokens, longest)
         known = "packed conversations would see each other in this model; unpacked, as here, it is trained right"
         packed = "another conversation in the row changes no logit of this model"
@@ -104,7 +104,7 @@ def _vocabulary_finding(tokens: int, rows: int) -> Finding:
 
 
 def _position_finding(data: RunData, room: int | None) -> Finding:
-    longest = data.longest
+    longest = data.max_document_length
     text = f"the longest conversation has {longest:,} tokens"
     if room is None:
         return Finding("positions", "ok", f"{text}; the model names no limit")
@@ -160,7 +160,9 @@ def _prepare_for_check(config: Config) -> tuple[RunData | None, list[Finding]]:
 
 def _template_findings(config: Config, data: RunData | None) -> Iterator[Finding]:
     try:
-        yield from check_template(data.language if data is not None else make_conversation_tokenizer(config), data)
+        yield from check_template(
+            data.conversation_tokenizer if data is not None else make_conversation_tokenizer(config), data
+        )
     except WhetError as error:
         if data is not None:
             yield Finding("template", "fault", str(error))  # without data it was told with them

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class RunData:
     """The stores of a run, and which of their documents are used."""
 
-    language: ChatTokenizer | MarkedTextTokenizer
+    conversation_tokenizer: ChatTokenizer | MarkedTextTokenizer
     train: PreparedStore
     train_documents: NDArray[np.int64]
     validation: Store | None
@@ -42,16 +42,16 @@ class RunData:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return self.language.tokenizer
+        return self.conversation_tokenizer.tokenizer
 
     @property
-    def longest(self) -> int:
+    def max_document_length(self) -> int:
         """Tokens of the longest document."""
         stores = [self.train.store, *([] if self.validation is None else [self.validation])]
         return max(int(store.lengths.max(initial=0)) for store in stores)
 
     @property
-    def typical(self) -> float:
+    def typical_length(self) -> float:
         """Tokens of the document in which the typical token stands, as far as some documents tell."""
         some = self.train_documents[:: max(1, len(self.train_documents) // 10_000)]
         lengths = self.train.store.lengths[some].astype(np.float64)
@@ -87,16 +87,16 @@ class RunData:
 
 def prepare_data(config: Config, today: str | None = None) -> RunData:
     """The stores that the configuration asks for, made or found. `today` is for templates that insert the date."""
-    language = make_conversation_tokenizer(config, today)
-    made = prepare_store(config.data, config.data.sources, "train", language)
+    conversation_tokenizer = make_conversation_tokenizer(config, today)
+    made = prepare_store(config.data, config.data.sources, "train", conversation_tokenizer)
     everything = np.arange(len(made.store), dtype=np.int64)
     wanted = config.data.validation
     if wanted is None:
-        return RunData(language, made, everything, None, everything[:0])
+        return RunData(conversation_tokenizer, made, everything, None, everything[:0])
     if wanted.sources is not None:
-        held = prepare_store(config.data, wanted.sources, "validation", language).store
-        return RunData(language, made, everything, held, np.arange(len(held), dtype=np.int64))
-    return _split_validation(language, made, wanted.fraction or 0.0, config.run.seed)
+        held = prepare_store(config.data, wanted.sources, "validation", conversation_tokenizer).store
+        return RunData(conversation_tokenizer, made, everything, held, np.arange(len(held), dtype=np.int64))
+    return _split_validation(conversation_tokenizer, made, wanted.fraction or 0.0, config.run.seed)
 
 
 def load_recorded_data(config: Config, ledger: Path) -> RunData:
@@ -110,15 +110,17 @@ def load_recorded_data(config: Config, ledger: Path) -> RunData:
     wanted = {"train"} if held is None else {"train", "validation"}
     if set(folders) != wanted or not all((folder / MANIFEST).exists() for folder in folders.values()):
         return prepare_data(config, known["today"])
-    language, train = make_conversation_tokenizer(config, known["today"]), Store(folders["train"])
+    conversation_tokenizer, train = make_conversation_tokenizer(config, known["today"]), Store(folders["train"])
     everything = np.arange(len(train), dtype=np.int64)
     if held is None:
-        return RunData(language, PreparedStore(train, reused=True), everything, None, everything[:0])
+        return RunData(conversation_tokenizer, PreparedStore(train, reused=True), everything, None, everything[:0])
     if held.fraction is not None:
-        return _split_validation(language, PreparedStore(train, reused=True), held.fraction, config.run.seed)
+        return _split_validation(
+            conversation_tokenizer, PreparedStore(train, reused=True), held.fraction, config.run.seed
+        )
     validation = Store(folders["validation"])
     numbers = np.arange(len(validation), dtype=np.int64)
-    return RunData(language, PreparedStore(train, reused=True), everything, validation, numbers)
+    return RunData(conversation_tokenizer, PreparedStore(train, reused=True), everything, validation, numbers)
 
 
 def require_same_tokenizer(config: Config, ledger: Path) -> None:
@@ -151,26 +153,26 @@ def _tokenizer_identity(identity: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _split_validation(
-    language: ChatTokenizer | MarkedTextTokenizer, made: PreparedStore, fraction: float, seed: int
+    conversation_tokenizer: ChatTokenizer | MarkedTextTokenizer, made: PreparedStore, fraction: float, seed: int
 ) -> RunData:
     train, held_out = train_validation_split(made.store.hashes, fraction, seed)
-    return RunData(language, made, train, made.store, held_out)
+    return RunData(conversation_tokenizer, made, train, made.store, held_out)
 
 
 def prepare_data_shard(config: Config, number: int, count: int) -> dict[str, str]:
     """This machine's chunks of every store that the configuration asks for; where each will be."""
-    language = make_conversation_tokenizer(config)
+    conversation_tokenizer = make_conversation_tokenizer(config)
     return {
-        use: str(prepare_shard(config.data, sources, use, language, number, count))
+        use: str(prepare_shard(config.data, sources, use, conversation_tokenizer, number, count))
         for use, sources in _sources_by_use(config.data).items()
     }
 
 
 def require_data_shards(config: Config) -> None:
     """A WhetError if another machine's chunks are still missing."""
-    language = make_conversation_tokenizer(config)
+    conversation_tokenizer = make_conversation_tokenizer(config)
     for use, sources in _sources_by_use(config.data).items():
-        require_all_shards(config.data, sources, use, language)
+        require_all_shards(config.data, sources, use, conversation_tokenizer)
 
 
 def _sources_by_use(data: DataConfig) -> dict[str, list[Source]]:

@@ -188,7 +188,7 @@ def _run_data(path: Path, config: Config) -> RunData:
 def _validation_losses(
     config: Config, data: RunData, model: torch.nn.Module, ranks: Ranks, arithmetic: PrecisionPolicy
 ) -> dict[str, float]:
-    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.longest)
+    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.max_document_length)
     return evaluate_validation(config, data, root, ranks, arithmetic.context(ranks.device))
 
 
@@ -203,7 +203,7 @@ def _evaluate_model(question: EvaluationRequest, config: Config, ranks: Ranks) -
         data = dataclasses.replace(
             made, validation=made.train.store, validation_documents=np.arange(len(made.train.store), dtype=np.int64)
         )
-        install_attention(config, ready.model, arithmetic, ranks.device, data.typical)
+        install_attention(config, ready.model, arithmetic, ranks.device, data.typical_length)
         losses = _validation_losses(config, data, ready.model, ranks, arithmetic)
     root = LossModel(ready.model)
     scored = evaluate_tasks(config, ready.renderer, root, ranks, contextlib.nullcontext())

@@ -74,7 +74,7 @@ def fault_batch(
         "seed": config.run.seed,
         "precision": precision,
         "loss_scale": scale,
-        "longest": loader.longest,
+        "longest": loader.max_seqlen,
         "shapes": [asdict(shape) for shape in loader.shapes],
         "conversations": [
             {

@@ -75,9 +75,9 @@ def describe_run(run: AssembledRun) -> dict[str, Any]:
         "steps": len(plan),
         "rows": len(plan.rows) - 1,
         "conversations": len(plan.documents),
-        "conversations_per_epoch": plan.sizes.per_epoch,
-        "epochs": len(plan.documents) / plan.sizes.per_epoch,
-        "tokens": plan.sizes.tokens,
+        "conversations_per_epoch": plan.stats.per_epoch,
+        "epochs": len(plan.documents) / plan.stats.per_epoch,
+        "tokens": plan.stats.tokens,
         "supervised_tokens": int(run.data.train.store.targets[plan.documents].sum()),
         "efficiency": packing_efficiency(plan, config.row_length),
         "row_length": config.row_length,
@@ -214,12 +214,14 @@ def _assemble(
         )
     arithmetic = choose_precision(config, ranks.device)
     tokens = len(data.tokenizer)  # read while the model is loaded
-    model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical)
+    model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical_length)
     if mesh.weights is None:
-        root = build_loss_model(config, model, arithmetic, ranks.device, tokens, data.longest)
+        root = build_loss_model(config, model, arithmetic, ranks.device, tokens, data.max_document_length)
     else:
-        source, typical = loading.source, data.typical
-        root = build_sharded_loss_model(config, model, arithmetic, mesh, tokens, data.longest, typical, source)
+        source, typical = loading.source, data.typical_length
+        root = build_sharded_loss_model(
+            config, model, arithmetic, mesh, tokens, data.max_document_length, typical, source
+        )
     compiling = should_compile(config.model.compile, ranks.device, arithmetic.compute)
     apply_ulysses(root, mesh)
     transform_layers(
@@ -281,10 +283,10 @@ def _print_summary(run: AssembledRun) -> None:
         info(f"{eight_bits} layers multiply in 8 bits; measuring and exporting do not")
     if eight_bits and not should_compile(config.model.compile, run.ranks.device, run.arithmetic.compute):
         warn("train.precision: without compiling, rounding to 8 bits takes longer than it saves; see model.compile")
-    room = getattr(run.model.config, "max_position_embeddings", plan.sizes.longest)
-    if plan.sizes.longest > room:
+    room = getattr(run.model.config, "max_position_embeddings", plan.stats.longest)
+    if plan.stats.longest > room:
         warn(
-            f"the longest conversation has {plan.sizes.longest} tokens, but the model was made for {room}; lower "
+            f"the longest conversation has {plan.stats.longest} tokens, but the model was made for {room}; lower "
             "data.max_length"
         )
     schedule = config.train.schedule
@@ -298,7 +300,7 @@ def _print_summary(run: AssembledRun) -> None:
         f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world_size} × {run.ranks.device.type}, "
         f"{run.arithmetic.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
-        f"{plan.sizes.per_epoch} conversations an epoch"
+        f"{plan.stats.per_epoch} conversations an epoch"
     )
 
 

@@ -115,7 +115,7 @@ def replay_batch(file: Path) -> dict[str, Any]:
     arithmetic = choose_precision(config, ranks.device, trains=False)
     tokens = len(load_run_tokenizer(config))
     model = build_model(config, arithmetic, ranks.device, tokens, typical=_typical_length(run))
-    root = build_loss_model(config, model, arithmetic, ranks.device, tokens, saved.step.longest).train()
+    root = build_loss_model(config, model, arithmetic, ranks.device, tokens, saved.step.max_seqlen).train()
     if saved.step.highest_id >= embedding_rows(model):
         raise WhetError(f"{file}: it holds ids that this run's model does not know. Was the file edited?")
     checkpoint = _load_nearest_checkpoint(saved, run, root, ranks)

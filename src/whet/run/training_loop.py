@@ -302,7 +302,7 @@ def train_from_checkpoint(run: AssembledRun, trackers: list[str]) -> None:
             hooks=hooks,
             ranks=ranks,
             work=count_step_flops(run.root.language_model),
-            per_epoch=run.plan.sizes.per_epoch,
+            per_epoch=run.plan.stats.per_epoch,
             whole=end_position(run.plan),
             seed=config.run.seed,
             arithmetic=run.arithmetic.context(ranks.device),
@@ -342,7 +342,7 @@ def _save_every(config: CheckpointConfig, steps: int) -> int | None:
 def end_position(plan: Plan) -> Position:
     """The end of a run, in every unit of a schedule."""
     conversations = len(plan.documents)
-    return Position(len(plan), conversations / plan.sizes.per_epoch, conversations, plan.sizes.tokens)
+    return Position(len(plan), conversations / plan.stats.per_epoch, conversations, plan.stats.tokens)
 
 
 def _total_peak_flops(run: AssembledRun) -> float | None:
@@ -357,6 +357,6 @@ def _total_peak_flops(run: AssembledRun) -> float | None:
 
 def _flops_table(run: AssembledRun) -> str:
     """For a conversation of the mean length."""
-    length = run.plan.sizes.tokens / len(run.plan.documents)
-    supervised = int(run.data.train.store.targets[run.plan.documents].sum()) / run.plan.sizes.tokens
+    length = run.plan.stats.tokens / len(run.plan.documents)
+    supervised = int(run.data.train.store.targets[run.plan.documents].sum()) / run.plan.stats.tokens
     return flops_table(run.root.language_model, round(length), supervised)

@@ -27,7 +27,7 @@ class TraceGuards:
     """What a template asked about the texts of a conversation."""
 
     def __init__(self) -> None:
-        self.inspected = False
+        self.is_data_dependent = False
         self.searched: set[str] = set()
         self.stripped: set[str] = set()
 
@@ -63,10 +63,10 @@ class TracedStr(str):
         traced._guards = guards
         return traced
 
-    def _like(self, text: str) -> TracedStr:
+    def _derive(self, text: str) -> TracedStr:
         return TracedStr(text, self._guards)
 
-    def _ask(self, word: Any) -> None:
+    def _record(self, word: Any) -> None:
         if word is self:
             return
         if isinstance(word, TracedStr):
@@ -89,43 +89,43 @@ class TracedStr(str):
         _refuse(self)
 
     def __add__(self, other: str) -> TracedStr:
-        return self._like(str.__add__(self, other))
+        return self._derive(str.__add__(self, other))
 
     def __radd__(self, other: str) -> TracedStr:
-        return self._like(str.__add__(other, self))
+        return self._derive(str.__add__(other, self))
 
     def __eq__(self, other: object) -> bool:
-        self._ask(other)
+        self._record(other)
         return str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        self._ask(other)
+        self._record(other)
         return str.__ne__(self, other)
 
     def __contains__(self, word: str) -> bool:  # type: ignore[override]
-        self._ask(word)
+        self._record(word)
         return str.__contains__(self, word)
 
     def startswith(self, word: str | tuple[str, ...], *places: Any) -> bool:
-        return self._at_an_edge(str.startswith, word, places)
+        return self._test_edge(str.startswith, word, places)
 
     def endswith(self, word: str | tuple[str, ...], *places: Any) -> bool:
-        return self._at_an_edge(str.endswith, word, places)
+        return self._test_edge(str.endswith, word, places)
 
-    def _at_an_edge(self, test: Callable[..., bool], word: str | tuple[str, ...], places: tuple[Any, ...]) -> bool:
+    def _test_edge(self, test: Callable[..., bool], word: str | tuple[str, ...], places: tuple[Any, ...]) -> bool:
         if places:
             _refuse(self)
         for one in word if isinstance(word, tuple) else (word,):
-            self._ask(one)
+            self._record(one)
         return test(self, word)
 
     def removeprefix(self, word: str) -> TracedStr:
-        self._ask(word)
-        return self._like(str.removeprefix(self, word))
+        self._record(word)
+        return self._derive(str.removeprefix(self, word))
 
     def removesuffix(self, word: str) -> TracedStr:
-        self._ask(word)
-        return self._like(str.removesuffix(self, word))
+        self._record(word)
+        return self._derive(str.removesuffix(self, word))
 
     def strip(self, chars: str | None = None) -> TracedStr:
         return self._stripped(str.strip, chars)
@@ -140,23 +140,23 @@ class TracedStr(str):
         if isinstance(chars, TracedStr):
             _refuse(self)
         self._guards.stripped.update(chars or "")
-        return self._like(strip(self, chars))
+        return self._derive(strip(self, chars))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TracedStr:
-        self._ask(old)
+        self._record(old)
         if old == "":  # stands between all characters
             _refuse(self)
-        return self._like(str.replace(self, old, new, count))
+        return self._derive(str.replace(self, old, new, count))
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         if sep is None:
             _refuse(self)
-        self._ask(sep)
-        return [self._like(part) for part in str.split(self, sep, maxsplit)]
+        self._record(sep)
+        return [self._derive(part) for part in str.split(self, sep, maxsplit)]
 
 
 def _refuse(text: TracedStr, *_: Any, **__: Any) -> NoReturn:
-    text._guards.inspected = True
+    text._guards.is_data_dependent = True
     raise DataDependentError
 
 
@@ -193,7 +193,7 @@ def _refuse_traced_in(*values: Any) -> None:
 def _concat_traced(parts: Iterable[str]) -> str:
     parts = list(parts)
     text = "".join(parts)
-    return next((part._like(text) for part in parts if isinstance(part, TracedStr)), text)
+    return next((part._derive(text) for part in parts if isinstance(part, TracedStr)), text)
 
 
 class _TracedLength:
@@ -219,11 +219,11 @@ class _TracedLength:
     def __gt__(self, other: object) -> bool:
         return not self._is_empty(other)
 
-    def _look(self, *_: object) -> NoReturn:
+    def _refuse_use(self, *_: object) -> NoReturn:
         _refuse(self._text)
 
-    __hash__ = __str__ = __lt__ = __le__ = __ge__ = __int__ = __index__ = __getattr__ = _look
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _look
+    __hash__ = __str__ = __lt__ = __le__ = __ge__ = __int__ = __index__ = __getattr__ = _refuse_use
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse_use
 
 
 def _traced_length(value: Any) -> Any:
@@ -238,7 +238,7 @@ class _SearchedStr:
 
     def __contains__(self, item: Any) -> bool:
         if isinstance(item, TracedStr):
-            item._ask(self._text)
+            item._record(self._text)
         return item in self._text
 
 
@@ -260,7 +260,7 @@ class _TracingCodeGenerator(CodeGenerator):
         if node.op not in ("in", "notin"):
             super().visit_Operand(node, frame)
             return
-        self.write(" in environment.haystack(" if node.op == "in" else " not in environment.haystack(")
+        self.write(" in environment.searched(" if node.op == "in" else " not in environment.searched(")
         self.visit(node.expr, frame)
         self.write(")")
 
@@ -271,7 +271,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     code_generator_class = _TracingCodeGenerator
     intercepted_binops = frozenset({"%"})
     concat = staticmethod(_concat_traced)
-    haystack = staticmethod(_searched)
+    searched = staticmethod(_searched)
 
     def guard_filters(self) -> None:
         """Guard all filters and tests that are there by now."""

@@ -208,7 +208,11 @@ class Diagnoser:
         supervised = loader.totals(step).supervised
         if not supervised:
             every = self._of_all(
-                [_describe_batch(batch) for _, batch in loader.alone(step, self.most) if len(batch.documents)]
+                [
+                    _describe_batch(batch)
+                    for _, batch in loader.single_document_batches(step, self.most)
+                    if len(batch.documents)
+                ]
             )
             return Diagnosis(every, every, self._broken_weights(), layout)
         weight = self.loss_scale / supervised
@@ -216,7 +220,7 @@ class Diagnoser:
         backward = kind != "spike" and not together
         alone = []
         with progress(f"step {step + 1}: each conversation alone", None) as bar:
-            for row, batch in loader.alone(step, self.most):
+            for row, batch in loader.single_document_batches(step, self.most):
                 alone.append(self._run(step, row, batch, weight, backward))
                 bar.advance()
         alone = self._of_all([found for found in alone if found.documents])
@@ -290,7 +294,9 @@ def _merge_slices(slices: Sequence[DocumentResult], order: Mapping[str, int]) ->
 def _describe_batch(batch: PackedBatch) -> DocumentResult:
     """What is known of documents before they are run."""
     documents = tuple(int(document) for document in batch.documents)
-    return DocumentResult(documents, batch.edges[len(documents)], len(batch.supervised_at), math.nan, math.nan, None)
+    return DocumentResult(
+        documents, batch.cu_seqlens_host[len(documents)], len(batch.supervised_at), math.nan, math.nan, None
+    )
 
 
 def _clear_gradients(parameters: list[nn.Parameter]) -> None:

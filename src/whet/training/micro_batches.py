@@ -32,7 +32,7 @@ class ForwardPasses(Iterator[LossSum]):
         self.supervised = loader.totals(step).supervised
         self._device, self._seed, self._arithmetic = device, seed, arithmetic
         self._weight = loss_scale / self.supervised if self.supervised else math.nan
-        self._batches, self._count = TimedIterator(loader.micro_batches(step)), loader.count(step)
+        self._batches, self._count = TimedIterator(loader.micro_batches(step)), loader.micro_batch_count(step)
         self.made_before = compile_and_capture_count()
         self._made = 0
         self._first: LossSum | None = None

@@ -71,7 +71,9 @@ def model_of(make_model: Callable[..., Any]) -> Callable[..., Any]:
 
 def hidden_states(model: nn.Module, batch: Any) -> Tensor:
     """[T E] of the packed documents."""
-    return LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
+    return LossModel(model).hidden(
+        batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host
+    )
 
 
 def states_alone(model: nn.Module, documents: list[Tensor]) -> Tensor:
@@ -134,8 +136,8 @@ def test_empty_documents_at_the_end_of_a_batch_change_nothing(
     model, batch = model_of("Gemma2"), pack(make_documents(4, 16))
     attention.install_backend(model, backend)
     plain = hidden_states(model, batch)
-    batch.edges = (0, 4, 20, 20, 20)
-    batch.cu_seqlens = torch.tensor(batch.edges, dtype=torch.int32)
+    batch.cu_seqlens_host = (0, 4, 20, 20, 20)
+    batch.cu_seqlens = torch.tensor(batch.cu_seqlens_host, dtype=torch.int32)
     assert torch.equal(hidden_states(model, batch), plain)
 
 

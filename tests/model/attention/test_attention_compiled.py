@@ -27,12 +27,14 @@ def batches(make_documents: Any, pack: Any) -> list[Any]:
     """Rows of 24 tokens with as many edges, as batches on CUDA have them."""
     rows = [pack(make_documents(*lengths)) for lengths in ((3, 20, 1), (8, 8, 8), (1, 2, 21), (12, 11, 1))]
     for row in rows:
-        row.longest = 24
+        row.max_seqlen = 24
     return rows
 
 
 def _hidden(model: nn.Module, batch: Any) -> Tensor:
-    return LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges)
+    return LossModel(model).hidden(
+        batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host
+    )
 
 
 def states_and_slopes(model: nn.Module, batch: Any) -> list[Tensor]:

@@ -235,7 +235,7 @@ def _batch(pack, make_documents, lengths):
 
 def _hidden(model, batch):
     with torch.autocast("cuda", torch.bfloat16):
-        return LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, 48, batch.edges)
+        return LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, 48, batch.cu_seqlens_host)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_only_models_that_short_serves_are_told(
         attention.install_backend(model, backend)
         assert attention.describe_backend(model) == backend
         with pytest.raises(InterruptedError):
-            LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, 4, batch.edges)
+            LossModel(model).hidden(batch.tokens, batch.positions, batch.cu_seqlens, 4, batch.cu_seqlens_host)
     assert told[0] is None
     assert torch.equal(told[1], document_spans(batch.cu_seqlens, 7))
 

@@ -46,7 +46,7 @@ class Plan:
     documents: NDArray[np.integer]
     rows: NDArray[np.integer]
     steps: NDArray[np.integer]
-    sizes: PlanStats
+    stats: PlanStats
 
     def __len__(self) -> int:
         """The number of steps."""
@@ -71,7 +71,7 @@ class Plan:
     def save(self, folder: Path) -> None:
         for name in _ARRAYS:
             np.save(folder / f"{name}.npy", getattr(self, name))
-        write_json(folder / "sizes.json", asdict(self.sizes))
+        write_json(folder / "sizes.json", asdict(self.stats))
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
@@ -88,7 +88,7 @@ class Plan:
 
 def packing_efficiency(plan: Plan, row_length: int) -> float:
     """The part of all row space that tokens fill."""
-    return plan.sizes.tokens / (row_length * (len(plan.rows) - 1))
+    return plan.stats.tokens / (row_length * (len(plan.rows) - 1))
 
 
 # The order of rows inside a step: the heaviest first, so that ranks can be dealt equal work.

@@ -42,7 +42,7 @@ class PrepareJob:
     config: DataConfig
     readers: Sequence[SourceReader]
     size: int
-    language: ConversationTokenizer
+    tokenizer: ConversationTokenizer
 
     @property
     def records(self) -> int:
@@ -50,17 +50,17 @@ class PrepareJob:
         return _LARGE_CHUNK if self.size > _LARGE_DATA_BYTES else _SMALL_CHUNK
 
     @property
-    def is_cached(self) -> bool:
+    def uses_render_cache(self) -> bool:
         """Whether skeletons may be used; not if the template was found to treat one shape in several ways."""
         return not (self.folder / _NO_RENDER_CACHE).exists()
 
-    def render_in_full(self) -> None:
+    def disable_render_cache(self) -> None:
         """From now on every conversation is rendered by itself; chunks that were made otherwise do not count."""
         (self.folder / _NO_RENDER_CACHE).touch()
 
     def file(self, number: int, cached: bool | None = None) -> Path:
         """Of a chunk; those that were made with skeletons and those without have names of their own."""
-        cached = self.is_cached if cached is None else cached
+        cached = self.uses_render_cache if cached is None else cached
         return self.folder / f"{number:08d}{'' if cached else '-full'}.npz"
 
     def missing(self) -> tuple[list[int], int]:
@@ -89,8 +89,8 @@ class WorkerContext:
 def make_chunks(job: PrepareJob, first: int, step: int) -> int:
     """Make the chunks first, first + step, …, but for those that are there; returns how many there are in all."""
     total = sum(expected_records(reader.source) for reader in job.readers)
-    cached = job.is_cached  # another machine may change it at any time
-    kit = WorkerContext(job.language.rendering(cached), job.language.vocabulary(), cached)
+    cached = job.uses_render_cache  # another machine may change it at any time
+    kit = WorkerContext(job.tokenizer.make_renderer(cached), job.tokenizer.vocabulary_size(), cached)
     workers = max(1, min(len(os.sched_getaffinity(0)), -(-total // (step * job.records))))
     share = WorkQueue(first, step, workers)
     began, seen = time.monotonic(), 0
@@ -154,9 +154,9 @@ class ConversationTokenizer(Protocol):
         """What decides the tokens, known without loading anything."""
         ...
 
-    def rendering(self, cached: bool) -> ItemRenderer: ...
+    def make_renderer(self, cached: bool) -> ItemRenderer: ...
 
-    def vocabulary(self) -> int: ...
+    def vocabulary_size(self) -> int: ...
 
     def save(self, folder: Path) -> None:
         """Keep with the store what its ids mean."""
@@ -172,20 +172,20 @@ class PreparedStore:
 
 
 def prepare_store(
-    config: DataConfig, sources: Sequence[Source], use: str, language: ConversationTokenizer
+    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
 ) -> PreparedStore:
     """The store for `sources`, made if it does not exist. `use` is train or validation, for the ledger.
 
     Chunks that are there already, from other machines or from a preparation that was killed, are taken as they are.
     """
-    folder, key = _store_folder_and_key(config, sources, use, language)
+    folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     try:
         reused = _is_complete(folder, key)
         if not reused:
             with file_lock(folder.with_name(f".{folder.name}.lock"), notify_waiting):
                 reused = _is_complete(folder, key)
                 if not reused:
-                    _build_store(_make_job(folder, key, config, sources, language), folder, key, sources, use)
+                    _build_store(_make_job(folder, key, config, sources, tokenizer), folder, key, sources, use)
     except Exception as error:
         raise disk_error(error, "preparing the data", folder) or error from None
     store = Store(folder)
@@ -194,26 +194,26 @@ def prepare_store(
 
 
 def prepare_shard(
-    config: DataConfig, sources: Sequence[Source], use: str, language: ConversationTokenizer, number: int, count: int
+    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer, number: int, count: int
 ) -> Path:
     """Make every count-th chunk, from `number` on; needs no lock, because machines share no chunk."""
-    folder, key = _store_folder_and_key(config, sources, use, language)
+    folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     try:
         if not _is_complete(folder, key):
-            _make_all_chunks(_make_job(folder, key, config, sources, language), number, count)
+            _make_all_chunks(_make_job(folder, key, config, sources, tokenizer), number, count)
     except Exception as error:
         raise disk_error(error, "preparing the data", folder) or error from None
     return folder
 
 
 def require_all_shards(
-    config: DataConfig, sources: Sequence[Source], use: str, language: ConversationTokenizer
+    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
 ) -> None:
     """Refuse to merge while a machine is still at work, or never was."""
-    folder, key = _store_folder_and_key(config, sources, use, language)
+    folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     if _is_complete(folder, key):
         return
-    missing, total = _make_job(folder, key, config, sources, language).missing()
+    missing, total = _make_job(folder, key, config, sources, tokenizer).missing()
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
         raise WhetError(
@@ -224,11 +224,11 @@ def require_all_shards(
 
 
 def _store_folder_and_key(
-    config: DataConfig, sources: Sequence[Source], use: str, language: ConversationTokenizer
+    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
 ) -> tuple[Path, str]:
     """Where the store is or will be, and the key of its content."""
     try:
-        key = hash_json(_key_inputs(config, sources, language))[:20]
+        key = hash_json(_key_inputs(config, sources, tokenizer))[:20]
     except OSError as error:
         raise disk_error(error, "reading the sources", ".") or error from None
     folder = cache_dir() / "stores" / key if config.store is None else Path(config.store).expanduser() / use
@@ -263,18 +263,18 @@ def _update_place(place: str, renamed: dict[str, str]) -> str:
     return f"{renamed.get(file, file)}:{line}"
 
 
-def _key_inputs(config: DataConfig, sources: Sequence[Source], language: ConversationTokenizer) -> dict[str, Any]:
+def _key_inputs(config: DataConfig, sources: Sequence[Source], tokenizer: ConversationTokenizer) -> dict[str, Any]:
     options = config.model_dump(include={"train_on", "max_length", "too_long", "on_bad", "deduplicate"})
     return {
         "format": _FORMAT_VERSION,
         "sources": [source_fingerprint(source) for source in sources],
-        "language": language.identity,
+        "language": tokenizer.identity,
         **options,
     }
 
 
 def _make_job(
-    folder: Path, key: str, config: DataConfig, sources: Sequence[Source], language: ConversationTokenizer
+    folder: Path, key: str, config: DataConfig, sources: Sequence[Source], tokenizer: ConversationTokenizer
 ) -> PrepareJob:
     if (folder / MANIFEST).exists():
         raise WhetError(
@@ -288,7 +288,7 @@ def _make_job(
     size = sum(source_bytes(source) for source in sources)
     require_disk_space(folder, 2 * size + 2**20, "the prepared data")
     work = folder.with_name(f".{key}.work")  # by content: what another preparation left behind is not taken for ours
-    return PrepareJob(work, config, [SourceReader(source) for source in sources], size, language)
+    return PrepareJob(work, config, [SourceReader(source) for source in sources], size, tokenizer)
 
 
 def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Path]:
@@ -301,7 +301,7 @@ def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Pat
         total = make_chunks(job, first, step)
     except LayoutMismatchError:
         info("the chat template treats conversations of the same shape differently: each is rendered in full")
-        job.render_in_full()
+        job.disable_render_cache()
         total = make_chunks(job, first, step)
     return [job.file(number) for number in range(total)]
 
@@ -311,8 +311,8 @@ def _build_store(job: PrepareJob, folder: Path, key: str, sources: Sequence[Sour
     try:
         paths = _make_all_chunks(job)
         with atomic_dir(folder) as temporary:
-            job.language.save(temporary)
-            merge_chunks(paths, temporary, key, sources, use, job.config, job.language)
+            job.tokenizer.save(temporary)
+            merge_chunks(paths, temporary, key, sources, use, job.config, job.tokenizer)
     except WhetError as error:
         if error.exit_code == WhetError.exit_code:
             shutil.rmtree(job.folder, ignore_errors=True)

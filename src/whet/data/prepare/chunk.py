@@ -52,7 +52,7 @@ class Chunk:
             self._loss.append(document.loss)
             self._sizes.append(len(document.ids))
             self._targets.append(targets)
-            self._ended.append(document.ends)
+            self._ended.append(document.supervises_end)
             self._file.append(self._files.setdefault(origin.source, len(self._files)))
             self._line.append(origin.line)
             self._hash.append(content)
@@ -104,13 +104,13 @@ if TYPE_CHECKING:
 
 def merge_chunks(
     paths: Sequence[Path], folder: Path, key: str, sources: Sequence[Source], use: str, config: DataConfig,
-    language: ConversationTokenizer,
+    tokenizer: ConversationTokenizer,
 ) -> None:  # fmt: skip
     """Write the chunks in `paths` as a store into `folder`."""
     accounts = [Account() for _ in sources]
     files = _FileTable()
     copies = _find_duplicates(paths)
-    with contextlib.closing(StoreWriter(folder, language.vocabulary())) as writer:
+    with contextlib.closing(StoreWriter(folder, tokenizer.vocabulary_size())) as writer:
         at = 0
         for path in paths:
             with contextlib.closing(SavedChunk(path)) as chunk:
@@ -123,7 +123,7 @@ def merge_chunks(
                 "key": key,
                 "files": {"name": files.names, "source": files.sources},
                 "accounts": [account.as_dict(s.path, use) for account, s in zip(accounts, sources, strict=True)],
-                **language.identity,
+                **tokenizer.identity,
             }
         )
 

@@ -131,7 +131,7 @@ class Store:
         changes = np.flatnonzero((np.diff(self._origins, axis=0) != 0).any(axis=1)) + 1
         return np.concatenate([[0], changes, [len(self)]]).astype(np.int64)
 
-    def is_as_written(self, documents: Iterable[int]) -> bool:
+    def matches_hash(self, documents: Iterable[int]) -> bool:
         """Whether ids and masks of a conversation's documents are still those that its hash was made of."""
         numbers = list(documents)
         parts = ((self._tokens[i].astype(np.int32), self._loss[i].astype(np.uint8)) for i in numbers)

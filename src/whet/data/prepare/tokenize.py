@@ -60,7 +60,12 @@ def split_windows(document: Rendered, limit: int) -> list[Rendered]:
     if edges[-1] - edges[-2] == 1 and limit > 2:  # a window of one token has nothing to learn it from
         edges[-2] -= 1
     return [
-        replace(document, ids=document.ids[a:b], loss=document.loss[a:b], ends=document.ends and b == total)
+        replace(
+            document,
+            ids=document.ids[a:b],
+            loss=document.loss[a:b],
+            supervises_end=document.supervises_end and b == total,
+        )
         for a, b in itertools.pairwise(edges)
     ]
 
@@ -98,7 +103,7 @@ def tokenize_records(items: Iterable[ParsedRecord], chunk: Chunk, rendering: Ite
                 told = f"it holds the id {int(item.ids.max())}, and the tokenizer has {chunk.vocabulary} tokens"
                 _drop_or_raise("unknown id", told, item.origin, chunk, config)
             elif isinstance(item, TokenizedDocument):
-                whole = Rendered(item.ids, item.loss, ends=bool(item.loss[-1:].any()))
+                whole = Rendered(item.ids, item.loss, supervises_end=bool(item.loss[-1:].any()))
                 _add_within_max_length(item, whole, chunk, rendering, config)
             else:
                 result = next(rendered)
@@ -154,7 +159,7 @@ def _add_within_max_length(
             )
         if config.too_long == "truncate":
             account.truncate(origin)  # a prefix as it is: no invented end of turn
-            documents = [replace(whole, ids=whole.ids[:n], loss=whole.loss[:n], ends=False)]
+            documents = [replace(whole, ids=whole.ids[:n], loss=whole.loss[:n], supervises_end=False)]
         elif config.too_long == "split":
             is_split = True
             documents = _split_to_max_length(_marked_to_conversation(item, config), whole, rendering, n)
@@ -167,7 +172,7 @@ def _add_within_max_length(
         account.drop(NO_SUPERVISED_TOKENS, origin)
         return
     for document, targets in kept:
-        account.keep(len(document.ids), targets, document.ends)
+        account.keep(len(document.ids), targets, document.supervises_end)
     notes = [note for document, _ in kept for note in document.notes]
     if len(kept) < len(documents):
         notes.append(_PIECE_DROPPED + NO_SUPERVISED_TOKENS)

@@ -35,7 +35,7 @@ def find_corrupted(store: Store) -> tuple[int, list[str]]:
     edges = store.conversations()
     count = len(edges) - 1
     some = np.unique(np.linspace(0, count - 1, min(count, _MAX_HASHED)).astype(np.int64))
-    wrong = [c for c in some if not store.is_as_written(range(int(edges[c]), int(edges[c + 1])))]
+    wrong = [c for c in some if not store.matches_hash(range(int(edges[c]), int(edges[c + 1])))]
     return len(some), [str(store.origin(int(edges[c]))) for c in wrong]
 
 

@@ -37,10 +37,10 @@ class ChatTokenizer:
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return self._load()
 
-    def rendering(self, cached: bool) -> Renderer:
+    def make_renderer(self, cached: bool) -> Renderer:
         return Renderer(self.tokenizer, self._train_on, self._stop_ids(), self.identity["today"], cached=cached)
 
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return len(self.tokenizer)
 
     def save(self, folder: Path) -> None:
@@ -70,10 +70,10 @@ class MarkedTextTokenizer:
     def _encoder(self) -> Encoder:
         return make_encoder(self._load, self._pieces)
 
-    def rendering(self, cached: bool) -> MarkedRenderer:
+    def make_renderer(self, cached: bool) -> MarkedRenderer:
         return MarkedRenderer(self._encoder, self._markers, self._train_on)
 
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return self._encoder.vocab_size
 
     def save(self, folder: Path) -> None:

@@ -36,7 +36,7 @@ class CachedLayout:
     literals: tuple[str, ...]
     order: tuple[int, ...]
     """Text number order[i] stands between literals[i] and literals[i + 1]."""
-    places: tuple[tuple[_Position, _Position, _Position], ...]
+    spans: tuple[tuple[_Position, _Position, _Position], ...]
     """Of each supervised turn its three places, each as (literal, offset in it)."""
 
     def fill(self, texts: Sequence[str]) -> tuple[str, tuple[tuple[int, int, int], ...]]:
@@ -47,7 +47,7 @@ class CachedLayout:
             parts.append(literal)
         starts = [0, *itertools.accumulate(map(len, parts))][0:-1:2]
         return "".join(parts), tuple(
-            (starts[a] + i, starts[b] + j, starts[c] + k) for (a, i), (b, j), (c, k) in self.places
+            (starts[a] + i, starts[b] + j, starts[c] + k) for (a, i), (b, j), (c, k) in self.spans
         )
 
 
@@ -92,34 +92,34 @@ if TYPE_CHECKING:
 class ControlTokenSpan:
     """Where a supervised turn is, counted in control tokens."""
 
-    opened_by: int
+    start_token: int
     """The control token before its header."""
     header: tuple[int, ...]
     """The tokens between that and what is learned."""
-    ended_by: int
+    end_token: int
     """The control token that ends it."""
-    learns_end: bool
+    supervises_end: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FastMask:
     """The turns of a shape."""
 
-    turns: tuple[ControlTokenSpan, ...]
+    spans: tuple[ControlTokenSpan, ...]
     controls: int
 
-    def loss(self, ids: NDArray[np.int32], is_control: NDArray[np.bool_]) -> NDArray[np.uint8] | None:
+    def compute(self, ids: NDArray[np.int32], is_control: NDArray[np.bool_]) -> NDArray[np.uint8] | None:
         """The mask; None if the tokens are not where they are expected, and offsets must tell."""
         controls = np.flatnonzero(is_control[ids])
         if len(controls) != self.controls:
             return None
         loss = np.zeros(len(ids), dtype=np.uint8)
-        for turn in self.turns:
-            opened = int(controls[turn.opened_by]) + 1
+        for turn in self.spans:
+            opened = int(controls[turn.start_token]) + 1
             first = opened + len(turn.header)
             if tuple(ids[opened:first].tolist()) != turn.header:
                 return None
-            loss[first : int(controls[turn.ended_by]) + turn.learns_end] = 1
+            loss[first : int(controls[turn.end_token]) + turn.supervises_end] = 1
         return loss
 
 
@@ -133,7 +133,7 @@ def build_fast_mask(
         for match in control.finditer(literal)
     ]
     turns = []
-    for (opening, start), (ending, marker), (_, end) in skeleton.places:
+    for (opening, start), (ending, marker), (_, end) in skeleton.spans:
         before = [i for i, (number, _, stop) in enumerate(found) if number == opening and stop <= start]
         after = [i for i, (number, begin, _) in enumerate(found) if number == ending and begin == marker]
         if not before or not after:
@@ -153,10 +153,10 @@ _UNASSIGNED_CODE_POINTS = re.compile("[\U00040000-\U000dffff]")
 
 @dataclass(frozen=True, slots=True)
 class _CacheEntry:
-    skeleton: CachedLayout
+    layout: CachedLayout
     controls: int
-    quick: FastMask | None
-    is_answered: Callable[[str], bool]
+    fast_mask: FastMask | None
+    guard: Callable[[str], bool]
 
 
 class LayoutCache:
@@ -166,30 +166,30 @@ class LayoutCache:
         self, template: ChatTemplate, in_parts: bool, quick: Callable[[CachedLayout], FastMask | None] = lambda _: None
     ) -> None:
         """`quick` says how the turns of a skeleton are found without offsets."""
-        self._template, self._in_parts, self._quick = template, in_parts, quick
-        self._known: dict[Any, _CacheEntry | None] = {}
-        self._served: dict[Any, int] = {}
+        self._template, self._content_parts, self._quick = template, in_parts, quick
+        self._entries: dict[Any, _CacheEntry | None] = {}
+        self._hits: dict[Any, int] = {}
 
-    def fill(
+    def get(
         self, conversation: Conversation
     ) -> tuple[str, tuple[tuple[int, int, int], ...], int, FastMask | None] | None:
         """The rendered text, its supervised places, the number of the template's control tokens and the quick way to
         the mask, if the shape is known and the texts are harmless."""
-        known = self._known.get(_cache_key(conversation))
+        known = self._entries.get(_cache_key(conversation))
         if known is None:
             return None
         texts = _message_texts(conversation)
-        if not all(map(known.is_answered, texts)) or not all(map(_has_no_sentinels, texts)):
+        if not all(map(known.guard, texts)) or not all(map(_has_no_sentinels, texts)):
             return None
-        return (*known.skeleton.fill(texts), known.controls, known.quick)
+        return (*known.layout.fill(texts), known.controls, known.fast_mask)
 
-    def is_due_for_a_check(self, conversation: Conversation) -> bool:
+    def should_verify(self, conversation: Conversation) -> bool:
         """Now and then, more often at first, a filled-in conversation is rendered in full and compared."""
         shape = _cache_key(conversation)
-        count = self._served[shape] = self._served.get(shape, 0) + 1
+        count = self._hits[shape] = self._hits.get(shape, 0) + 1
         return count % _VERIFY_EVERY == 0 or (count < _VERIFY_EVERY and count & (count - 1) == 0)
 
-    def learn(
+    def add(
         self, conversation: Conversation, text: str, extents: Sequence[tuple[int, int, int]] | None,
         spans: Sequence[tuple[int, int, int]], controls: int,
     ) -> None:  # fmt: skip
@@ -198,22 +198,22 @@ class LayoutCache:
         Where the template found one of the words that it looks for, another conversation may do better.
         """
         shape = _cache_key(conversation)
-        if shape is None or shape in self._known or len(self._known) >= _MAX_ENTRIES:
+        if shape is None or shape in self._entries or len(self._entries) >= _MAX_ENTRIES:
             return
         questions, texts = TraceGuards(), _message_texts(conversation)
         if not all(map(questions.predicate(), texts)):
             return
-        prints_only = self._prints_only(conversation, text, questions)
+        prints_only = self._is_reusable(conversation, text, questions)
         is_answered = questions.predicate()
         if all(map(is_answered, texts)):
             skeleton = build_cached_layout(text, extents, spans) if prints_only and extents is not None else None
             quick = None if skeleton is None else self._quick(skeleton)
-            self._known[shape] = None if skeleton is None else _CacheEntry(skeleton, controls, quick, is_answered)
+            self._entries[shape] = None if skeleton is None else _CacheEntry(skeleton, controls, quick, is_answered)
 
-    def _prints_only(self, conversation: Conversation, text: str, questions: TraceGuards) -> bool:
+    def _is_reusable(self, conversation: Conversation, text: str, questions: TraceGuards) -> bool:
         """Whether texts are only asked what they can answer, also where the places of the turns were looked for."""
         traced = [map_texts(message, lambda text, _: TracedStr(text, questions)) for message in conversation.messages]
-        messages = [message.as_dict(self._in_parts) for message in traced]
+        messages = [message.as_dict(self._content_parts) for message in traced]
         turns = [i for i, message in enumerate(traced) if message.role == "assistant"]
         try:
             if "".join([self._template.render_traced(messages, conversation.tools)]) != text:
@@ -223,7 +223,7 @@ class LayoutCache:
                 self._template.render_traced(messages[: turn + 1], conversation.tools)
         except BadRecordError:
             return False
-        return not questions.inspected
+        return not questions.is_data_dependent
 
 
 def _has_no_sentinels(text: str) -> bool:

@@ -45,7 +45,9 @@ class MarkedRenderer:
 
     def _plain(self, ids: list[int]) -> Rendered:
         ids = [*ids, self._encoder.eod_id]
-        return Rendered(np.array(ids, dtype=np.int32), np.array([0] + [1] * (len(ids) - 1), dtype=np.uint8), ends=True)
+        return Rendered(
+            np.array(ids, dtype=np.int32), np.array([0] + [1] * (len(ids) - 1), dtype=np.uint8), supervises_end=True
+        )
 
     def render(self, batch: Sequence[MarkedText | Conversation]) -> list[Rendered | BadRecordError]:
         """Each record with its tokens or its reason, in order; the spans of all are encoded together."""

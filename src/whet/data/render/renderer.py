@@ -52,7 +52,7 @@ class Rendered:
 
     ids: NDArray[np.int32]
     loss: NDArray[np.uint8]
-    ends: bool
+    supervises_end: bool
     """Every supervised turn ends with its end-of-turn token, supervised."""
     notes: tuple[str, ...] = ()
     """What the ledger should count about it although it is kept."""
@@ -66,13 +66,13 @@ class Layout:
     spans: tuple[tuple[int, int, int], ...]
     """(start, start of the end-of-turn marker, end) of each supervised turn; the last two are equal where the template
     rewrites the ends of earlier turns, so that there is none to learn."""
-    everything: bool = False
+    supervise_all: bool = False
     """All of it is to be learned, but for `spans`, which are left out."""
-    thoughts_left_out: bool = False
-    tools_left_out: bool = False
-    controls: int | None = None
+    reasoning_dropped: bool = False
+    tools_dropped: bool = False
+    template_special_tokens: int | None = None
     """How many control tokens the template itself writes; more than these come out of the text."""
-    quick: FastMask | None = field(default=None, compare=False)
+    fast_mask: FastMask | None = field(default=None, compare=False)
     """A way to the mask without offsets, if the shape is known."""
 
 
@@ -96,40 +96,47 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self._chat = ChatTemplate(template or _get_chat_template(tokenizer), tokenizer.special_tokens_map, today)
-        self.today, self.template = self._chat.today, self._chat.source
+        self._chat_template = ChatTemplate(
+            template or _get_chat_template(tokenizer), tokenizer.special_tokens_map, today
+        )
+        self.today, self.template = self._chat_template.today, self._chat_template.source
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._words = self._chat.constants()
+        self._template_constants = self._chat_template.constants()
         self._markers = {
             token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         }
-        self._marker = re.compile(
+        self._marker_pattern = re.compile(
             "|".join(re.escape(text) for text in sorted(self._markers, key=len, reverse=True)) or "(?!)"
         )
         stops = {tokenizer.eos_token_id, *stop_ids} - {None}
-        self.stops = sorted(text for text, i in self._markers.items() if i in stops)
+        self.stop_markers = sorted(text for text, i in self._markers.items() if i in stops)
         special = [text for text, i in self._markers.items() if tokenizer.added_tokens_decoder[i].special]
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        self._is_control = np.zeros(max([len(tokenizer), *(i + 1 for i in self._markers.values())]), dtype=bool)
-        self._is_control[[self._markers[text] for text in special]] = True
-        self._openings = SharedPrefixEncoder(self._backend, _isolating_special_tokens(tokenizer) if cached else ())
-        self._in_parts = _needs_content_parts(self._chat)
-        self._shapes = LayoutCache(self._chat, self._in_parts, self._quick_way) if cached else None
+        self._special_pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._is_special = np.zeros(max([len(tokenizer), *(i + 1 for i in self._markers.values())]), dtype=bool)
+        self._is_special[[self._markers[text] for text in special]] = True
+        self._prefix_encoder = SharedPrefixEncoder(
+            self._backend, _isolating_special_tokens(tokenizer) if cached else ()
+        )
+        self._content_parts = _needs_content_parts(self._chat_template)
+        self._layout_cache = LayoutCache(self._chat_template, self._content_parts, self._quick_way) if cached else None
 
-    def text(
-        self, messages: Sequence[dict[str, Any]], prompt: bool = False, tools: Sequence[dict[str, Any]] = ()
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """What transformers makes of the messages; with `prompt`, up to where the assistant begins to speak. Text goes
+        """What transformers makes of the messages; with `add_generation_prompt`, up to where the assistant begins to speak. Text goes
         in parts to templates that would pass over it."""
-        if self._in_parts:
+        if self._content_parts:
             messages = [_with_content_parts(message) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) or None, chat_template=self.template, tokenize=False,
-                    add_generation_prompt=prompt,
+                    add_generation_prompt=add_generation_prompt,
                 )
             )  # fmt: skip
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
@@ -137,13 +144,13 @@ class Renderer:
 
     def end_of_turn(self) -> int | None:
         """The id that ends an answer in this template; None if there is no exact one."""
-        return None if self._plain_end is None else self._markers[self._plain_end]
+        return None if self._end_of_turn_marker is None else self._markers[self._end_of_turn_marker]
 
     @cached_property
-    def _plain_end(self) -> str | None:
+    def _end_of_turn_marker(self) -> str | None:
         probe = Conversation((Message("user", "Hi"), Message("assistant", "Yes")), Origin("probe", 1))
         try:
-            layout = self._layout(probe, "assistant")
+            layout = self._compute_layout(probe, "assistant")
         except BadRecordError:
             return None
         _, start, end = layout.spans[0]
@@ -151,11 +158,15 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids to generate an answer from."""
-        return list(self._backend.encode(self.text(messages, prompt=True, tools=tools), add_special_tokens=False).ids)
+        return list(
+            self._backend.encode(
+                self.apply_chat_template(messages, add_generation_prompt=True, tools=tools), add_special_tokens=False
+            ).ids
+        )
 
     def reference_ids(self, conversation: Conversation) -> list[int]:
         """What transformers itself gives for the whole conversation."""
-        messages = [message.as_dict(self._in_parts) for message in conversation.messages]
+        messages = [message.as_dict(self._content_parts) for message in conversation.messages]
         return list(
             self.tokenizer.apply_chat_template(
                 messages, tools=list(conversation.tools) or None, chat_template=self.template, return_dict=False
@@ -164,25 +175,25 @@ class Renderer:
 
     def layout(self, conversation: Conversation) -> Layout:
         """Where in the rendered text the supervised turns are."""
-        if self._shapes is None:
-            return self._layout(conversation, self.train_on)
-        known = self._shapes.fill(conversation)
+        if self._layout_cache is None:
+            return self._compute_layout(conversation, self.train_on)
+        known = self._layout_cache.get(conversation)
         if known is not None:
             text, spans, controls, quick = known
-            layout = Layout(text, spans, self.train_on == "all", controls=controls, quick=quick)
-            if self._shapes.is_due_for_a_check(conversation) and not self._holds(layout, conversation):
+            layout = Layout(text, spans, self.train_on == "all", template_special_tokens=controls, fast_mask=quick)
+            if self._layout_cache.should_verify(conversation) and not self._matches_full_render(layout, conversation):
                 raise LayoutMismatchError(f"{conversation.origin}: not rendered as others of its shape")
             return layout
-        return self._layout(conversation, self.train_on)
+        return self._compute_layout(conversation, self.train_on)
 
-    def _holds(self, layout: Layout, conversation: Conversation) -> bool:
+    def _matches_full_render(self, layout: Layout, conversation: Conversation) -> bool:
         """Whether rendering in full gives the same text and places, and offsets the same ids and mask."""
         try:
-            if layout != self._layout(conversation, self.train_on):
+            if layout != self._compute_layout(conversation, self.train_on):
                 return False
         except BadRecordError:
             return False
-        quick, full = self.render([layout])[0], self.render([replace(layout, quick=None)])[0]
+        quick, full = self.encode_layouts([layout])[0], self.encode_layouts([replace(layout, fast_mask=None)])[0]
         if not isinstance(quick, Rendered) or not isinstance(full, Rendered):
             return str(quick) == str(full)
         return np.array_equal(quick.ids, full.ids) and np.array_equal(quick.loss, full.loss)
@@ -191,21 +202,21 @@ class Renderer:
         if self.train_on == "all":
             return None
         return build_fast_mask(
-            skeleton, self._special, lambda text: self._backend.encode(text, add_special_tokens=False).ids
+            skeleton, self._special_pattern, lambda text: self._backend.encode(text, add_special_tokens=False).ids
         )
 
-    def _layout(self, conversation: Conversation, train_on: str) -> Layout:
+    def _compute_layout(self, conversation: Conversation, train_on: str) -> Layout:
         messages, tools = conversation.messages, list(conversation.tools)
-        text = self.text([message.as_dict(self._in_parts) for message in messages], tools=tools)
+        text = self.apply_chat_template([message.as_dict(self._content_parts) for message in messages], tools=tools)
         unlearned = [i for i, message in enumerate(messages) if message.train is False]
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if train_on != "all" and not turns:
             raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing can be learned")
         try:
-            dyed, whole = self._dye(messages, tools, text)
+            dyed, whole = self._render_sentinels(messages, tools, text)
         except BadRecordError:
             if train_on == "all" and not unlearned:
-                return Layout(text, (), everything=True)
+                return Layout(text, (), supervise_all=True)
             raise
         if train_on == "all":
             spans = tuple((a, b, b) for a, b in map(whole.extent, unlearned))
@@ -214,35 +225,37 @@ class Renderer:
             learned = [turn for turn in chosen if turn not in unlearned]
             if not learned:
                 raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is marked as not to be learned")
-            spans = tuple(self._span(dyed, whole, turn, tools) for turn in learned)
-        controls = len(self._special.findall(whole.text)) - dyed.undyed(self._special)
-        toolless = bool(tools) and self._chat.render([m.as_dict(self._in_parts) for m in messages]) == text
-        left_out = whole.thoughts_left_out or toolless
-        if self._shapes is not None and train_on == self.train_on and not left_out:
-            self._shapes.learn(conversation, text, dyed.extents(whole), spans, controls)
-        return Layout(text, spans, train_on == "all", whole.thoughts_left_out, toolless, controls)
+            spans = tuple(self._supervised_span(dyed, whole, turn, tools) for turn in learned)
+        controls = len(self._special_pattern.findall(whole.text)) - dyed.undyed(self._special_pattern)
+        toolless = (
+            bool(tools) and self._chat_template.render([m.as_dict(self._content_parts) for m in messages]) == text
+        )
+        left_out = whole.reasoning_dropped or toolless
+        if self._layout_cache is not None and train_on == self.train_on and not left_out:
+            self._layout_cache.add(conversation, text, dyed.extents(whole), spans, controls)
+        return Layout(text, spans, train_on == "all", whole.reasoning_dropped, toolless, controls)
 
-    def _dye(
+    def _render_sentinels(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
     ) -> tuple[SentinelMessages, SentinelRendering]:
         """The dyed messages and their rendering. If dyeing everything changes what the template does, quotes and the
         words that it looks for are left as they are."""
         slots = text_slots(messages)
-        dyed = SentinelMessages(messages, slots, self._in_parts)
+        dyed = SentinelMessages(messages, slots, self._content_parts)
         try:
-            return dyed, dyed.check(text, self._chat.render(dyed.messages, tools))
+            return dyed, dyed.check(text, self._chat_template.render(dyed.messages, tools))
         except BadRecordError:
-            dyed = SentinelMessages(messages, slots, self._in_parts, self._words)
-            return dyed, dyed.check(text, self._chat.render(dyed.messages, tools))
+            dyed = SentinelMessages(messages, slots, self._content_parts, self._template_constants)
+            return dyed, dyed.check(text, self._chat_template.render(dyed.messages, tools))
 
-    def _span(
+    def _supervised_span(
         self, dyed: SentinelMessages, whole: SentinelRendering, turn: int, tools: Sequence[dict[str, Any]]
     ) -> tuple[int, int, int]:
         if turn == 0:
             raise BadRecordError("starts with the assistant", "message 1 is the assistant's, so nothing asks for it")
         first, last = whole.extent(turn)
         before = whole.before(first)
-        prompt = self._chat.render(dyed.messages[:turn], tools, prompt=True)
+        prompt = self._chat_template.render(dyed.messages[:turn], tools, prompt=True)
         asked, opening = prompt[dyed.last_dyed(prompt) :], whole.text[before:first]
         header = _common_prefix_length(asked, opening)
         rest = opening[header:]  # what follows the header must be the answer's own, or the prompt must end there
@@ -251,16 +264,16 @@ class Renderer:
             raise BadRecordError(
                 "no common header", f"the template opens message {turn + 1} otherwise than its generation prompt does"
             )
-        alone = self._chat.render(dyed.messages[: turn + 1], tools)
+        alone = self._chat_template.render(dyed.messages[: turn + 1], tools)
         tail, behind = alone[dyed.last_dyed(alone) :], whole.text[last:]
         common = tail[: _common_prefix_length(tail, behind)]
-        markers = list(self._marker.finditer(common))
-        ends = [marker for marker in markers if marker.group() in self.stops] or markers[-1:]
+        markers = list(self._marker_pattern.finditer(common))
+        ends = [marker for marker in markers if marker.group() in self.stop_markers] or markers[-1:]
         if "tool_calls" in dyed.messages[turn]:  # the marker that closes a call is none that ends the turn
-            ends = [marker for marker in ends if marker.group() in (*self.stops, self._plain_end)]
+            ends = [marker for marker in ends if marker.group() in (*self.stop_markers, self._end_of_turn_marker)]
         if ends:
             return before + header, last + ends[0].start(), last + ends[0].end()
-        own_end, end = self._marker.match(tail), self._marker.match(behind)
+        own_end, end = self._marker_pattern.match(tail), self._marker_pattern.match(behind)
         if own_end and end and own_end.group() != end.group():  # an earlier turn's, rewritten: nothing to learn there
             return before + header, last, last
         raise BadRecordError(
@@ -269,7 +282,7 @@ class Renderer:
         )
 
     def _cuts_marker(self, text: str, length: int) -> bool:
-        return any(marker.start() < length < marker.end() for marker in self._marker.finditer(text))
+        return any(marker.start() < length < marker.end() for marker in self._marker_pattern.finditer(text))
 
     def render_items(self, items: Sequence[Conversation | PlainText | MarkedText]) -> list[Rendered | BadRecordError]:
         """Tokens and masks of a batch, in order; what cannot be rendered comes back as the reason."""
@@ -285,32 +298,34 @@ class Renderer:
                     laid.append(error)
             else:
                 laid.append(BadRecordError("marked text", "text with markers needs data.markers to be read"))
-        encoded = iter(self.render([layout for layout in laid if isinstance(layout, Layout)]))
+        encoded = iter(self.encode_layouts([layout for layout in laid if isinstance(layout, Layout)]))
         conversations = (next(encoded) if isinstance(layout, Layout) else layout for layout in laid)
-        documents = iter(self.render_texts(texts))
+        documents = iter(self.render_documents(texts))
         return [next(documents) if isinstance(item, PlainText) else next(conversations) for item in items]
 
-    def render(self, layouts: Sequence[Layout]) -> list[Rendered | BadRecordError]:
+    def encode_layouts(self, layouts: Sequence[Layout]) -> list[Rendered | BadRecordError]:
         """Encode a batch of texts, once each, and carry the spans over to tokens."""
-        quick = [layout for layout in layouts if layout.quick is not None]
-        slow = [layout for layout in layouts if layout.quick is None]
-        without = iter(self._openings.encode([layout.text for layout in quick], with_places=False))
-        encoded = iter(self._openings.encode([layout.text for layout in slow]))
+        quick = [layout for layout in layouts if layout.fast_mask is not None]
+        slow = [layout for layout in layouts if layout.fast_mask is None]
+        without = iter(self._prefix_encoder.encode([layout.text for layout in quick], with_places=False))
+        encoded = iter(self._prefix_encoder.encode([layout.text for layout in slow]))
         return [
-            self._carry_over(layout, next(encoded)) if layout.quick is None else self._count_off(layout, next(without))
+            self._mask_from_offsets(layout, next(encoded))
+            if layout.fast_mask is None
+            else self._mask_from_special_tokens(layout, next(without))
             for layout in layouts
         ]
 
-    def _count_off(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
+    def _mask_from_special_tokens(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
         """The mask by counting control tokens, or by offsets where that fails."""
-        assert layout.quick is not None
+        assert layout.fast_mask is not None
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
-        loss = layout.quick.loss(ids, self._is_control)
+        loss = layout.fast_mask.compute(ids, self._is_special)
         if loss is None:
-            return self._carry_over(layout, self._openings.encode([layout.text])[0])
-        return Rendered(ids, loss, ends=all(turn.learns_end for turn in layout.quick.turns))
+            return self._mask_from_offsets(layout, self._prefix_encoder.encode([layout.text])[0])
+        return Rendered(ids, loss, supervises_end=all(turn.supervises_end for turn in layout.fast_mask.spans))
 
-    def render_texts(self, documents: Sequence[PlainText]) -> list[Rendered | BadRecordError]:
+    def render_documents(self, documents: Sequence[PlainText]) -> list[Rendered | BadRecordError]:
         """Plain documents: what the tokenizer puts before a text, the text, the end of the document; all learned."""
         eos = self.tokenizer.eos_token_id
         rendered: list[Rendered | BadRecordError] = []
@@ -318,30 +333,33 @@ class Renderer:
             ids = encoding.ids if eos is None or encoding.ids[-1:] == [eos] else [*encoding.ids, eos]
             loss = np.ones(len(ids), dtype=np.uint8)
             loss[:1] = 0
-            rendered.append(Rendered(np.array(ids, dtype=np.int32), loss, ends=eos is not None))
+            rendered.append(Rendered(np.array(ids, dtype=np.int32), loss, supervises_end=eos is not None))
         return rendered
 
-    def _carry_over(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
+    def _mask_from_offsets(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
-        loss = (np.ones if layout.everything else np.zeros)(len(ids), dtype=np.uint8)
-        notes = [REASONING_DROPPED] if layout.thoughts_left_out else []
-        if layout.tools_left_out:
+        loss = (np.ones if layout.supervise_all else np.zeros)(len(ids), dtype=np.uint8)
+        notes = [REASONING_DROPPED] if layout.reasoning_dropped else []
+        if layout.tools_dropped:
             notes.append(TOOLS_DROPPED)
-        if layout.controls is not None and np.count_nonzero(self._is_control[ids]) > layout.controls:
+        if (
+            layout.template_special_tokens is not None
+            and np.count_nonzero(self._is_special[ids]) > layout.template_special_tokens
+        ):
             notes.append(CONTROL_TOKENS_IN_TEXT)
         ends = True
         for start, marker, end in layout.spans:
-            found = _token_span(encoding, start, marker, end, layout.everything)
+            found = _token_span(encoding, start, marker, end, layout.supervise_all)
             if found is None:
                 return BadRecordError(
                     "markers are no tokens",
                     "the tokenizer merges the template's end-of-turn marker with other text, so no exact mask exists",
                 )
-            loss[found[0] : found[1]] = not layout.everything
+            loss[found[0] : found[1]] = not layout.supervise_all
             ends &= marker < end
-        if layout.everything:
+        if layout.supervise_all:
             loss[:1] = 0  # nothing comes before it, so it is no target
-            ends = layout.text.rstrip().endswith(tuple(self.stops))
+            ends = layout.text.rstrip().endswith(tuple(self.stop_markers))
         return Rendered(ids, loss, ends, tuple(notes))
 
 

@@ -190,7 +190,7 @@ class SentinelRendering:
     turns: NDArray[np.int64]
     slots: NDArray[np.int64]
     sources: NDArray[np.uint32]
-    thoughts_left_out: bool
+    reasoning_dropped: bool
 
     def extent(self, turn: int) -> tuple[int, int]:
         """The first character of a message in the rendering, and the one behind its last."""

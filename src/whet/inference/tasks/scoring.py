@@ -113,7 +113,7 @@ def choice_letter_tokens(renderer: Renderer, count: int) -> tuple[list[int], lis
     prompt = renderer.prompt_ids([question])
     tails = []
     for letter in ascii_uppercase[:count]:
-        text = renderer.text([question, {"role": "assistant", "content": letter}])
+        text = renderer.apply_chat_template([question, {"role": "assistant", "content": letter}])
         whole = renderer.tokenizer(text, add_special_tokens=False).input_ids
         alone = renderer.tokenizer(letter, add_special_tokens=False).input_ids
         tails.append(whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone)

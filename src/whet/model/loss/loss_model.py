@@ -36,10 +36,15 @@ class LossModel(nn.Module):
         """`batch` is a PackedBatch. `weight`: 1 ÷ the supervised tokens of the whole step, so that gradients of all
         micro-batches and ranks need only be summed."""
         if self.alone:  # without the padding, whose positions could change how positions are turned
-            hidden = self.hidden_alone(batch.tokens[: batch.edges[1]])
+            hidden = self.hidden_alone(batch.tokens[: batch.cu_seqlens_host[1]])
         else:
             hidden = self.hidden(
-                batch.tokens, batch.positions, batch.cu_seqlens, batch.longest, batch.edges, batch.learned_at
+                batch.tokens,
+                batch.positions,
+                batch.cu_seqlens,
+                batch.max_seqlen,
+                batch.cu_seqlens_host,
+                batch.padded_supervised_at,
             )
         chosen = hidden.index_select(0, batch.supervised_at)
         targets = batch.labels.index_select(0, batch.supervised_at)
