@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from whet.checkpoint.config import CheckpointConfig
 from whet.core.config import Section, config_error, load_config
 from whet.core.errors import WhetError
-from whet.core.run_folder import RunConfig
+from whet.core.run_folder import check_run_format
 from whet.core.yaml import dump_yaml
 from whet.data.config import DataConfig
 from whet.exporting.config import ExportConfig
@@ -22,6 +22,15 @@ from whet.parallel.config import ParallelConfig
 from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    name: str | None = Field(default=None, description="Name of the run; default: the recipe's file name.")
+    dir: str | None = Field(default=None, description="Its folder; default: runs/NAME.")
+    seed: int = Field(default=0, ge=0, description="Seed of data order, initial weights and dropout.")
+    tags: list[str] = Field(default=[], description="Words to find the run by.")
 
 
 class Config(Section):
@@ -215,6 +224,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             f"{path}: this is data, not a recipe. Write a recipe, a YAML file, that names it in data.sources; the "
             "README has one of ten lines"
         )
+    if path.name == "config.yaml":  # of a run folder
+        check_run_format(path.parent)
     config = load_config(Config, path, overrides)
     name = config.run.name or (path.parent.name if path.name == "config.yaml" else path.stem)
     run = config.run.model_copy(update={"name": name})

@@ -152,3 +152,23 @@ def test_a_checkpoint_that_does_not_exist_is_answered_with_those_that_do(whet: A
     ended = whet("eval", f"{tiny_run}@7")
     assert ended.code == 1
     assert "no such checkpoint; there are: 20, 30, latest" in ended.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["eval"], ["export"], ["chat", "--prompt", "Hi"], ["report"], ["inspect"], ["train", "--resume"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_run_folder_of_a_newer_version_is_refused(
+    whet: Any, recipe: str, arguments: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(recipe, run / "config.yaml")
+    (run / "status.json").write_text('{"format": 2, "state": "stopped", "step": 1, "steps": 2}')
+    verb, *rest = arguments
+    ended = whet(*([verb, recipe, f"run.dir={run}"] if verb == "train" else [verb, run]), *rest)
+    assert ended.code == 1
+    assert f"{run}: this run folder has format 2 (in status.json), and whet " in ended.err
+    assert "pip install --upgrade whet" in ended.err
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "status.json"]

@@ -44,7 +44,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     arguments = ["train", recipe, f"run.dir={disk / 'run'}", "train.steps=3"]
     with monkeypatch.context() as patch:
         for module in (directory, save):
-            patch.setattr(module, "need_space", lambda *args: None)  # another process takes the room
+            patch.setattr(module, "require_disk_space", lambda *args: None)  # another process takes the room
         ended = whet(*arguments)
     assert ended.code == 1
     assert "the disk is full while saving a checkpoint" in ended.err

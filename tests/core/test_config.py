@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from whet.config import Config, read_config
+from whet.config import Config, RunConfig, read_config
 from whet.core.config import Section, config_error, describe_type, list_settings, load_config
 from whet.core.errors import WhetError
 
@@ -467,3 +467,7 @@ def test_a_settled_config_names_files_by_their_full_path(
     assert settled["model"]["path"] == str(tmp_path.resolve() / "m")
     assert [source["path"] for source in settled["data"]["sources"]] == [str(tmp_path.resolve() / "a.jsonl"), "gone"]
     assert settled["data"]["validation"]["sources"][0]["path"] == str(tmp_path.resolve() / "b.jsonl")
+
+
+def test_the_seed_is_zero_by_default() -> None:
+    assert RunConfig().seed == RunConfig(seed=0).seed == 0

@@ -13,7 +13,7 @@ import pytest
 
 import whet.core.run_folder as run_module
 from whet.core.errors import WhetError
-from whet.core.run_folder import FolderLock, RunConfig, RunFolder, read_status, record_failure
+from whet.core.run_folder import RUN_FORMAT, FolderLock, RunFolder, read_status, record_failure
 
 
 def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
@@ -233,8 +233,37 @@ def test_a_status_is_json_that_others_can_read(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
 
 
-def test_a_seed_may_be_zero_and_is_unless_given() -> None:
-    assert RunConfig().seed == RunConfig(seed=0).seed == 0
+# The format version
+
+
+def test_a_status_carries_the_format_of_its_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.set_status("running", 1, 2)
+    record_failure(tmp_path, "rank 1 hangs", 3)
+    folder.close()
+    assert read_status(tmp_path)["format"] == RUN_FORMAT == 1
+
+
+def test_a_folder_without_a_format_has_the_first(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "stopped", "step": 3, "steps": 9}')
+    assert read_status(tmp_path)["step"] == 3
+    folder = RunFolder(tmp_path)
+    folder.heartbeat(4, 9)
+    folder.close()
+    assert read_status(tmp_path)["format"] == 1
+
+
+@pytest.mark.parametrize("version", [2, 17, "x", None])
+def test_a_newer_format_is_refused_and_the_folder_is_untouched(tmp_path: Path, version: object) -> None:
+    status = json.dumps({"format": version, "state": "stopped", "step": 3})
+    (tmp_path / "status.json").write_text(status)
+    expected = rf"{tmp_path}: this run folder has format {version!r} .*reads formats up to 1\. .*pip install --upgrade"
+    for read in (read_status, RunFolder):
+        with pytest.raises(WhetError, match=expected):
+            read(tmp_path)
+    record_failure(tmp_path, "killed", 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    assert (tmp_path / "status.json").read_text() == status
 
 
 # The lock

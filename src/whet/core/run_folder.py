@@ -1,4 +1,8 @@
-"""The run folder: its lock, its status and how the run ended."""
+"""The run folder: its lock, its status file and how the run ended. No torch.
+
+`status.json` carries the version of the folder's layout as `format`. Folders written before the key existed have
+version 1; a version newer than `RUN_FORMAT` is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,76 +17,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
-from whet.core.config import Section
+from whet import __version__
 from whet.core.errors import WhetError, disk_error
 from whet.core.files import read_json, write_json
 from whet.core.heartbeat import format_age
 
+RUN_FORMAT = 1
+"""The version of the run folder that this code writes, and the newest that it reads."""
+
 _HEARTBEAT_INTERVAL_S = 5.0
 
 
-class RunConfig(Section):
-    """The run itself."""
-
-    name: str | None = Field(default=None, description="What to call it; the recipe's file name if absent.")
-    dir: str | None = Field(default=None, description="Its folder; runs/NAME if absent.")
-    seed: int = Field(default=0, ge=0, description="Decides data order, start values and dropout.")
-    tags: list[str] = Field(default=[], description="Words to find it by.")
-
-
-class FolderLock:
-    """Exclusive ownership of a run folder while this process lives; the kernel frees it when the process dies."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "lock"
-        self._file = path.open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            owner = _describe_owner(self._file.read().strip())
-            raise WhetError(
-                f"{folder}: in use by {owner}{_describe_heartbeat(folder)}. Wait for it, stop it (touch {folder / 'stop'}), or "
-                "give this run another folder: run.dir=FOLDER"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {_timestamp(time.time())}\n")
-        self._file.flush()
-
-    def release(self) -> None:
-        self._file.close()
-
-
-def _timestamp(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
-
-
-def _describe_owner(text: str) -> str:
-    """The owner as the lock's file names it, with the age of its claim."""
-    name, since, moment = text.partition(" since ")
-    try:
-        began = datetime.datetime.fromisoformat(moment).timestamp()
-    except ValueError:
-        return text or "another process"
-    return f"{name}{since}{moment} ({format_age(time.time() - began)})"
-
-
-def _describe_heartbeat(folder: Path) -> str:
-    """When the owner, who may be on a machine that cannot be asked, was last seen alive."""
-    try:
-        beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f"; its last heartbeat was {format_age(time.time() - beat)}"
-
-
 class RunFolder:
-    """A run directory owned by this process."""
+    """A run folder owned by this process."""
 
     def __init__(self, path: Path) -> None:
-        """Take the folder; an error says who has it or why it cannot be written."""
+        """Create the folder if needed and lock it. Raises a WhetError that names the owner, or why it is unusable."""
+        check_run_format(path)  # before anything is written
         self.path = path
         self._lock_is_new = not (path / "lock").exists()
         self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -96,17 +47,17 @@ class RunFolder:
         self._was_empty = not self._entries()
         status = read_status(path)
         self._started = status.get("started") or time.time()
-        self._beat = 0.0
+        self._heartbeat = 0.0
         self._step, self._steps = status.get("step") or 0, status.get("steps") or 0
         self.first_step: dict[str, float] | None = None
-        """How long this process took to its first step, and on what; None before it."""
+        """Seconds from the start of this process to the end of its first step, and their parts; None before it."""
 
     def holds_run(self) -> bool:
         """Whether a run was started here before."""
         return (self.path / "config.yaml").exists()
 
     def require_empty(self) -> None:
-        """Refuse a folder with files of someone else's in it."""
+        """Refuse a folder that holds files other than a run's."""
         others = self._entries()
         if others:
             raise WhetError(
@@ -120,26 +71,26 @@ class RunFolder:
     def set_status(
         self, state: str, step: int, steps: int, exit_code: int | None = None, reason: str | None = None
     ) -> None:
-        """Say where the run stands, for whoever watches it; of one that has ended, why."""
-        self._beat, self._step, self._steps = time.time(), step, steps
+        """Write status.json; `reason` tells why a run ended."""
+        self._heartbeat, self._step, self._steps = time.time(), step, steps
         write_json(
             self.path / "status.json",
             {
-                "state": state, "step": step, "steps": steps, "host": socket.gethostname(), "pid": os.getpid(),
-                "started": self._started, "heartbeat": self._beat, "exit_code": exit_code,
+                "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
+                "pid": os.getpid(), "started": self._started, "heartbeat": self._heartbeat, "exit_code": exit_code,
                 "reason": reason, "first_step": self.first_step,
             },
         )  # fmt: skip
 
     def heartbeat(self, step: int, steps: int) -> None:
-        """A sign of life, every few seconds at most."""
+        """Write the step and the time into status.json, at most once every five seconds."""
         self._step, self._steps = step, steps
-        if time.time() - self._beat > _HEARTBEAT_INTERVAL_S:
+        if time.time() - self._heartbeat > _HEARTBEAT_INTERVAL_S:
             self.set_status("running", step, steps)
 
     def set_ended(self, state: str, exit_code: int, reason: str | None = None, begun: bool = False) -> None:
-        """Write into the status how a run ended that had begun; `begun`: it had, even if it came to no step."""
-        if self._beat or begun:
+        """Write how the run ended, if it had begun: `begun` where it had without reaching a step."""
+        if self._heartbeat or begun:
             self.set_status(state, self._step, self._steps, exit_code, reason)
 
     def stop_requested(self) -> bool:
@@ -147,8 +98,8 @@ class RunFolder:
         return (self.path / "stop").exists()
 
     def abandon(self, keep: bool = False) -> None:
-        """Let go after an error. A run that had not begun to learn leaves no trace, unless it `stays` to be continued;
-        what was there before stays always."""
+        """Release the folder after an error. A run without a finished step is deleted, unless `keep` leaves it to be
+        resumed; files that were there before are never touched."""
         grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
         has_grown = any(file.exists() and file.stat().st_size for file in grown)
         if self._was_empty and not has_grown and not (keep and self.holds_run()):
@@ -158,7 +109,7 @@ class RunFolder:
                 else:
                     entry.unlink(missing_ok=True)
             for folder in self._made:
-                with contextlib.suppress(OSError):  # not empty: another run lives beside it
+                with contextlib.suppress(OSError):  # not empty: another run is in it
                     folder.rmdir()
         elif not self.holds_run() and self._lock_is_new:
             (self.path / "lock").unlink(missing_ok=True)
@@ -170,24 +121,79 @@ class RunFolder:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """The last status of a run, empty if it never got so far."""
+    """The content of status.json, empty if the run has not written it yet."""
+    check_run_format(path)
     file = path / "status.json"
     return dict(read_json(file)) if file.exists() else {}
 
 
+def check_run_format(path: Path) -> None:
+    """Refuse the run folder of a newer whet, whose files this one would misread."""
+    try:
+        version = json.loads((path / "status.json").read_text()).get("format", 1)
+    except (OSError, ValueError, AttributeError):  # missing, or damaged: whoever needs the status reports that
+        return
+    if not isinstance(version, int) or version > RUN_FORMAT:
+        raise WhetError(
+            f"{path}: this run folder has format {version!r} (in status.json), and whet {__version__} reads formats up "
+            f"to {RUN_FORMAT}. Use the whet that wrote it or a newer one: pip install --upgrade whet"
+        )
+
+
+def record_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> None:
+    """Set the status of a run to failed from a process that does not own the folder: its owner hangs or was killed."""
+    with contextlib.suppress(OSError, WhetError):
+        status = read_status(path)
+        if status:
+            status |= {"state": "failed", "exit_code": exit_code, "reason": reason, "step": max(step, status["step"])}
+            write_json(path / "status.json", status)
+
+
 def parse_run_reference(reference: str) -> tuple[Path, str]:
-    """RUN@STEP as (RUN, STEP); without a step, or where the whole is a folder, the step is `latest`."""
+    """Split RUN@STEP into (RUN, STEP). Without a step, or where the whole names a run folder, STEP is `latest`."""
     path, at, step = reference.rpartition("@")
     if not at or (Path(reference) / "config.yaml").exists():
         return Path(reference), "latest"
     return Path(path), step or "latest"
 
 
-def record_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> None:
-    """Write into the status of a run that it failed, for a process that does not own the folder: the owner hangs, or
-    was killed before it could."""
-    with contextlib.suppress(OSError, WhetError):
-        status = read_status(path)
-        if status:
-            status |= {"state": "failed", "exit_code": exit_code, "reason": reason, "step": max(step, status["step"])}
-            write_json(path / "status.json", status)
+class FolderLock:
+    """Exclusive ownership of a folder while this process lives; the kernel releases it when the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "lock").open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = _describe_owner(self._file.read().strip())
+            raise WhetError(
+                f"{folder}: in use by {owner}{_describe_heartbeat(folder)}. Wait for it, stop it (touch "
+                f"{folder / 'stop'}), or give this run another folder: run.dir=FOLDER"
+            ) from None
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._file.truncate(0)
+        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {since}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _describe_owner(text: str) -> str:
+    """The content of a lock file, with the age of the lock."""
+    name, since, moment = text.partition(" since ")
+    try:
+        began = datetime.datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return text or "another process"
+    return f"{name}{since}{moment} ({format_age(time.time() - began)})"
+
+
+def _describe_heartbeat(folder: Path) -> str:
+    """When the owner, possibly on another machine, last wrote its status."""
+    try:
+        beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"; its last heartbeat was {format_age(time.time() - beat)}"

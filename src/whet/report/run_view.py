@@ -11,6 +11,7 @@ from typing import Any
 
 from whet.core.errors import WhetError
 from whet.core.files import read_json, read_json_lines
+from whet.core.run_folder import check_run_format
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number
 
@@ -225,6 +226,7 @@ class RunView:
                 f"{folder}: not a run: {problem}. Give the folder of a run, for example runs/NAME; "
                 "`whet train CONFIG` and `whet demo` make one."
             )
+        check_run_format(folder)
         return cls(
             folder=folder,
             config=read_yaml(config).plain(),
