@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forkserver
 
 # Before torch is imported: two cores shared by several processes are fastest with a thread each, and one number of
 # threads everywhere is what makes runs comparable bit by bit. Nothing here may ask the network.
@@ -21,6 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell that starts something in the background lets it ignore Ctrl-C, and what it starts in turn; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+REAL_PYTHON = sys.executable
+_FORKSERVER = "WHET_TEST_FORKSERVER"  # the folder of the server that all test workers share
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 _NEEDS = "needs the Debian package "
@@ -33,6 +41,34 @@ class Ended:
     code: int
     out: str
     err: str
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server whose forks stand for new Python processes (see forkserver.py), once for all workers."""
+    if _FORKSERVER not in os.environ and not config.option.collectonly:
+        folder = Path(tempfile.mkdtemp(prefix="whet-forkserver-"))
+        forkserver.write_stand_in(folder, REAL_PYTHON)
+        with (folder / "log").open("wb") as log:
+            server = subprocess.Popen([REAL_PYTHON, forkserver.__file__, str(folder)], stdout=log, stderr=log)
+        os.environ[_FORKSERVER] = str(folder)
+        config.add_cleanup(lambda: _stop_forkserver(server, folder))
+    if _FORKSERVER in os.environ:
+        sys.executable = str(Path(os.environ[_FORKSERVER]) / "python")
+
+
+def _stop_forkserver(server: subprocess.Popen[bytes], folder: Path) -> None:
+    server.kill()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+    sys.executable = REAL_PYTHON
+    del os.environ[_FORKSERVER]
+
+
+@pytest.fixture
+def real_python(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter itself instead of a fork of one that has everything imported."""
+    monkeypatch.setattr(sys, "executable", REAL_PYTHON)
+    return REAL_PYTHON
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -136,21 +172,50 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(whet: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """recipes/tiny.yaml in fp64, finished. To be read, not changed: copy it for that."""
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    ended = whet("train", RECIPE, f"run.dir={folder}", "train.precision=fp64")
-    assert ended.code == 0, ended.err
-    return folder
+def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """make_once(name, make): a folder that the first worker who needs it makes and all others read."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name: str, make: Callable[[Path], None]) -> Path:
+        folder = shared / "shared" / name
+        folder.parent.mkdir(exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.with_suffix(".made").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                make(folder)
+                folder.with_suffix(".made").touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")
-def lora_run(whet: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short LoRA run with dropout, finished. To be read, not changed."""
-    folder = tmp_path_factory.mktemp("runs") / "lora"
-    ended = whet("train", RECIPE, f"run.dir={folder}", "train.steps=8", "adapter.rank=4", "adapter.dropout=0.1")
-    assert ended.code == 0, ended.err
-    return folder
+def shared_run(whet: Callable[..., Ended], make_once: Callable[..., Path]) -> Callable[..., Path]:
+    """shared_run(name, *settings): recipes/tiny.yaml with these settings, finished, once for all workers. To be read,
+    not changed: copy it for that."""
+
+    def train(name: str, *settings: str) -> Path:
+        def make(folder: Path) -> None:
+            ended = whet("train", RECIPE, f"run.dir={folder}", *settings)
+            assert ended.code == 0, ended.err
+
+        return make_once(name, make)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def tiny_run(shared_run: Callable[..., Path]) -> Path:
+    """recipes/tiny.yaml in fp64, finished."""
+    return shared_run("tiny", "train.precision=fp64")
+
+
+@pytest.fixture(scope="session")
+def lora_run(shared_run: Callable[..., Path]) -> Path:
+    """A short LoRA run with dropout, finished."""
+    return shared_run("lora", "train.steps=8", "adapter.rank=4", "adapter.dropout=0.1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

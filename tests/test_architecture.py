@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,17 +97,17 @@ def test_the_package_itself_imports_nothing() -> None:
     assert list(imported((SOURCE / "__init__.py").read_text())) == []
 
 
-def test_the_command_line_starts_without_torch_transformers_and_pydantic() -> None:
+def test_the_command_line_starts_without_torch_transformers_and_pydantic(real_python: str) -> None:
     heavy = ("torch", "transformers", "pydantic", "numpy")
     code = f"import sys, whet.cli.app; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([real_python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help_takes_less_than_half_a_second() -> None:
+def test_help_takes_less_than_half_a_second(real_python: str) -> None:
     def seconds() -> float:
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "whet", "--help"], capture_output=True, check=True)
+        subprocess.run([real_python, "-m", "whet", "--help"], capture_output=True, check=True)
         return time.perf_counter() - began
 
     assert min(seconds() for _ in range(5)) < 0.5

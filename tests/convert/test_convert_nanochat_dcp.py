@@ -113,7 +113,7 @@ def tiny() -> Any:
     return AutoModelForCausalLM.from_pretrained(builtin_folder("builtin:tiny"))
 
 
-CONFIG: Callable[[], Path] = lambda: builtin_folder("builtin:tiny") / "config.json"  # noqa: E731
+CONFIG: Callable[[], Path] = lambda: builtin_folder("builtin:tiny") / "config.json"
 
 
 def test_a_distributed_checkpoint_with_its_optimizer_left_out(tiny: Any, whet: Any, tmp_path: Path) -> None:

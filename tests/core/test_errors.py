@@ -45,7 +45,7 @@ def _raised(outer: Exception, inner: Exception, explicit: bool) -> Exception:
         except Exception as caught:
             if explicit:
                 raise outer from caught
-            raise outer  # noqa: B904
+            raise outer
     except Exception as both:
         return both
 

@@ -96,7 +96,7 @@ def test_recomputing_and_offloading_need_less_memory_for_the_same_gradients(
     }
     for other in found.values():
         assert_close(other, plain)
-    print({name: (result.peak, result.held) for name, result in {"none": plain, **found}.items()})  # noqa: T201
+    print({name: (result.peak, result.held) for name, result in {"none": plain, **found}.items()})
     assert found["full"].peak < found["selective"].peak < plain.peak
     assert found["offload"].peak < 0.8 * plain.peak
     assert found["full + offload"].held < found["full"].held < found["selective"].held < plain.held
@@ -106,7 +106,7 @@ def test_recomputing_and_offloading_need_less_memory_for_the_same_gradients(
 def test_compiled_layers_compute_the_same(make_root: Make, make_batch: Make, recompute: str) -> None:
     plain = passes(make_root, make_batch, None)
     ours = passes(make_root, make_batch, None, compile=True, recompute=recompute)
-    print({"none": plain.peak, f"compiled, {recompute}": ours.peak})  # noqa: T201
+    print({"none": plain.peak, f"compiled, {recompute}": ours.peak})
     assert_close(ours, plain)
     assert ours.peak < plain.peak
 
@@ -152,6 +152,6 @@ def test_an_offloaded_optimizer_needs_less_memory_for_the_same_weights() -> None
     plain, much = optimizer_peak(offload=False)
     torch.cuda.empty_cache()
     ours, little = optimizer_peak(offload=True)
-    print({"on the device": much, "on the host": little})  # noqa: T201
+    print({"on the device": much, "on the host": little})
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
     assert little < 0.5 * much

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from fleet_options import OPTIONS, STEPS
 
+from forkserver import fork_of
+
 _SAME = ("step", "loss", "grad_norm", "lr", "conversations", "tokens", "supervised_tokens")
 
 
@@ -39,7 +41,7 @@ class Started:
         """The process id of a rank."""
         for pid, command, environment in processes():
             if str(self.folder) in command and "train" in command and f"\0RANK={rank}\0" in f"\0{environment}":
-                return pid
+                return fork_of(pid)
         raise AssertionError(f"there is no rank {rank}")
 
     def ended(self) -> tuple[int, str, str]:
@@ -103,12 +105,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def whole(whet: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(shared_run: Callable[..., Path]) -> Path:
     """The run that nothing happens to, in one process."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    ended = whet("train", recipe, *OPTIONS, f"run.dir={folder}")
-    assert ended.code == 0, ended.err
-    return folder
+    return shared_run("launch-whole", *OPTIONS)
 
 
 @pytest.fixture(scope="session")

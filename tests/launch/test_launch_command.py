@@ -14,22 +14,24 @@ from typing import Any
 import pytest
 from fleet_options import OPTIONS, TWO
 
+from forkserver import children_of
+
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(
     start: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     run = start.launch(recipe, *OPTIONS, *TWO, "--json")
-    run.wait_for_step(45)
+    run.wait_for_step(22)
     os.kill(run.worker(1), signal.SIGKILL)
     code, out, err = run.ended()
     assert code == 0, err
     assert "Traceback" not in err
-    assert "continuing after step 40" in err
+    assert "continuing after step 20" in err
     first, second = run.attempts
     assert (first["kind"], first["rank"], first["message"], first["then"]) == (
         "crashed", 1, "killed by SIGKILL", "restart",
     )  # fmt: skip
-    assert first["step"] >= 45
+    assert first["step"] >= 22
     assert (second["kind"], second["then"]) == ("done", "end")
     result = json.loads(out)
     assert (result["exit_code"], result["restarts"]) == (0, 1)
@@ -42,7 +44,7 @@ def test_a_launch_that_is_asked_to_stop_ends_with_75_and_can_be_finished(
     number: signal.Signals, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     run = start.launch(recipe, *OPTIONS, *TWO)
-    run.wait_for_step(30)
+    run.wait_for_step(12)
     run.process.send_signal(number)
     code, _, err = run.ended()
     assert code == 75, err
@@ -111,9 +113,9 @@ def test_a_failure_that_repeats_in_the_same_step_is_not_tried_again_and_again(st
 @pytest.mark.slow
 def test_restarts_are_used_up_by_failures_that_differ(start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, "launch.processes=1", "launch.max_restarts=1")
-    for step in (25, 60):
+    for step in (8, 22):
         run.wait_for_step(step)
-        for pid in _children(run.process.pid):
+        for pid in children_of(run.process.pid):
             os.kill(pid, signal.SIGKILL)
     code, _, err = run.ended()
     assert code == 3, err
@@ -146,7 +148,9 @@ def test_a_second_launch_of_the_same_run_is_refused_with_its_owner(start: Any, r
     assert not (run.folder / "launch.jsonl").exists()
 
 
-def test_a_supervisor_that_is_killed_leaves_a_run_that_saves_and_stops(start: Any, recipe: str) -> None:
+def test_a_supervisor_that_is_killed_leaves_a_run_that_saves_and_stops(
+    real_python: str, start: Any, recipe: str
+) -> None:
     run = start.launch(recipe, *OPTIONS, "train.steps=100000", *TWO)
     run.wait_for_step(5)
     run.process.kill()
@@ -165,7 +169,3 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(start: Any, whet: Any, 
     assert "--nproc-per-node 2 --max-restarts 0" in ended.out
     assert json.loads(whet(*words, "--json").out)["processes"] == 2
     assert not (tmp_path / "run").exists()
-
-
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

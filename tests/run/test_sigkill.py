@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from forkserver import children_of
+
 Exact = Callable[[Path], list[dict[str, Any]]]
 WEIGHTS = "exports/merged/model.safetensors"
 STEPS = 45 if os.environ.get("WHET_TEST_ALL") == "1" else 30
@@ -48,16 +50,9 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """torchrun's processes are in sessions of their own."""
-    for number in (process.pid, *children_of(process)):
+    for number in (process.pid, *children_of(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
-
-
-def children_of(process: subprocess.Popen[bytes]) -> list[int]:
-    try:
-        return [int(number) for number in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
 
 
 def steps_done(folder: Path) -> int:
@@ -86,7 +81,7 @@ def wait_and_kill(
 
 def one_of(process: subprocess.Popen[bytes]) -> None:
     """Kill the last rank; torchrun ends the others."""
-    children = children_of(process)
+    children = children_of(process.pid)
     if children:
         os.kill(children[-1], signal.SIGKILL)
     else:
@@ -126,10 +121,8 @@ def arguments(recipe: str, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(whet: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert whet(*arguments(recipe, folder)[1:]).code == 0
-    return folder
+def whole(shared_run: Any) -> Path:
+    return shared_run("kills-whole", *OPTIONS)
 
 
 def test_kills_of_every_kind(whole: Path, recipe: str, tmp_path: Path, begin: Any, exact_of: Exact) -> None:
@@ -155,13 +148,13 @@ def in_two(recipe: str, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole_by_two(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "two"
-    done = subprocess.run(
-        [sys.executable, "-m", *in_two(recipe, folder)], capture_output=True, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return folder
+def whole_by_two(recipe: str, make_once: Any) -> Path:
+    def make(folder: Path) -> None:
+        command = [sys.executable, "-m", *in_two(recipe, folder)]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr.decode()
+
+    return make_once("kills-whole-by-two", make)
 
 
 def test_one_of_two_processes_is_killed(
