@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from whet.compat.torch_compiler import compiled_graph_count
 from whet.core.distributed import init_distributed
 from whet.core.errors import WhetError
-from whet.execution.compile import compile_count
 from whet.execution.transform import transform_layers
 from whet.model import attention
 from whet.model.loss.loss_model import LossModel
@@ -100,13 +100,13 @@ def differs(family: str, mesh: Mesh) -> str | float:
 
 def graphs(mesh: Mesh | None) -> int:
     """How many graphs a step of compiled layers takes."""
-    root, before = make("Llama"), compile_count()
+    root, before = make("Llama"), compiled_graph_count()
     if mesh is not None:
         apply_fsdp(root, mesh, torch.float64)
     transform_layers(root.language_model, ParallelConfig(), compile=True, backend="aot_eager")
     gradients(root)
     torch.compiler.reset()
-    return compile_count() - before
+    return compiled_graph_count() - before
 
 
 def sums(mesh: Mesh) -> int:

@@ -75,7 +75,7 @@ def test_a_tampered_merge_ends_the_run_with_3_and_can_be_mended(
     folder = tmp_path / "run"
     arguments = ["train", recipe, f"run.dir={folder}", "train.steps=2", "adapter.rank=2"]
     with monkeypatch.context() as patch:
-        patch.setattr("whet.exporting.hf_folder.to_saved_tensors", tampered)
+        patch.setattr("whet.exporting.hf_folder.to_checkpoint_tensors", tampered)
         ended = whet(*arguments)
     assert ended.code == 3
     assert "is not the trained one" in ended.err

@@ -14,8 +14,6 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from whet.compat.torch_private import checkpoint_offset, load_as_fake
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError
 from whet.core.retry import UnreadableError, read_with_retries
@@ -111,11 +110,12 @@ class SafeStorageReader(FileSystemReader):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(part.read()))
                     continue
-                with _FAKE_MODE_LOCK, FakeTensorMode():  # torch tells what the tensor is like and where its numbers are
-                    like = torch.load(part, weights_only=True)  # type: ignore[arg-type]
+                with _FAKE_MODE_LOCK:
+                    like = load_as_fake(part)  # shape, dtype, strides and where in the file its data is
                 if len(room) < like.untyped_storage().nbytes():
                     room = torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8)
-                found = narrow_tensor_by_index(_read_storage(like, part, room), item.storage_offsets, item.lengths)
+                window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                found = _read_storage(like, part, room)[window]
                 target = planner.resolve_tensor(item).detach()
                 if target.shape != found.shape:
                     raise ValueError(f"{item.storage_index.fqn}: {tuple(found.shape)}, not {tuple(target.shape)}")
@@ -170,7 +170,7 @@ def _read_storage(like: Tensor, part: _FileSlice, room: Tensor) -> Tensor:
     storage = like.untyped_storage()
     numbers = room[: storage.nbytes()]
     if len(numbers):
-        part.seek(int(storage._checkpoint_offset or 0))
+        part.seek(checkpoint_offset(storage))
         wanted = memoryview(numbers.numpy())  # type: ignore[arg-type]
         while wanted:
             count = part.readinto(wanted)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from whet.compat.torch_private import dtensor_like
 from whet.core import launch_env
 from whet.core.resources import available_memory
 from whet.parallel.fsdp import local_tensor
@@ -117,4 +118,4 @@ class HostStaging:
 
 def _shard_like(tensor: Tensor, host: Tensor) -> Tensor:
     """`from_local` would send the part back to the mesh's device."""
-    return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
+    return dtensor_like(tensor, host) if isinstance(tensor, DTensor) else host

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from whet.compat.torch_compiler import (
+    RecompileLimitError,
+    default_inductor_cache,
+    enable_autograd_cache,
+    enable_graph_cache,
+    set_activation_budget,
+    set_recompile_limit,
+)
 from whet.core.console import warn
 from whet.core.files import cache_dir
 from whet.core.imports import has_triton
@@ -39,12 +42,6 @@ def should_compile(wanted: Literal["auto"] | bool, device: torch.device, dtype: 
     return wanted
 
 
-def compile_count() -> int:
-    """How many graphs have been compiled so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
 def set_activation_memory_budget(full: bool) -> None:
     """What compiled layers keep for the backward pass, from now on; `full`: their inputs alone.
 
@@ -53,13 +50,7 @@ def set_activation_memory_budget(full: bool) -> None:
     as the feed-forward part's product: a fifth of all memory for one hundredth of the time. So it keeps matrix products
     and attention.
     """
-    torch._functorch.config.activation_memory_budget = 0.0 if full else 1.0
-    torch._functorch.config.ban_recompute_materialized_backward = False
-
-
-def import_compiler() -> None:
-    """What the first compile would import, which takes a second or two."""
-    import torch._inductor.compile_fx  # noqa: F401
+    set_activation_budget(0.0 if full else 1.0)
 
 
 @functools.cache
@@ -68,7 +59,7 @@ def use_compile_cache() -> None:
 
     torch's own choice is a folder in /tmp, which a restart empties. Folders that the user has set stay.
     """
-    if os.environ.get(_CACHE_VARIABLE) in (None, default_cache_dir()):  # torch itself writes its own choice there
+    if os.environ.get(_CACHE_VARIABLE) in (None, default_inductor_cache()):  # torch itself writes its own choice there
         folder = cache_dir() / "compiled"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +74,15 @@ def use_compile_cache() -> None:
         os.environ[_CACHE_VARIABLE] = str(folder)
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if "TORCHINDUCTOR_FX_GRAPH_CACHE" not in os.environ:
-        torch._inductor.config.fx_graph_cache = True
+        enable_graph_cache()
     if "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
-        torch._functorch.config.enable_autograd_cache = True
+        enable_autograd_cache()
 
 
 def compile_forward(forward: LayerForward, backend: Any = "inductor") -> LayerForward:
     """The same forward pass, compiled for batches of documents; anything else, as generating, runs as it is."""
     use_compile_cache()
-    # torch would go on uncompiled in silence where something is compiled again and again
-    torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    set_recompile_limit(_RECOMPILE_LIMIT)
     fast: LayerForward | None = torch.compile(forward, backend=backend, dynamic=False)
 
     @functools.wraps(forward)
@@ -103,7 +92,7 @@ def compile_forward(forward: LayerForward, backend: Any = "inductor") -> LayerFo
             return forward(*args, **kwargs)
         try:
             return fast(*args, **kwargs)
-        except FailOnRecompileLimitHit:
+        except RecompileLimitError:
             fast = None
             warn(
                 f"a layer was compiled more than {_RECOMPILE_LIMIT} times, because something in it differs from batch to "

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from whet.compat.torch_compiler import compiled_graph_count
+from whet.compat.torch_private import foreach_add_, foreach_copy_, foreach_zero_, has_forward_hooks, release_graph_pool
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line
-from whet.execution.compile import compile_count
 from whet.execution.recompute import has_dropout
 from whet.model.attention import supports_fullgraph
 from whet.model.flops import count_step_flops
@@ -39,9 +40,7 @@ def make_capture() -> Capture:
         except RuntimeError:
             # torch leaves both as they were in the middle of it where the driver has given up the recording
             torch.cuda.set_stream(here)
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(here.device_index, pool)
-                torch._C._cuda_releasePool(here.device_index, pool)
+            release_graph_pool(here.device_index, pool)
             raise
         return graph.replay
 
@@ -109,7 +108,7 @@ def release_cuda_graphs(root: LossModel) -> None:
 
 def compile_and_capture_count() -> int:
     """How much was compiled and recorded in this process: a step in which it grows says nothing about speed."""
-    return compile_count() + GraphedHidden.made
+    return compiled_graph_count() + GraphedHidden.made
 
 
 class _GraphInputs(NamedTuple):
@@ -177,7 +176,7 @@ class GraphedHidden:
     ) -> Tensor:  # fmt: skip
         batch = _GraphInputs(tokens, positions, cu_seqlens, longest, edges, chosen)
         # a recording calls no hooks, by which somebody looks at what modules compute
-        if not (self._possible and torch.is_grad_enabled()) or self._body._forward_hooks:
+        if not (self._possible and torch.is_grad_enabled()) or has_forward_hooks(self._body):
             return self._compute(*batch)
         recording = self._recording(batch)
         if recording is None:
@@ -267,11 +266,11 @@ class StaticGradients:
         """The model computes with the aliases."""
         try:
             for (module, name, _), alias in zip(self._places, self.aliases, strict=True):
-                module._parameters[name] = alias
+                module.register_parameter(name, alias)
             yield
         finally:
             for module, name, weight in self._places:
-                module._parameters[name] = weight
+                module.register_parameter(name, weight)
 
     def gather(self) -> None:
         """Let the sums begin with the gradients that the weights have."""
@@ -279,9 +278,9 @@ class StaticGradients:
         none = [total for weight, total in pairs if weight.grad is None]
         others = [(total, grad) for weight, total in pairs if (grad := weight.grad) is not None and grad is not total]
         if none:
-            torch._foreach_zero_(none)
+            foreach_zero_(none)
         if others:
-            torch._foreach_copy_([total for total, _ in others], [grad for _, grad in others])
+            foreach_copy_([total for total, _ in others], [grad for _, grad in others])
 
     def hand_out(self) -> None:
         """Let the weights have the sums as their gradients."""
@@ -312,7 +311,7 @@ class GraphPair:
         assert result is not None
         # a weight that nothing comes from is an error: the model may have another way to it, and would learn nothing
         found = torch.autograd.grad(result, self._learned.aliases, self.d_hidden)
-        torch._foreach_add_(self._learned.sums, found)
+        foreach_add_(self._learned.sums, found)
 
 
 class _ReplayFunction(torch.autograd.Function):

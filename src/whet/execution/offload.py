@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from whet.compat.torch_private import replace_step, set_dtensor_local
 from whet.parallel.fsdp import local_tensor
 
 # Offloading: what is not needed right now waits in the host's memory.
@@ -112,7 +113,7 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer, piece: int = _CHUN
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whoever reads the state now finds it whole
 
-    optimizer.step = step  # type: ignore[method-assign, assignment]
+    replace_step(optimizer, step)
     optimizer.steps_in_pieces = True  # type: ignore[attr-defined]
 
 
@@ -161,6 +162,6 @@ def _large_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def _set_tensor(state: dict[str, Any], key: str, tensor: Tensor) -> None:
     if isinstance(state[key], DTensor):
-        state[key]._local_tensor = tensor
+        set_dtensor_local(state[key], tensor)
     else:
         state[key] = tensor

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from whet.compat.bitsandbytes_private import GEMM_4BIT_OP
+from whet.compat.torch_private import function_modes
 
 # Recomputing: the backward pass computes a layer again instead of keeping what the forward pass made.
 #
@@ -25,6 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 # With LoRA on CUDA, where adapters are fused with their layers (model/fused_lora.py) and layers are compiled, it is 23 E.
 
 LayerForward = Callable[..., Any]
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _MATMULS = {
     "aten::mm": 0,
@@ -38,7 +41,7 @@ _MATMULS = {
 _LOW_RANK_RATIO = 8
 _ALWAYS_SAVED = (
     "scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention", "short_attention",
-    "whet::lora_linear", "whet::lora_mlp", "bitsandbytes::gemm_4bit", "_c10d_functional::all_reduce",
+    "whet::lora_linear", "whet::lora_mlp", GEMM_4BIT_OP, "_c10d_functional::all_reduce",
 )  # fmt: skip
 """Attention, layers fused with their adapters, products with 4-bit weights, which only frozen ones are, and sums over
 processes that compute a layer together."""
@@ -54,7 +57,7 @@ def with_recompute(forward: LayerForward, kind: Literal["selective", "full"]) ->
             return forward(*args, **kwargs)
         if not args:  # torch looks at positional arguments for the device, its randomness, and what can be offloaded
             args = (kwargs.pop(first),)
-        contexts = functools.partial(_checkpoint_contexts, kind, _get_current_function_mode_stack())
+        contexts = functools.partial(_checkpoint_contexts, kind, function_modes())
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
@@ -75,7 +78,7 @@ def with_recompute_in_eager(forward: LayerForward) -> LayerForward:
 def has_dropout(model: nn.Module) -> bool:
     """Whether random numbers are drawn in its layers, as for dropout. Where compiled code computes something again, it
     would draw others, and gradients would be wrong; `recomputed` draws the same."""
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return True
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
@@ -110,7 +113,7 @@ class _CombinedContexts(AbstractContextManager[object]):
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what is dear to compute: matrix products and attention."""
-    name = operation._schema.name if hasattr(operation, "_schema") else str(operation)
+    name = operation.name().partition(".")[0]  # aten::mm of aten::mm.out
     first = _MATMULS.get(name)
     dear = any(part in name for part in _ALWAYS_SAVED) if first is None else _is_expensive(args[first], args[first + 1])
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

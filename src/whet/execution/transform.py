@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from whet.compat.torch_private import replace_forward
 from whet.execution.compile import compile_forward, set_activation_memory_budget
 from whet.execution.offload import with_activation_offload
 from whet.execution.recompute import has_dropout, with_recompute, with_recompute_in_eager
@@ -44,4 +45,4 @@ def transform_layers(
         if offload:
             # outermost: sees only what is kept after recomputing, with `full` the input of the layer
             forward = with_activation_offload(forward, layer)
-        layer.forward = forward
+        replace_forward(layer, forward)

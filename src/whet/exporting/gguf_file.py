@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.compat.transformers_private import rope_frequencies
 from whet.core.errors import WhetError, first_line
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits
@@ -276,9 +277,7 @@ def _permute_rope(weight: Tensor, heads: int) -> Tensor:
 
 def _rope_factors(settings: Any) -> np.ndarray[Any, Any]:
     """By what each frequency of Llama 3.1's positions is divided."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](settings, torch.device("cpu"))
+    slowed = rope_frequencies(settings, "llama3")
     head, theta = _head_dim(settings), _rope_parameters(settings)["rope_theta"]
     plain = 1.0 / (theta ** (torch.arange(0, head, 2, dtype=torch.float32) / head))
     return np.asarray((plain / slowed).to(torch.float32).numpy())

@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from whet.compat.transformers_private import save_custom_code, to_checkpoint_tensors
 from whet.core.errors import first_line
 from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportDtype, ExportFindings, ExportSpec, GenerationSettings
-from whet.exporting.trained_model import compute_logits, to_saved_tensors, trim_heap
+from whet.exporting.trained_model import compute_logits, trim_heap
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
 from whet.model.load.pretrained import set_experts_for_dtype
 
@@ -74,7 +75,7 @@ class HFFolderFormat:
         write_configs(order, folder)
         shards = StreamingSafetensorsWriter(folder, order.shard_size)
         for weight in order.trained.weights():
-            for name, tensor in to_saved_tensors(order.trained.language_model, weight.name, weight.read()).items():
+            for name, tensor in to_checkpoint_tensors(order.trained.language_model, weight.name, weight.read()).items():
                 shards.add(name, tensor.to(order.numbers.dtype) if tensor.is_floating_point() else tensor)
             trim_heap()
         shards.close()
@@ -99,14 +100,11 @@ class HFFolderFormat:
 
 def write_configs(order: ExportSpec, folder: Path) -> None:
     """All but the weights."""
-    from transformers.dynamic_module_utils import custom_object_save
-
     model, speech = order.trained.language_model, order.speech
     settings: Any = model.config
     kept = settings.dtype, settings.architectures
     settings.dtype, settings.architectures = order.numbers.dtype, [type(model).__name__]
-    if getattr(model, "_auto_class", None) is not None:
-        custom_object_save(model, folder, config=settings)
+    save_custom_code(model, folder, settings)
     settings.save_pretrained(folder)
     settings.dtype, settings.architectures = kept
     write_generation_config(speech, folder)

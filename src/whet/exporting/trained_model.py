@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.peft_private import modules_to_save_type, trainable_tokens_type, tuner_layer_type
+from whet.compat.torch_private import persistent_buffers
 from whet.model.attention import native_attention
 from whet.model.layers import decoder_layers
 from whet.model.load.placeholder import is_placeholder
@@ -165,19 +167,19 @@ class TrainedModel:
             work = dequantize_linear(base) if packed else base
             if packed:
                 layer.base_layer = work
-            before = dict(work._parameters)
+            before = dict(work.named_parameters(recurse=False))
             device = _adapter_device(layer)
             try:
                 for inner, tensor in before.items():
-                    if tensor is not None:
-                        exact = torch.promote_types(tensor.dtype, torch.float32)
-                        value = self._value(tensor).to(device, exact, copy=True)
-                        work._parameters[inner] = nn.Parameter(value, requires_grad=False)
+                    exact = torch.promote_types(tensor.dtype, torch.float32)
+                    value = self._value(tensor).to(device, exact, copy=True)
+                    work.register_parameter(inner, nn.Parameter(value, requires_grad=False))
                 layer.merge()
                 return work.get_parameter(key).detach().cpu()
             finally:
                 layer.merged_adapters.clear()
-                work._parameters.update(before)
+                for inner, tensor in before.items():
+                    work.register_parameter(inner, tensor)
                 layer.base_layer = base
 
         return merge
@@ -207,11 +209,11 @@ class TrainedModel:
                     value = self._value(weight).to(self._device, weight.dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
                     trim_heap()  # what reading it took besides
-                module._parameters[key] = made[id(weight)]
+                module.register_parameter(key, made[id(weight)])
 
         def empty(*_: object) -> None:
             for module, key, weight in hollow:
-                module._parameters[key] = weight
+                module.register_parameter(key, weight)
             trim_heap()
 
         handles = [] if whole else [unit.register_forward_pre_hook(fill), unit.register_forward_hook(empty)]
@@ -233,10 +235,7 @@ class TrainedModel:
 
 def _peft_wrapper_types() -> tuple[Any, Any, Any]:
     """Of trained rows, of layers, and of whole copies. Who has none does not wait for peft."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
-
-    return TrainableTokensWrapper, BaseTunerLayer, ModulesToSaveWrapper
+    return trainable_tokens_type(), tuner_layer_type(), modules_to_save_type()
 
 
 def _adapter_device(layer: nn.Module) -> torch.device:
@@ -255,18 +254,15 @@ def _dequantized_reader(layer: Any, key: str) -> Callable[[], Tensor]:
 
 
 def _placeholders_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (key, weight) for key, weight in module._parameters.items() if weight is not None and is_placeholder(weight)
-    ]
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [(key, weight) for key, weight in own if is_placeholder(weight)]
 
 
 def _own_tensors(module: nn.Module, deep: bool) -> list[tuple[str, Tensor]]:
     """Parameters and saved buffers, those of inner modules only if `deep`."""
     if deep:
         return list(module.state_dict(keep_vars=True).items())
-    own = [(key, tensor) for key, tensor in module._parameters.items() if tensor is not None]
-    kept = module._non_persistent_buffers_set
-    return own + [(key, tensor) for key, tensor in module._buffers.items() if tensor is not None and key not in kept]
+    return [*module.named_parameters(recurse=False, remove_duplicate=False), *persistent_buffers(module)]
 
 
 @torch.inference_mode()
@@ -284,10 +280,3 @@ def compute_logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
             found = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False, **few)
             rows.append(found.logits[0, -each:].float().cpu())
     return torch.cat(rows)
-
-
-def to_saved_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A weight under the name, or the names, that its files have for it: transformers fuses experts in memory only."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, {name: tensor}))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from whet.compat.transformers_private import attention_implementation
 from whet.model.attention import inspect_attention, native_attention, unsupported_attention
 from whet.model.attention.backends import reference_attention
 from whet.model.attention.dispatch import BACKENDS
@@ -122,7 +123,7 @@ def _attention_forward(
 def use_kv_cache(model: nn.Module) -> Iterator[None]:
     """`model` attends through slots for a while; each forward pass is told which by the keyword `slots`."""
     AttentionInterface.register(_ATTENTION_NAME, _attention_forward)
-    before = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    before = attention_implementation(model)
     model.set_attn_implementation(_ATTENTION_NAME)  # type: ignore[operator]
     try:
         yield

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.bitsandbytes_private import dequantize_nf4, is_double_quantized_nf4, nf4_parts, quant_state
 from whet.model.fp8.casting import E4M3, E5M2, cast_to_fp8_eager, cast_to_fp8_transposed, compute_amax, scale_from_amax
 from whet.model.fp8.linear import FP8Linear, scaled_matmul
 
@@ -21,22 +22,14 @@ from whet.model.fp8.linear import FP8Linear, scaled_matmul
 # A fused operator takes the tensors and makes the matrix inside, in the forward and again in the backward pass, so that
 # the matrix of a 4-bit layer is never kept and the compiler sees the same operator for every layer.
 
-_NF4_BLOCK, _NF4_SCALE_BLOCK = 64, 256  # as bitsandbytes packs NF4 with double quantisation
-
 
 def is_supported_linear(layer: nn.Module) -> bool:
     """Whether it is an ordinary linear layer, in 16 bits and more or in NF4, or multiplies in 8 bits with one scale for
     each matrix; other subclasses compute something else."""
     if type(layer) is nn.Linear or isinstance(layer, FP8Linear):
         return True
-    state: Any = getattr(getattr(layer, "weight", None), "quant_state", None)
-    return (
-        state is not None
-        and state.quant_type == "nf4"
-        and state.blocksize == _NF4_BLOCK
-        and state.nested
-        and state.state2.blocksize == _NF4_SCALE_BLOCK
-    )
+    state = quant_state(getattr(layer, "weight", None))
+    return state is not None and is_double_quantized_nf4(state)
 
 
 def is_fp8_weight(parts: Sequence[Tensor]) -> bool:
@@ -46,17 +39,14 @@ def is_fp8_weight(parts: Sequence[Tensor]) -> bool:
 
 def weight_parts(layer: Any) -> list[Tensor]:
     """What the matrix is kept in. A layer that multiplies in 8 bits does so while it is trained only."""
-    state = getattr(layer.weight, "quant_state", None)
     if isinstance(layer, FP8Linear) and layer.training:
         return [layer.weight, scale_from_amax(compute_amax(layer.weight), E4M3)]
-    if state is None:
-        return [layer.weight]
-    return [layer.weight.data, state.absmax, state.state2.absmax, state.state2.code, state.offset]
+    return [layer.weight] if quant_state(layer.weight) is None else nf4_parts(layer.weight)
 
 
 def weight_compute_dtype(layer: Any) -> torch.dtype:
     """The type of its matrix."""
-    state = getattr(layer.weight, "quant_state", None)
+    state = quant_state(layer.weight)
     return layer.weight.dtype if state is None else (layer.compute_dtype or state.dtype)
 
 
@@ -64,13 +54,7 @@ def materialize_weight(parts: Sequence[Tensor], out_features: int, in_features: 
     """[out, in] in `dtype`, of one that is not for 8 bits; a matrix that has that type already is not copied."""
     if len(parts) == 1:
         return parts[0].to(dtype)
-    packed, scales, scales_of_scales, code, offset = parts
-    scales = torch.ops.bitsandbytes.dequantize_blockwise(
-        scales, scales_of_scales, code, _NF4_SCALE_BLOCK, torch.float32
-    )
-    return torch.ops.bitsandbytes.dequantize_4bit(
-        packed, scales + offset, _NF4_BLOCK, "nf4", (out_features, in_features), dtype
-    )
+    return dequantize_nf4(parts, (out_features, in_features), dtype)
 
 
 # Products with frozen matrices, in whatever they are kept, and with what adapters add to them.

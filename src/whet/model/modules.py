@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from whet.compat.torch_private import copy_module_without_children, set_module_class
 
 # Looking at a model without changing it.
 
@@ -34,7 +35,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def add_mixin(module: nn.Module, other: Any) -> None:
     """Let `module` be an `other` too, a class whose methods come first and whose `super()` is what the module was."""
     own: Any = type(module)
-    module.__class__ = _mixed_class(own, other)
+    set_module_class(module, _mixed_class(own, other))
 
 
 @functools.cache
@@ -60,9 +61,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if {name for name, _ in module.named_children()} != {*GATED_MLP_LAYERS, "act_fn"}:
         return False
     grid, draw = torch.linspace(-6, 6, 97), torch.Generator().manual_seed(0)  # and nobody else's random numbers
-    small: Any = copy.copy(module)
-    small.__dict__["_modules"] = {"act_fn": module.act_fn}
-    small.__dict__.pop("forward", None)  # what others have wrapped around it
+    small = copy_module_without_children(module, {"act_fn": module.act_fn})
     small.training = True
     for name, (inside, outside) in zip(
         GATED_MLP_LAYERS, (_PROBE_IN_SHAPE, _PROBE_IN_SHAPE, _PROBE_OUT_SHAPE), strict=True

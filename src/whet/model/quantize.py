@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.bitsandbytes_private import NF4_BLOCK, disable_cpu_repacking, quant_state
 from whet.core.errors import WhetError
 from whet.model.frozen_weight import materialize_weight, weight_compute_dtype, weight_parts
 
 MIN_QUANTIZED_SHARE = 0.5
 """A model with a smaller part of its weights in 4 bits saves less than whoever asked for it expects."""
-_NF4_BLOCK = 64
 
 
 def require_bitsandbytes() -> None:
@@ -41,7 +41,7 @@ def quantize_(model: nn.Module, device: torch.device) -> None:
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head and not module.weight.requires_grad
-        and module.in_features % _NF4_BLOCK == 0
+        and module.in_features % NF4_BLOCK == 0
     ]  # fmt: skip
     if not names:
         raise WhetError(
@@ -68,15 +68,13 @@ def _to_linear_4bit(linear: Any, device: torch.device) -> nn.Module:
         linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=packed
     ).to(device)
     packed.bias = None if linear.bias is None else nn.Parameter(linear.bias.data.to(device), requires_grad=False)
-    # On CPUs with bf16 instructions the first evaluation would repack the weight for them, with coarser scales and for
-    # good, and no gradient goes back through what then computes the product.
-    packed.support_avx512bf16_for_cpu = False
+    disable_cpu_repacking(packed)
     return packed.train(linear.training)
 
 
 def is_quantized(layer: nn.Module) -> bool:
     """Whether it is a linear layer with its weight in 4 bits; an adapter around one is not."""
-    return isinstance(layer, nn.Linear) and hasattr(layer.weight, "quant_state")
+    return isinstance(layer, nn.Linear) and quant_state(layer.weight) is not None
 
 
 def dequantize_weight(layer: Any) -> Tensor:
@@ -98,14 +96,14 @@ def dequantize_linear(layer: Any) -> nn.Linear:
 
 def count_weights(parameter: Tensor) -> int:
     """How many weights a parameter stands for; 4-bit ones are two to a byte."""
-    state = getattr(parameter, "quant_state", None)
+    state = quant_state(parameter)
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
 def quantized_share(model: nn.Module) -> float:
     """The part of the weights that is in 4 bits."""
     parameters = list(model.parameters())
-    packed = sum(count_weights(parameter) for parameter in parameters if hasattr(parameter, "quant_state"))
+    packed = sum(count_weights(parameter) for parameter in parameters if quant_state(parameter) is not None)
     return packed / sum(map(count_weights, parameters))
 
 
@@ -113,7 +111,7 @@ def weight_bytes(model: nn.Module) -> int:
     """What the weights take, scales included."""
     total = 0
     for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
+        state = quant_state(parameter)
         total += parameter.nbytes
         if state is not None:
             total += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
@@ -124,6 +122,6 @@ def dequantized_bytes(model: nn.Module) -> int:
     """What the weights take once none is in 4 bits any more."""
     total = 0
     for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
+        state = quant_state(parameter)
         total += count_weights(parameter) * (parameter.dtype if state is None else state.dtype).itemsize
     return total

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.compat.torch_private import replace_forward
 from whet.core.errors import WhetError
 from whet.model.layers import decoder_layers
 from whet.model.loss.loss_model import LossModel
@@ -109,10 +110,12 @@ def restrict_last_mlp(root: LossModel) -> bool:
     if part is None:
         return False
     chosen, before = SelectedPositions(), (last.forward, part.forward)
-    last.forward, part.forward = select_positions(last.forward, chosen), compute_selected_only(part.forward, chosen)
+    replace_forward(last, select_positions(last.forward, chosen))
+    replace_forward(part, compute_selected_only(part.forward, chosen))
     if _is_equivalent(root):
         return True
-    last.forward, part.forward = before
+    replace_forward(last, before[0])
+    replace_forward(part, before[1])
     return False
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
+from whet.compat.torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
 from whet.parallel.fsdp import local_tensor
@@ -39,8 +39,8 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> No
         return
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]  # others are summed already
     for bucket in buckets(whole):
-        flat = ranks.all_reduce_(_flatten_dense_tensors(bucket))
-        for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        flat = ranks.all_reduce_(flatten_dense_tensors(bucket))
+        for gradient, summed in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)
 
 
@@ -121,9 +121,9 @@ def _replicated_parameters(
 def _all_reduce_gradients(weights: Sequence[nn.Parameter], group: dist.ProcessGroup, among: int) -> None:
     gradients = [local_tensor(weight.grad) for weight in weights if weight.grad is not None]
     for bucket in buckets(gradients):
-        flat = _flatten_dense_tensors(bucket)
+        flat = flatten_dense_tensors(bucket)
         PHASE.begin_wait()
         dist.all_reduce(flat, group=group)
         PHASE.end_wait()
-        for gradient, whole in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        for gradient, whole in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(whole if among == 1 else whole / among)

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from whet.compat.torch_private import dtensor_local, dtensor_of_shape, local_shape_and_offset
 from whet.core.distributed import Ranks
 from whet.model.layers import decoder_layers
 from whet.model.load.placeholder import WeightSource, is_placeholder
@@ -96,7 +95,7 @@ def _load_local_shards(root: nn.Module, source: WeightSource, device: torch.devi
 
 def _read_local_shard(weight: DTensor, name: str, source: WeightSource) -> Tensor:
     """This process's part: some rows; where processes compute the layer together, perhaps some columns of them."""
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    shape, offset = local_shape_and_offset(weight)
     first, count = (offset[0], shape[0]) if shape else (0, 0)
     if len(shape) == 2 and shape[1] < weight.shape[1]:
         return source.rows(name, first, first + count, slice(offset[1], offset[1] + shape[1]))
@@ -125,7 +124,7 @@ def reshard(model: nn.Module) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This process's part of a divided tensor, as it is, without a gradient; any other is whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(weight: Tensor, part: Tensor) -> Tensor:
@@ -135,16 +134,14 @@ def shard_like(weight: Tensor, part: Tensor) -> Tensor:
         return part
     alike = part.shape == local_tensor(weight).shape
     shape = weight.shape if alike else torch.Size((len(weight), *part.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(weight.device_mesh, weight.placements, TensorMeta(shape, stride, part.dtype))
-    return DTensor(part, spec, requires_grad=False)
+    return dtensor_of_shape(weight, part, shape)
 
 
 def local_shard_of(weight: Tensor, whole: Tensor) -> Tensor:
     """Of a whole tensor, the part that this process has of one that is divided as `weight` is."""
     if not isinstance(weight, DTensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    shape, offset = local_shape_and_offset(weight)
     return whole[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
 
 

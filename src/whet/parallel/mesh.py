@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from whet.compat.torch_private import set_group_timeout
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
@@ -67,7 +66,7 @@ def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
         weights = init_device_mesh(ranks.device.type, (replicate, divided), mesh_dim_names=("replicate", "shard"))
     for axes in (weights, tensor):
         for group in axes.get_all_groups() if axes is not None else ():
-            _set_pg_timeout(patience, group)
+            set_group_timeout(patience, group)
     if context > 1:
         for first in range(0, world, context):  # every process takes part in making every group
             group = dist.new_group(list(range(first, first + context)), timeout=patience)
@@ -79,4 +78,4 @@ def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
 def _init_single_process_group(ranks: Ranks) -> None:
     """A single process divides its weights by one: the same code, and a group of processes that needs no network."""
     backend = "gloo" if ranks.device.type == "cpu" else None
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

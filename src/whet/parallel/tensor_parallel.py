@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from whet.compat.torch_private import functional_all_reduce, set_module_class
+from whet.compat.transformers_private import tensor_parallel_plan
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError, describe_error
 from whet.model.attention import native_attention
@@ -45,8 +47,7 @@ class TensorParallelPlan:
 
 def read_tensor_parallel_plan(model: nn.Module, processes: int) -> TensorParallelPlan:
     """The plan of a transformers model, for so many processes; what cannot be computed so is refused."""
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    styles = dict(_planned_modules(model, plan))
+    styles = dict(_planned_modules(model, tensor_parallel_plan(model)))
     if _COLWISE not in styles.values() or _ROWWISE not in styles.values():
         raise _tensor_parallel_error(processes, f"this model ({type(model).__name__}) has no plan for it. {_REMEDY}")
     for name, style in styles.items():
@@ -159,7 +160,7 @@ def apply_tensor_parallel(root: LossModel, mesh: DeviceMesh) -> None:
             if dim == 0 and layer.bias is not None:
                 layer.bias = _shard_parameter(layer.bias, mesh, 0)
             layer.door = doors[name.rpartition(".")[0]]
-            layer.__class__ = kind  # another function in `forward` would be compiled anew for each layer
+            set_module_class(layer, kind)
     divided = frozenset([*_parameter_names(model, plan.colwise), *(f"{name}.weight" for name in plan.rowwise)])
     object.__setattr__(
         root, _STATE_ATTRIBUTE, TensorParallelState(group, divided, frozenset(_parameter_names(model, plan.summed)))
@@ -266,7 +267,7 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _functional_all_reduce(grads[0], ctx.group), None
+        return functional_all_reduce(grads[0], ctx.group), None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -274,15 +275,8 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: str) -> Tensor:
-        return _functional_all_reduce(states, group)
+        return functional_all_reduce(states, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def _functional_all_reduce(states: Tensor, group: str) -> Tensor:
-    """By an operation that the compiler knows, so that a layer stays one graph."""
-    functional = torch.ops._c10d_functional
-    whole: Tensor = functional.wait_tensor(functional.all_reduce(states.contiguous(), "sum", group))
-    return whole

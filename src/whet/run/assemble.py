@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from whet.compat.torch_compiler import import_inductor
 from whet.config import Config
 from whet.core.console import warn
 from whet.core.distributed import Ranks, get_local_device
@@ -22,7 +23,7 @@ from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
 from whet.data.prepare.workers import fork_lock
-from whet.execution.compile import import_compiler, should_compile
+from whet.execution.compile import should_compile
 from whet.model import attention
 from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason, require_fp8
 from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model, move_real_tensors_
@@ -279,7 +280,7 @@ class BackgroundModelLoader:
                 device = get_local_device()
                 arithmetic = resolve_precision(self._config, device)
                 if should_compile(self._config.model.compile, device, arithmetic.compute):
-                    import_compiler()
+                    import_inductor()
                 self._model = self._loaded(arithmetic.weights, device)
         except BaseException as error:
             self._error = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from whet.compat.transformers_private import set_special_token
 from whet.core.errors import WhetError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def set_marker_template(tokenizer: PreTrainedTokenizerFast, turns: TurnMarkers) 
     """Give a tokenizer that has the markers as tokens their chat template; the closing marker becomes `eot_token`."""
     texts = {role: _marker_token(tokenizer, role, mark) for role, mark in turns.by_role.items()}
     tokenizer.chat_template = marker_template(texts, str(tokenizer.eos_token) if turns.append_eod else "")
-    tokenizer._set_model_specific_special_tokens({"eot_token": texts["assistant"]})
+    set_special_token(tokenizer, "eot_token", texts["assistant"])
     tokenizer.init_kwargs["eot_token"] = texts["assistant"]
 
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
+from whet.compat.torch_private import dump_memory_history, start_memory_history
 from whet.core.console import info
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
@@ -63,8 +63,7 @@ class StepProfiler(Profiler):
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self._ranks.rank}"
         if self._takes_snapshot:
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_history(self._folder / f"{name}.memory.pickle")
         running.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
         (self._folder / f"{name}.table.txt").write_text(self._table(running))
         if self._ranks.rank == min(self._config.ranks):
@@ -78,7 +77,7 @@ class StepProfiler(Profiler):
     def _start(self) -> None:
         config = self._config
         if self._takes_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+            start_memory_history(_MAX_MEMORY_EVENTS)
         activities = [ProfilerActivity.CPU]
         if self._ranks.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from whet.compat.torch_private import foreach_norm
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
 from whet.parallel.ddp import all_reduce_gradients, sync_replicated_gradients
@@ -130,4 +131,4 @@ def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> torch
 
 def _sum_of_squares(parts: list[torch.Tensor]) -> torch.Tensor:
     exact = torch.promote_types(parts[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=exact))).double().square()
+    return torch.linalg.vector_norm(torch.stack(foreach_norm(parts, 2, dtype=exact))).double().square()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from whet.compat.transformers_private import attention_implementation, supports_sdpa
 from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.imports import has_triton
@@ -156,16 +157,12 @@ def registered_name(backend: str) -> str:
 
 def needs_document_spans(model: nn.Module) -> bool:
     """Whether the back-end that serves `model` asks for each token's document (`described`)."""
-    return _current_implementation(model).removesuffix(_WRAPPED_SUFFIX) == registered_name("short")
-
-
-def _current_implementation(model: nn.Module) -> str:
-    return str(model.config._attn_implementation)  # type: ignore[union-attr]
+    return attention_implementation(model).removesuffix(_WRAPPED_SUFFIX) == registered_name("short")
 
 
 def current_backend(model: nn.Module) -> str:
     """The back-end that serves `model`."""
-    installed = _current_implementation(model).removesuffix(_WRAPPED_SUFFIX)
+    installed = attention_implementation(model).removesuffix(_WRAPPED_SUFFIX)
     return next((backend for backend, name in _REGISTERED_NAMES.items() if name == installed), f"its own ({installed})")
 
 
@@ -178,20 +175,20 @@ def describe_backend(model: nn.Module) -> str:
 
 def supports_fullgraph(model: nn.Module) -> bool:
     """Whether a compiled layer of `model` is one graph, with attention inside it, and not two around it."""
-    return _current_implementation(model) in [_REGISTERED_NAMES[backend] for backend in _FULLGRAPH_BACKENDS]
+    return attention_implementation(model) in [_REGISTERED_NAMES[backend] for backend in _FULLGRAPH_BACKENDS]
 
 
 def use_native_attention(model: nn.Module) -> None:
     """Make `model` attend as it does by itself."""
     # transformers' sdpa leaves soft-caps out without a word, and not every version says that it does not serve them
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")  # type: ignore[operator]
+    model.set_attn_implementation("sdpa" if supports_sdpa(model) and not capped else "eager")  # type: ignore[operator]
 
 
 @contextlib.contextmanager
 def native_attention(model: nn.Module) -> Iterator[None]:
     """transformers' own attention for a while, as for generating: that of documents knows no cache."""
-    before = _current_implementation(model)
+    before = attention_implementation(model)
     use_native_attention(model)
     try:
         yield

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from whet.compat.transformers_private import attention_implementation
 from whet.core.errors import WhetError
 from whet.model.attention.backends import causal_mask, reference_attention
 from whet.model.attention.interface import AttentionSpec
@@ -63,7 +63,7 @@ def inspect_attention(model: nn.Module) -> list[LayerAttention]:
 
     AttentionInterface.register(_RECORDER_NAME, note_call)
     AttentionMaskInterface.register(_RECORDER_NAME, note_mask)
-    before = model.config._attn_implementation  # type: ignore[union-attr]
+    before = attention_implementation(model)
     tokens = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None]
     # compiled layers would be compiled anew for this
     with torch.no_grad(), eval_mode(model), torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from whet.compat.torch_private import set_module_class
 from whet.core.errors import WhetError
 from whet.model.fp8.linear import FP8_ALIGNMENT, FP8Linear
 from whet.model.fp8.mlp import FP8MLP
@@ -54,7 +55,7 @@ def convert_to_fp8_(
             f"not multiples of {FP8_ALIGNMENT}. Set train.precision=bf16"
         )
     for module in converted.values():
-        module.__class__ = FP8Linear  # the same object: adapters around it, hooks and names stay valid
+        set_module_class(module, FP8Linear)  # the same object: adapters around it, hooks and names stay valid
         module.emulate = emulate  # type: ignore[assignment]
     for mlp in language_model.modules():
         if _is_fp8_mlp(mlp):

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whet.compat.torch_private import scaled_mm
 from whet.model.fp8.casting import E4M3, E5M2, cast_to_fp8, cast_to_fp8_both, cast_to_fp8_transposed, compute_scale
 
 FP8_ALIGNMENT = 16
@@ -61,7 +62,7 @@ def fp8_matmul(input: Tensor, weight: Tensor, emulate: bool = False) -> Tensor:
     return _FP8Matmul.apply(input, weight, emulate)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _FP8Matmul(torch.autograd.Function):
     """What is kept is what nn.Linear keeps, and the scales: rounding again is cheaper than another copy in memory.
 
@@ -111,6 +112,6 @@ def scaled_matmul(
             y = torch.mm(left.float() / left_scale, right.float() / right_scale).to(dtype)
         return y if out is None else out.copy_(y)
     into = {} if out is None else {"out": out}
-    return torch._scaled_mm(
+    return scaled_mm(
         left, right, left_scale.reciprocal(), right_scale.reciprocal(), out_dtype=dtype, use_fast_accum=fast, **into
     )

@@ -145,7 +145,7 @@ class FP8MLP(nn.Module):
         return apply_padded(lambda rows: _FP8MLPFunction.apply(rows, gate, up, down, self.emulate), x)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _FP8MLPFunction(torch.autograd.Function):
     """Kept are x, gate, up and scales. Compiled, all but the middle is open to the compiler."""
 

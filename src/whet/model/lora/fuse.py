@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from whet.compat.peft_private import is_lora_layer
 from whet.model.lora.fused_linear import lora_linear
 from whet.model.lora.fused_mlp import lora_mlp
 from whet.model.lora.low_rank import autocast_dtype, extract_lora
@@ -106,11 +107,7 @@ class _FusedLoraAttention(nn.Module):
 
 
 def _is_adapted_linear(module: nn.Module) -> bool:
-    from peft.tuners.lora.layer import LoraLayer
-
-    return (
-        isinstance(module, LoraLayer) and not isinstance(module, _FusedLoraLinear) and extract_lora(module) is not None
-    )
+    return is_lora_layer(module) and not isinstance(module, _FusedLoraLinear) and extract_lora(module) is not None
 
 
 def _has_matching_qkv(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whet.compat.peft_private import is_lora_layer, modules_to_save_type
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
 from whet.model.quantize import dequantize_linear, is_quantized
@@ -67,9 +68,7 @@ def _reject_unknown_modules(model: nn.Module, config: AdapterConfig) -> None:
 
 
 def _reject_unmatched_patterns(adapted: Any, config: AdapterConfig) -> None:
-    from peft.tuners.lora.layer import LoraLayer
-
-    layers = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
+    layers = [name for name, module in adapted.named_modules() if is_lora_layer(module)]
     for knob, patterns in (("ranks", config.ranks), ("alphas", config.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -114,10 +113,8 @@ def _trainable_token_rows(model: Any, config: AdapterConfig, tokens: Sequence[in
 
 def _reject_tied_head(model: Any) -> None:
     """An adapter of a head that shares its weight with the embedding would be merged into both."""
-    from peft.tuners.lora.layer import LoraLayer
-
     head = model.get_output_embeddings()
-    if isinstance(head, LoraLayer) and head.get_base_layer().weight is model.get_input_embeddings().weight:
+    if is_lora_layer(head) and head.get_base_layer().weight is model.get_input_embeddings().weight:
         raise WhetError(
             "adapter.targets: this model's output head is also its embedding, so an adapter of the head could not be "
             "merged. Leave the head out of adapter.targets"
@@ -140,10 +137,9 @@ def cast_trained_modules_(model: nn.Module) -> None:
     comes out of them would not fit what comes next. Nothing is to be learned afterwards."""
     if not hasattr(model, "peft_config"):
         return
-    from peft.utils.other import ModulesToSaveWrapper
-
+    wrapper = modules_to_save_type()
     for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
+        if isinstance(module, wrapper):
             kept = next(iter(module.original_module.parameters())).dtype
             for trained in module.modules_to_save.values():
                 for parameter in trained.parameters():

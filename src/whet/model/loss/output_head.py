@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.peft_private import is_lora_linear, modules_to_save_type, trainable_tokens_type
 from whet.core.errors import WhetError
 
 _LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
@@ -48,18 +49,15 @@ def _head_tensors(module: Any) -> tuple[Tensor, Tensor | None]:
     forward = getattr(type(module), "forward", None)
     if forward is nn.Linear.forward:  # quantised layers inherit from Linear, and compute something else
         return module.weight, module.bias
-    from peft.tuners.lora.layer import Linear as LoraLinear
-    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
-
-    if isinstance(module, ModulesToSaveWrapper):
+    if isinstance(module, modules_to_save_type()):
         is_on = module.active_adapters and not module.disable_adapters
         return _head_tensors(module.modules_to_save[module.active_adapters[0]] if is_on else module.original_module)
-    if isinstance(module, TrainableTokensWrapper):
+    if isinstance(module, trainable_tokens_type()):
         rows = module.token_adapter
         weight, bias = _head_tensors(rows.get_base_layer())
         is_on = module.active_adapters and not (module.disable_adapters or rows.disable_adapters or rows.merged)
         return (rows.get_merged_weights(module.active_adapters), None) if is_on else (weight, bias)
-    if forward is LoraLinear.forward:
+    if is_lora_linear(module):
         return _adapted_head_tensors(module)
     raise WhetError(
         f"model.path: the output head of this model is a {type(module).__name__}, not a plain linear layer, which whet "

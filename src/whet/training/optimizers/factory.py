@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from whet.compat.torch_private import foreach_mul_
 from whet.core.errors import WhetError
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import local_tensor
@@ -161,7 +162,7 @@ def _inverse_scale(optimizer: torch.optim.Optimizer, factor: float) -> Tensor | 
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if _is_unsharded_fp32_cuda(optimizer):
         return torch.full((), 1 / factor, device=weights[0].device)
-    torch._foreach_mul_([local_tensor(weight.grad) for weight in weights if weight.grad is not None], factor)
+    foreach_mul_([local_tensor(weight.grad) for weight in weights if weight.grad is not None], factor)
     return None
 
 

@@ -1,0 +1,43 @@
+"""Internal classes and attributes of peft, seen in 0.21. peft takes a second to import, so each function imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def is_lora_layer(module: nn.Module) -> bool:
+    """`peft.tuners.lora.layer.LoraLayer`: a layer with a LoRA adapter beside its weight."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """`peft.tuners.lora.layer.Linear.forward`: whether the module computes y = W x + scaling · B A x, as peft's
+    adapted linear layer does and its subclasses may not."""
+    from peft.tuners.lora.layer import Linear
+
+    return getattr(type(module), "forward", None) is Linear.forward
+
+
+def tuner_layer_type() -> Any:
+    """`peft.tuners.tuners_utils.BaseTunerLayer`: a layer with an adapter of any kind; it has merge()."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return BaseTunerLayer
+
+
+def modules_to_save_type() -> Any:
+    """`peft.utils.other.ModulesToSaveWrapper`: a frozen module and the copy of it that is trained whole."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return ModulesToSaveWrapper
+
+
+def trainable_tokens_type() -> Any:
+    """`peft.utils.other.TrainableTokensWrapper`: an embedding of which single rows are trained."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    return TrainableTokensWrapper

@@ -1,0 +1,54 @@
+"""Private APIs of torch.compile (dynamo, functorch, inductor), seen in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+RecompileLimitError = FailOnRecompileLimitHit
+"""`torch._dynamo.exc.FailOnRecompileLimitHit`: raised after `set_recompile_limit` instead of running eagerly."""
+
+default_inductor_cache = default_cache_dir
+"""`torch._inductor.runtime.cache_dir_utils.default_cache_dir`: a folder in /tmp, which torch also writes to
+TORCHINDUCTOR_CACHE_DIR by itself."""
+
+
+def compiled_graph_count() -> int:
+    """`torch._dynamo.utils.counters`: graphs compiled so far. Does not import dynamo: without it nothing was."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def set_activation_budget(budget: float) -> None:
+    """`torch._functorch.config.activation_memory_budget`: 0 saves the inputs of a compiled region only, 1 what the
+    partitioner likes. It may recompute what the backward pass has to write to memory again
+    (`ban_recompute_materialized_backward`): saves 20 % of memory for 1 % of time."""
+    torch._functorch.config.activation_memory_budget = budget
+    torch._functorch.config.ban_recompute_materialized_backward = False
+
+
+def set_recompile_limit(limit: int) -> None:
+    """`torch._dynamo.config.recompile_limit` and `fail_on_recompile_limit_hit`: an error instead of a silent
+    fallback to eager execution."""
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def enable_graph_cache() -> None:
+    """`torch._inductor.config.fx_graph_cache`: keep compiled graphs on disk."""
+    torch._inductor.config.fx_graph_cache = True
+
+
+def enable_autograd_cache() -> None:
+    """`torch._functorch.config.enable_autograd_cache`: keep joint forward and backward graphs on disk."""
+    torch._functorch.config.enable_autograd_cache = True
+
+
+def import_inductor() -> None:
+    """`torch._inductor.compile_fx`: what the first compilation would import, which takes a second or two."""
+    import torch._inductor.compile_fx  # noqa: F401

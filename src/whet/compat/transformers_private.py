@@ -1,0 +1,54 @@
+"""Private APIs of transformers, seen in 5.17 and 5.22."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def attention_implementation(model: Any) -> str:
+    """`config._attn_implementation`: the name that set_attn_implementation was called with, to restore it."""
+    return str(model.config._attn_implementation)
+
+
+def supports_sdpa(model: Any) -> bool:
+    """`PreTrainedModel._supports_sdpa`: whether the model can use torch's attention, or only the eager one."""
+    return bool(model._supports_sdpa)
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
+    """`PreTrainedModel._tp_plan`: module name pattern → style (colwise, rowwise, …). Empty: the model has none."""
+    return getattr(model, "_tp_plan", None) or {}
+
+
+def set_special_token(tokenizer: Any, name: str, text: str) -> None:
+    """`_set_model_specific_special_tokens`: give a tokenizer a named token beyond bos, eos, …, such as `eot_token`."""
+    tokenizer._set_model_specific_special_tokens({name: text})
+
+
+def save_custom_code(model: nn.Module, folder: Path, config: Any) -> None:
+    """`PreTrainedModel._auto_class` and `dynamic_module_utils.custom_object_save`: copy the Python files of a model
+    with code of its own (trust_remote_code) into an export, as save_pretrained does."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, folder, config=config)
+
+
+def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """`core_model_loading.revert_weight_conversion`: a parameter under the name or names it has in checkpoint files:
+    transformers fuses the experts of a layer in memory only."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: tensor}))
+
+
+def rope_frequencies(config: Any, kind: str) -> Tensor:
+    """`modeling_rope_utils.ROPE_INIT_FUNCTIONS`: the inverse frequencies of rotary positions, scaled as `kind` does."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies

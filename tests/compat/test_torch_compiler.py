@@ -1,0 +1,56 @@
+"""What whet expects of the private APIs of torch.compile."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+MODULE = "torch_compiler"
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ("torch._functorch.config",
+         ["activation_memory_budget", "ban_recompute_materialized_backward", "enable_autograd_cache"]),
+        ("torch._inductor.config", ["fx_graph_cache"]),
+        ("torch._dynamo.config", ["recompile_limit", "fail_on_recompile_limit_hit"]),
+    ],
+)  # fmt: skip
+def test_settings_exist(private: ModuleType, config: str, names: list[str]) -> None:
+    module = importlib.import_module(config)
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_settings_are_assigned(private: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    functorch, inductor = torch._functorch.config, torch._inductor.config
+    with functorch.patch(activation_memory_budget=1.0), inductor.patch(fx_graph_cache=False):
+        private.set_activation_budget(0.0)
+        private.enable_graph_cache()
+        private.enable_autograd_cache()
+        assert functorch.activation_memory_budget == 0.0
+        assert inductor.fx_graph_cache
+        assert functorch.enable_autograd_cache
+
+
+def test_compiled_graphs_are_counted_and_too_many_are_an_error(private: ModuleType) -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        private.set_recompile_limit(2)
+        before = private.compiled_graph_count()
+        add = torch.compile(lambda x, n: x + n, backend="eager", dynamic=False)
+        add(torch.ones(1), 1)
+        add(torch.ones(2), 1)
+        assert private.compiled_graph_count() == before + 2
+        with pytest.raises(private.RecompileLimitError):
+            add(torch.ones(3), 1)
+    torch._dynamo.reset()
+
+
+def test_the_default_cache_is_a_temporary_folder(private: ModuleType) -> None:
+    assert os.path.isabs(private.default_inductor_cache())  # noqa: PTH117
+    private.import_inductor()
