@@ -1,6 +1,8 @@
-"""Started under torchrun by test_sharded.py: a sharded model is saved, changed meanwhile, loaded again.
+"""Run under torchrun by test_sharded_checkpoints.py: save a sharded model, change it meanwhile, load it again.
 
-python sharded.py FOLDER save|load, or `missing`: one of them does not come to save, or `gone`: one dies while it loads.
+sharded_worker.py FOLDER save | load
+sharded_worker.py FOLDER missing     one rank does not take part in the save
+sharded_worker.py FOLDER gone        one rank dies while it loads
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ def main(folder: Path, work: str) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    whole = {}
+    saved = {}
     if work == "missing":
-        _wait_in_vain(CheckpointSaver(folder, model, optimizer, ranks, timeout_s=1.0), ranks)
+        _save_without_the_others(CheckpointSaver(folder, model, optimizer, ranks, timeout_s=1.0), ranks)
         return
     if work == "save":
         model(torch.ones(2, 6)).square().sum().backward()
@@ -39,21 +41,21 @@ def main(folder: Path, work: str) -> None:
         optimizer.zero_grad()
         with CheckpointSaver(folder, model, optimizer, ranks) as saver:
             saver.save(3, {})
-            whole = _whole(model, optimizer)
+            saved = _full_tensors(model, optimizer)
             for parameter in model.parameters():
                 parameter.data.zero_()
     if work == "gone":
-        _lose_one(folder / "step-000003", model, optimizer, ranks)
+        _lose_a_rank(folder / "step-000003", model, optimizer, ranks)
     load_checkpoint(folder / "step-000003", model, optimizer, ranks)
-    found = _whole(model, optimizer)
+    found = _full_tensors(model, optimizer)
     if work == "save":
-        assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
     if ranks.is_main:
         torch.save(found, folder / f"{work}.pt")
     ranks.shutdown()
 
 
-def _wait_in_vain(saver: CheckpointSaver, ranks: Ranks) -> None:
+def _save_without_the_others(saver: CheckpointSaver, ranks: Ranks) -> None:
     began = time.monotonic()
     if ranks.is_main:
         saver.save(3, {})
@@ -64,7 +66,7 @@ def _wait_in_vain(saver: CheckpointSaver, ranks: Ranks) -> None:
     ranks.shutdown()
 
 
-def _lose_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+def _lose_a_rank(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
     if not ranks.is_main:
         SafeStorageReader.read_data = lambda *_: os._exit(0)  # type: ignore[method-assign, assignment, misc]
     try:
@@ -75,7 +77,7 @@ def _lose_one(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ra
     os._exit(0)
 
 
-def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _full_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)

@@ -1,4 +1,4 @@
-"""Saving beside training: what is saved is what was there, training waits for the copy alone, failures come out."""
+"""Asynchronous saves: the checkpoint is the state at the call, training waits for the copy alone, errors are raised."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Gate:
-    """Holds the writing of every checkpoint until it is opened."""
+    """Blocks the writing of checkpoints until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open, write = threading.Event(), saving.dcp_save
@@ -53,7 +53,7 @@ class Gate:
         self._open.set()
 
 
-def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_holds_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     model, optimizer = make()
     step(model, optimizer)
@@ -61,7 +61,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path: Path, m
     moment = optimizer.state[model.weight]["exp_avg"].clone()
     with CheckpointSaver(tmp_path, model, optimizer, ALONE) as saver:
         saver.save(1, {})
-        for _ in range(3):  # training goes on before a byte is written
+        for _ in range(3):  # training continues before a byte is written
             step(model, optimizer)
         assert directory.list_steps(tmp_path) == []
         gate.open()
@@ -73,7 +73,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path: Path, m
     assert int(others.state[other.weight]["step"]) == 1
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with CheckpointSaver(tmp_path, *make(), ALONE, saving.Retention(9)) as saver:
         saver.save(1, {})
@@ -83,7 +83,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
     assert directory.list_steps(tmp_path) == [1, 2]
 
 
-def test_a_failure_comes_out_at_the_next_save_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_raised_once_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = CheckpointSaver(tmp_path, *make(), ALONE)
     with monkeypatch.context() as patch:
         patch.setattr(saving, "replace_folder", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "bad", "place")))
@@ -97,7 +97,7 @@ def test_a_failure_comes_out_at_the_next_save_and_only_once(tmp_path: Path, monk
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-000003"]
 
 
-def failure_of(saver: CheckpointSaver) -> str | None:
+def error_of(saver: CheckpointSaver) -> str | None:
     try:
         saver.wait()
     except WhetError as error:
@@ -106,10 +106,10 @@ def failure_of(saver: CheckpointSaver) -> str | None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
-def test_whatever_call_fails_the_checkpoint_before_stays_and_nothing_half_written(
+def test_whichever_system_call_fails_earlier_checkpoints_stay_and_nothing_partial(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of the calls by which a checkpoint gets onto the disk fails once, the first, the second, …"""
+    """The first, the second, … of the calls that put a checkpoint on disk fails."""
     model, optimizer = make()
     with CheckpointSaver(tmp_path, model, optimizer, ALONE, saving.Retention(9)) as saver:
         saver.save(1, {})
@@ -127,25 +127,25 @@ def test_whatever_call_fails_the_checkpoint_before_stays_and_nothing_half_writte
             patch.setattr(os, call, fail)
             saver = CheckpointSaver(tmp_path, model, optimizer, ALONE, saving.Retention(9))
             saver.save(2, {})
-            said = failure_of(saver)
-        if said is not None:
+            message = error_of(saver)
+        if message is not None:
             failures += 1
-            assert "the disk is full while saving a checkpoint" in said
+            assert "the disk is full while saving a checkpoint" in message
             if directory.list_steps(tmp_path) == [1]:
                 assert sorted(file.name for file in tmp_path.rglob("*")) == before
         for found in directory.list_steps(tmp_path):
             load_checkpoint(tmp_path / directory.checkpoint_name(found), *make(), ALONE)
         assert 1 in directory.list_steps(tmp_path)
         if next(count) <= number:
-            break  # there is no such call any more
+            break  # there are no more such calls
         directory.delete_checkpoints(tmp_path, [found for found in directory.list_steps(tmp_path) if found != 1])
         (tmp_path / "latest").write_text("step-000001\n")
     assert failures > 0
     assert number < 39
 
 
-def test_an_error_in_the_block_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that hangs: the process must still end."""
+def test_after_an_exception_a_hanging_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process must still end."""
     monkeypatch.setattr(saving, "_ABORT_TIMEOUT_S", 0.1)
 
     may_end = threading.Event()
@@ -159,21 +159,21 @@ def test_an_error_in_the_block_does_not_wait_for_ever(tmp_path: Path, monkeypatc
     saver.save(1, {})
     saver.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert time.monotonic() - began < 3
-    (writing,) = (thread for thread in threading.enumerate() if thread.name == "save a checkpoint")
+    (writing,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint writer")
     assert writing.daemon
     may_end.set()
     writing.join(10)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_in_the_block_lets_a_save_finish(tmp_path: Path) -> None:
+def test_after_an_exception_a_running_save_finishes(tmp_path: Path) -> None:
     saver = CheckpointSaver(tmp_path, *make(), ALONE)
     saver.save(1, {})
     saver.__exit__(RunFailedError, RunFailedError("the model diverged"), None)
     assert directory.list_steps(tmp_path) == [1]
 
 
-def test_without_memory_for_a_copy_training_waits_for_the_disk(
+def test_without_memory_for_a_copy_the_save_is_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host_staging, "available_memory", lambda: 100)
@@ -183,20 +183,20 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk(
     load_checkpoint(tmp_path / "step-000001", *make(), ALONE)
 
 
-def test_being_asked_to_stop_while_training_waits_for_the_disk_is_no_failure_of_the_save(
+def test_a_stop_request_during_a_synchronous_save_is_not_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(*_: Any) -> None:
+    def stop(*_: Any) -> None:
         raise StopRequested
 
     monkeypatch.setattr(host_staging, "available_memory", lambda: 100)
-    monkeypatch.setattr(ParallelStorageWriter, "write_data", asked)
+    monkeypatch.setattr(ParallelStorageWriter, "write_data", stop)
     with pytest.raises(StopRequested), CheckpointSaver(tmp_path, *make(), ALONE) as saver:
         saver.save(1, {})
     assert directory.list_steps(tmp_path) == []
 
 
-def test_copies_are_made_in_room_that_is_made_once() -> None:
+def test_staging_buffers_are_reused() -> None:
     staging = host_staging.HostStaging()
     first = staging.copy({"a": torch.ones(3)})["a"]
     second = staging.copy({"a": torch.zeros(3)})["a"]
@@ -204,10 +204,9 @@ def test_copies_are_made_in_room_that_is_made_once() -> None:
     assert torch.equal(second, torch.zeros(3))
 
 
-def test_room_is_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins on the first device. Asked for memory there, each process of a machine would take half a GB of
-    the first one's, after it was measured that all fits."""
-    entered, made_on = [], []
+def test_pinned_memory_is_allocated_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread starts on GPU 0, where each rank of a host would create a CUDA context of half a GB."""
+    entered, allocated_on = [], []
 
     class OnDevice:
         def __init__(self, device: torch.device) -> None:
@@ -221,25 +220,25 @@ def test_room_is_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
     staging = host_staging.HostStaging()
-    monkeypatch.setattr(staging._pinned, "empty_like", lambda tensor: made_on.append(list(entered)))
-    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3), nbytes=8)
-    staging.allocate_async({"weight": there})
+    monkeypatch.setattr(staging._pinned, "empty_like", lambda tensor: allocated_on.append(list(entered)))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3), nbytes=8)
+    staging.allocate_async({"weight": on_gpu})
     staging._join_allocation()
-    assert made_on == [[torch.device("cuda", 3)]]
+    assert allocated_on == [[torch.device("cuda", 3)]]
 
 
 @pytest.mark.parametrize("neighbour", [True, False])
-def test_room_is_made_where_all_processes_of_a_machine_have_it(
+def test_staging_is_preallocated_only_if_all_ranks_have_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbour: bool
 ) -> None:
-    """Each alone would find less than there was, after another had begun."""
+    """Ranks of a host share its memory: one that measures after another has allocated finds less."""
 
     class Two(Ranks):
         def all_gather(self, items: list[Any]) -> list[Any]:
             return [*items, neighbour]
 
     saver = CheckpointSaver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))
-    asked: list[Any] = []
-    monkeypatch.setattr(saver._staging, "allocate_async", asked.append)
+    allocated: list[Any] = []
+    monkeypatch.setattr(saver._staging, "allocate_async", allocated.append)
     saver.prepare_staging()
-    assert bool(asked) == neighbour
+    assert bool(allocated) == neighbour

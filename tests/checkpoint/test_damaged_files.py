@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, foreign or forged: an error that says so, and nothing left of a save that failed."""
+"""Damaged, foreign and forged checkpoints raise errors that name the file; a failed save leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "step-000005"
 
 
-def test_a_checkpoint_of_another_model_is_an_error_that_says_so(path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(path: Path) -> None:
     with pytest.raises(WhetError, match="step-000005: this checkpoint does not fit the model"):
         load_checkpoint(path, nn.Linear(7, 7), None, ALONE)
 
@@ -49,7 +49,7 @@ def every_file(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def test_one_altered_byte_anywhere_is_found_and_the_file_named(path: Path) -> None:
+def test_one_altered_byte_in_any_file_is_detected(path: Path) -> None:
     files = every_file(path)
     assert {file.relative_to(path).parts[0] for file in files} == {"model", "optimizer", "manifest.json"}
     for file in files:
@@ -67,7 +67,7 @@ def test_one_altered_byte_anywhere_is_found_and_the_file_named(path: Path) -> No
 
 
 class FailingDisk:
-    """Opens one file for so many times as a disk does that fails: nothing can be read from it."""
+    """Makes opening one file fail with an I/O error this many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path, times: int, error: int = errno.EIO) -> None:
         self.file, self.left, self.error, self._open = file, times, error, io.open
@@ -84,7 +84,7 @@ class FailingDisk:
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
-def test_a_disk_that_fails_for_a_moment_is_asked_again(path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+def test_a_read_that_fails_for_a_moment_is_retried(path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     for file in every_file(path):
         disk = FailingDisk(monkeypatch, file, times=2, error=error)
         load_checkpoint(path, *make(), ALONE)
@@ -92,7 +92,7 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(path: Path, monkeypatch: 
         monkeypatch.undo()
 
 
-def test_a_disk_that_goes_on_failing_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_keeps_failing_is_unreadable_not_damaged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in every_file(path):
         FailingDisk(monkeypatch, file, times=99)
         model, optimizer = make()
@@ -105,15 +105,15 @@ def test_a_disk_that_goes_on_failing_is_no_damage(path: Path, monkeypatch: pytes
         monkeypatch.undo()
 
 
-def test_a_disk_that_begins_to_fail_after_the_hashes_were_compared_is_no_other_model(
+def test_a_disk_that_fails_after_verification_is_unreadable_not_a_mismatch(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = loading.verify_checkpoint
+    verify_intact = loading.verify_checkpoint
     for file in every_file(path / "model"):
         disk = FailingDisk(monkeypatch, file, times=0)
 
         def verify(*args: Any, disk: FailingDisk = disk) -> Any:
-            manifest = compare(*args)
+            manifest = verify_intact(*args)
             disk.left = 99
             return manifest
 
@@ -124,24 +124,24 @@ def test_a_disk_that_begins_to_fail_after_the_hashes_were_compared_is_no_other_m
         monkeypatch.undo()
 
 
-def test_what_may_not_be_read_is_not_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permission_denied_is_not_retried(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FailingDisk(monkeypatch, path / "manifest.json", times=99, error=errno.EACCES)
     with pytest.raises(retry.UnreadableError, match=r"Permission denied\. It may be whole"):
         load_checkpoint(path, *make(), ALONE)
     assert disk.left == 98
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux has a file that fails to be read")
-def test_a_read_that_the_kernel_refuses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
+def test_an_io_error_of_the_kernel_is_unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001,))
     (path / "manifest.json").unlink()
-    (path / "manifest.json").symlink_to("/proc/self/mem")  # its first page is never there: EIO
+    (path / "manifest.json").symlink_to("/proc/self/mem")  # its first page is never mapped: EIO
     with pytest.raises(retry.UnreadableError, match="Input/output error"):
         load_checkpoint(path, *make(), ALONE)
 
 
 @pytest.mark.parametrize("left", [0.0, 0.5])
-def test_a_truncated_file_is_found_and_named(path: Path, left: float) -> None:
+def test_a_truncated_file_is_detected(path: Path, left: float) -> None:
     for file in every_file(path):
         whole = file.read_bytes()
         file.write_bytes(whole[: int(left * len(whole))])
@@ -151,23 +151,23 @@ def test_a_truncated_file_is_found_and_named(path: Path, left: float) -> None:
         file.write_bytes(whole)
 
 
-def test_a_file_that_is_gone_is_named(path: Path) -> None:
+def test_a_missing_file_is_detected(path: Path) -> None:
     for file in every_file(path / "model"):
         file.rename(path / "elsewhere")
-        with pytest.raises(DamagedCheckpointError, match="the file is gone") as raised:
+        with pytest.raises(DamagedCheckpointError, match="no such file") as raised:
             load_checkpoint(path, *make(), ALONE)
         assert str(file) in str(raised.value)
         (path / "elsewhere").rename(file)
 
 
-def test_who_wants_the_weights_alone_does_not_care_about_the_optimizer(path: Path) -> None:
+def test_a_damaged_optimizer_state_does_not_matter_for_the_weights(path: Path) -> None:
     for file in every_file(path / "optimizer"):
         file.write_bytes(b"")
     load_checkpoint(path, make()[0], None, ALONE)
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"garbage\n", b"\x80\x04."])
-def test_damaged_metadata_is_an_error_that_names_the_file_once(path: Path, content: bytes) -> None:
+def test_damaged_metadata_names_the_file_once(path: Path, content: bytes) -> None:
     (path / "model" / ".metadata").write_bytes(content)
     with pytest.raises(WhetError, match=r"\.metadata: not the metadata") as raised:
         SafeStorageReader(path / "model").read_metadata()
@@ -175,15 +175,15 @@ def test_damaged_metadata_is_an_error_that_names_the_file_once(path: Path, conte
 
 
 @pytest.mark.parametrize("name", ["os", "torch", "dataclass", "field", "Enum", "Any"])
-def test_what_the_metadata_module_merely_imports_is_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_the_metadata_module_merely_imports_are_refused(tmp_path: Path, name: str) -> None:
     module = "torch.distributed.checkpoint.metadata"
     opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
     (tmp_path / ".metadata").write_bytes(opcodes + b"\x93}(\x8c\x04evilK\x01ub.")  # and sets an attribute `evil`
-    with pytest.raises(WhetError, match="does not belong in a checkpoint"):
+    with pytest.raises(WhetError, match="is not allowed in a checkpoint"):
         SafeStorageReader(tmp_path).read_metadata()
 
 
-def test_a_save_that_torch_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_torch_aborts_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     def broken(tensors: Any, storage_writer: Any, **options: Any) -> None:
@@ -192,6 +192,6 @@ def test_a_save_that_torch_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(saving, "dcp_save", broken)
     saver = CheckpointSaver(tmp_path, *make(), ALONE)
-    with pytest.raises(RunFailedError, match="could not be saved after step 5"), saver:
+    with pytest.raises(RunFailedError, match="saving a checkpoint failed after step 5"), saver:
         saver.save(5, {})
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""On CUDA: the copy that a save waits for goes into memory made ahead, and is what was there."""
+"""On CUDA: a save copies into staging buffers allocated ahead, and the copy is exact."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_what_is_saved_from_memory_made_ahead_comes_back(tmp_path: Path) -> None:
+def test_a_save_through_preallocated_buffers_loads_back(tmp_path: Path) -> None:
     ranks = Ranks(0, 1, torch.device("cuda", 0))
-    for _ in range(2):  # the second maps memory where the first had some
+    for _ in range(2):  # the second maps memory at addresses that the first had registered
         model, optimizer = trained(0)
         with CheckpointSaver(tmp_path, model, optimizer, ranks) as saver:
             saver.prepare_staging()
             saver.save(1, {})
             with torch.no_grad():
-                model[0].weight.zero_()  # the copy was made
+                model[0].weight.zero_()  # after the copy
         other, other_optimizer = trained(1)
         load_checkpoint(tmp_path / "step-000001", other, other_optimizer, ranks)
         again, _ = trained(0)

@@ -1,4 +1,4 @@
-"""Retention: the union of the newest, the best and every m-th, and never nothing."""
+"""Retention: the union of the newest, the best and every n-th; never empty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ all_scores = st.dictionaries(st.integers(1, 200), st.floats(0, 10, allow_nan=Fal
 
 
 @given(all_steps, all_scores, policies, st.booleans())
-def test_what_goes_was_wanted_by_nobody_and_what_stays_by_somebody(
+def test_a_step_is_kept_exactly_if_a_rule_keeps_it(
     steps: list[int], scores: dict[int, float], policy: Retention, lower: bool
 ) -> None:
     kept = policy.steps_to_keep(steps, scores, lower)
@@ -40,12 +40,12 @@ def test_what_goes_was_wanted_by_nobody_and_what_stays_by_somebody(
             other for other in steps
             if other in scores and step in scores and (sign * scores[other], other) < (sign * scores[step], step)
         ]  # fmt: skip
-        wanted = (
+        expected = (
             newer < policy.last
             or (step in scores and len(better) < policy.best)
             or (policy.every is not None and step % policy.every == 0)
         )
-        assert (step in kept) == wanted
+        assert (step in kept) == expected
 
 
 @given(all_steps, all_scores, policies)
@@ -56,19 +56,19 @@ def test_the_newest_is_never_deleted(steps: list[int], scores: dict[int, float],
 
 
 @given(st.integers(1, 60), st.integers(1, 7), all_scores, policies)
-def test_saving_one_by_one_ends_with_what_the_policy_says_of_them_all(
+def test_applying_retention_after_every_save_equals_applying_it_once(
     steps: int, every: int, scores: dict[int, float], policy: Retention
 ) -> None:
-    """What was deleted on the way is not missed later; and there are never more than was said before the run."""
-    there: set[int] = set()
+    """A step deleted early is never needed later, and max_kept is never exceeded."""
+    kept: set[int] = set()
     saved = range(every, steps + 1, every)
     for step in saved:
-        there = policy.steps_to_keep({*there, step}, {s: v for s, v in scores.items() if s <= step})
-        assert len(there) <= policy.max_kept(steps)
-    assert there == policy.steps_to_keep(saved, scores)
+        kept = policy.steps_to_keep({*kept, step}, {s: v for s, v in scores.items() if s <= step})
+        assert len(kept) <= policy.max_kept(steps)
+    assert kept == policy.steps_to_keep(saved, scores)
 
 
-def test_losses_fall_and_scores_rise() -> None:
+def test_lower_is_better_for_losses_only() -> None:
     assert [lower_is_better(metric) for metric in ("val_loss", "val_bpb", "val_accuracy", "task/orders")] == [
         True, True, False, False,
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def test_the_best_is_named_and_kept_on_disk(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_marked_and_kept(tmp_path: Path) -> None:
     with CheckpointSaver(tmp_path, *make(), ALONE, Retention(last=1, best=1, every=10)) as saver:
         for step, loss in ((5, 3.0), (7, 1.0), (9, 2.0), (10, 2.5), (11, 1.5)):
             saver.save(step, {})
@@ -88,18 +88,18 @@ def test_the_best_is_named_and_kept_on_disk(tmp_path: Path) -> None:
     assert directory.list_steps(tmp_path) == [7, 10, 11]
     assert (tmp_path / "best").read_text() == "step-000007\n"
     assert [directory.resolve_step(tmp_path, which) for which in ("best", "latest", "10")] == [7, 11, 10]
-    with pytest.raises(WhetError, match=r"@8: no such checkpoint; there are: 7, 10, 11, latest, best"):
+    with pytest.raises(WhetError, match=r"@8: no such checkpoint\. Use one of 7, 10, 11, latest, best"):
         directory.resolve_step(tmp_path, "8")
 
 
-def test_without_a_measured_checkpoint_there_is_no_best(tmp_path: Path) -> None:
+def test_without_an_evaluation_there_is_no_best(tmp_path: Path) -> None:
     with CheckpointSaver(tmp_path, *make(), ALONE) as saver:
         saver.save(1, {})
-    with pytest.raises(WhetError, match="@best: none of its checkpoints was measured"):
+    with pytest.raises(WhetError, match="@best: none of its checkpoints was evaluated"):
         directory.resolve_step(tmp_path, "best")
 
 
-def test_older_checkpoints_lose_their_optimizer_and_stay_whole_without(tmp_path: Path) -> None:
+def test_older_checkpoints_lose_their_optimizer_state_and_stay_loadable(tmp_path: Path) -> None:
     model, optimizer = make()
     with CheckpointSaver(tmp_path, model, optimizer, ALONE, Retention(last=4), optimizers="newest") as saver:
         for step in (1, 2, 3, 4):
@@ -107,13 +107,15 @@ def test_older_checkpoints_lose_their_optimizer_and_stay_whole_without(tmp_path:
     assert [(tmp_path / f"step-00000{step}/optimizer").exists() for step in (1, 2, 3, 4)] == [False, False, True, True]
     assert directory.resumable_steps(tmp_path) == [3, 4]
     assert load_checkpoint(tmp_path / "step-000001", make()[0], None, ALONE)["step"] == 1
-    with pytest.raises(DamagedCheckpointError, match="it has no optimizer any more"):
+    with pytest.raises(DamagedCheckpointError, match="the optimizer state was deleted"):
         load_checkpoint(tmp_path / "step-000001", *make(), ALONE)
 
 
-def test_a_start_clears_away_what_a_killed_process_was_at(tmp_path: Path) -> None:
+def test_a_start_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     for name in (".step-000003.writing", ".step-000001.deleting", "step-000009"):
         (tmp_path / name / "model").mkdir(parents=True)
     with CheckpointSaver(tmp_path, *make(), ALONE):
         pass
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000009"]  # whatever it is, it is not ours to delete
+    assert [entry.name for entry in tmp_path.iterdir()] == [
+        "step-000009"
+    ]  # without a manifest it may be a user's own folder

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, read without trust, the newest kept."""
+"""Checkpoints: complete or absent, loaded bit for bit, unpickled safely."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with one frozen weight, and an optimizer that has stepped."""
+    """A model with one frozen parameter, and an optimizer after some steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[0].bias.requires_grad_(False)
@@ -55,7 +55,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_weights_optimizer_and_state_load_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained(seed=1, steps=3)
     path = save(tmp_path, 7, model, optimizer, metadata=lambda: {"versions": {"whet": "1"}})
     other, others_optimizer = trained(seed=2, steps=0)
@@ -71,8 +71,8 @@ def test_weights_optimizer_and_state_come_back_bit_for_bit(tmp_path: Path) -> No
                 assert torch.equal(value, others_optimizer.state[theirs][key]), key
 
 
-def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> None:
-    """Every step so far was left out. AdamW counts its steps: one too many would make the first too small."""
+def test_an_optimizer_without_a_step_loads_without_a_step(tmp_path: Path) -> None:
+    """AdamW corrects its bias by the number of steps: one too many would make the first update too small."""
     model, optimizer = trained(seed=1, steps=0)
     fresh, fresh_optimizer = trained(seed=1, steps=0)
     path = save(tmp_path, 1, model, optimizer)
@@ -87,25 +87,25 @@ def test_an_optimizer_that_has_not_stepped_comes_back_as_one(tmp_path: Path) -> 
         assert torch.equal(loaded, expected)
 
 
-def test_being_asked_to_stop_while_reading_is_not_a_fault_of_the_checkpoint(
+def test_a_stop_request_while_loading_is_not_reported_as_a_bad_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch packs everything that is raised there into an error of its own."""
+    """torch wraps whatever is raised while loading."""
     model = nn.ModuleDict({"language_model": nn.Linear(3, 4)})
     optimizer = torch.optim.AdamW(model.parameters())
     path = save(tmp_path, 1, model, optimizer)
 
-    def asked(*_: Any) -> None:
+    def stop(*_: Any) -> None:
         raise StopRequested
 
-    monkeypatch.setattr(SafeStorageReader, "read_data", asked)
+    monkeypatch.setattr(SafeStorageReader, "read_data", stop)
     with pytest.raises(StopRequested):
         load_checkpoint(path, model, optimizer, ALONE)
-    with pytest.raises(StopRequested):  # as an export reads
+    with pytest.raises(StopRequested):  # the way an export reads
         CheckpointWeights(path).read("weight", torch.float32)
 
 
-def test_reading_several_files_leaves_torch_in_no_mode(tmp_path: Path) -> None:
+def test_parallel_reads_leave_no_dispatch_mode_behind(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -121,7 +121,7 @@ def test_weights_can_be_loaded_without_the_optimizer(tmp_path: Path) -> None:
     assert torch.equal(model[1].weight, other[1].weight)
 
 
-def test_latest_names_the_newest_and_nothing_temporary_is_left(tmp_path: Path) -> None:
+def test_latest_names_the_newest_and_no_temporary_file_is_left(tmp_path: Path) -> None:
     saved(tmp_path, 5, 10)
     assert (tmp_path / "latest").read_text() == "step-000010\n"
     assert names(tmp_path) == ["latest", "step-000005", "step-000010"]
@@ -134,7 +134,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000005"]
 
 
-def test_a_checkpoint_that_is_not_complete_is_ignored(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path, 5, 10)
     (tmp_path / "step-000010" / "manifest.json").unlink()
     assert directory.list_steps(tmp_path) == [5]
@@ -145,9 +145,7 @@ def test_without_a_checkpoint_there_is_no_newest(tmp_path: Path) -> None:
     assert directory.newest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_a_failed_save_leaves_the_checkpoints_before_it_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_the_earlier_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 5)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -166,7 +164,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
 
 
 class _Evil:
-    """Makes a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._command = f"touch {file}"
@@ -175,9 +173,9 @@ class _Evil:
         return os.system, (self._command,)
 
 
-def test_metadata_that_runs_code_is_refused_before_it_runs(tmp_path: Path) -> None:
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "evil")))
-    with pytest.raises(WhetError, match=r"\.metadata: not the metadata.*system does not belong"):
+    with pytest.raises(WhetError, match=r"\.metadata: not the metadata.*system is not allowed"):
         SafeStorageReader(tmp_path).read_metadata()
     assert not (tmp_path / "evil").exists()
 
@@ -191,24 +189,24 @@ def test_metadata_that_runs_code_is_refused_before_it_runs(tmp_path: Path) -> No
         ("torch.distributed.checkpoint.metadata", "torch.load"),
     ],
 )
-def test_a_name_that_a_checkpoint_does_not_need_is_refused(tmp_path: Path, module: str, name: str) -> None:
+def test_a_global_outside_the_allow_list_is_refused(tmp_path: Path, module: str, name: str) -> None:
     opcodes = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
     (tmp_path / ".metadata").write_bytes(opcodes + b"\x93.")
-    with pytest.raises(WhetError, match="does not belong in a checkpoint"):
+    with pytest.raises(WhetError, match="is not allowed in a checkpoint"):
         SafeStorageReader(tmp_path).read_metadata()
 
 
-def test_tensors_of_any_strides_types_and_places_are_read_as_torch_reads_them(tmp_path: Path) -> None:
-    """Files as others write them too: not contiguous, nothing in it, one after another without gaps."""
+def test_any_strides_dtypes_and_offsets_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    """Also as other writers lay them out: not contiguous, empty, without gaps between tensors."""
     torch.manual_seed(0)
     tensors = {
         "odd": torch.arange(3, dtype=torch.uint8),
-        "turned": torch.randn(5, 7).t(),
-        "every second": torch.randn(8, 6)[::2, 1:4],
-        "narrow": torch.randn(33).bfloat16(),
-        "wide": torch.randn(3, dtype=torch.float64),
-        "number": torch.tensor(3.5),
-        "nothing": torch.empty(0, 4),
+        "transposed": torch.randn(5, 7).t(),
+        "strided": torch.randn(8, 6)[::2, 1:4],
+        "bfloat16": torch.randn(33).bfloat16(),
+        "float64": torch.randn(3, dtype=torch.float64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
     }
     dcp.save(tensors, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=True), no_dist=True)
     found = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}

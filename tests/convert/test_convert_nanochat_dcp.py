@@ -179,7 +179,7 @@ def test_bad_distributed_checkpoints_are_named(tiny: Any, whet: Any, tmp_path: P
     file.unlink()
     assert "named in .metadata and not there" in said()
     (tmp_path / "in/.metadata").write_bytes(pickle.dumps(Code()))
-    assert "builtins.print does not belong in a checkpoint" in said()
+    assert "builtins.print is not allowed in a checkpoint" in said()
 
 
 def test_shards_are_what_safetensors_reads(tmp_path: Path) -> None:

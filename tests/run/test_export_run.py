@@ -184,7 +184,7 @@ def test_files_of_ones_own_are_not_replaced(whet: Any, lora_run: Path, tmp_path:
 def test_a_checkpoint_that_is_not_there_is_named(whet: Any, lora_run: Path) -> None:
     ended = whet("export", f"{lora_run}@77", "--to", "gguf")
     assert ended.code == 1
-    assert "no such checkpoint; there are:" in ended.err
+    assert "no such checkpoint. Use one of" in ended.err
 
 
 def test_an_adapter_whose_base_was_changed_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_run_begins_with_what_another_has_learned(
 
 
 @pytest.mark.parametrize(
-    ("which", "said"), [("@28", "no such checkpoint; there are: 20, 30"), ("@bets", "latest, best")]
+    ("which", "said"), [("@28", "no such checkpoint. Use one of 20, 30"), ("@bets", "latest, best")]
 )
 def test_a_step_that_is_not_there_is_named(which: str, said: str, whet: Any, recipe: str, tiny_run: Path) -> None:
     for arguments in (

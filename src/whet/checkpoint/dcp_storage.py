@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint storage: a reader with a restricted unpickler, and a parallel writer that reports I/O errors."""
+"""torch.distributed.checkpoint storage: a reader with a restricted unpickler, a parallel writer that loses no error."""
 
 from __future__ import annotations
 
@@ -35,23 +35,20 @@ from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError
 from whet.core.retry import UnreadableError, read_with_retries
 
-# Warnings of torch about what is meant.
-
 
 def ignore_single_process_warning() -> None:
-    """A single process saves alone. Said for good: filters that are put back cannot be used from two threads."""
+    """Silence torch's warning about saving without a process group. For good: warnings.catch_warnings is not
+    thread-safe."""
     warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
 
-# Reading torch's distributed checkpoints without trusting them.
-#
-# Their `.metadata` is a pickle, and unpickling runs whatever code the file names. This reader allows the handful of
-# types that a checkpoint consists of and nothing else.
+# Reader. A checkpoint's `.metadata` is a pickle, and unpickling runs any code that the file names. The restricted
+# unpickler allows the few types that a checkpoint consists of.
 
 _READ_THREADS = 4
 _FAKE_MODE_LOCK = threading.Lock()
-"""A mode of torch notes for the whole process that there is one, and on leaving what was noted before: of two that
-overlap, the second would leave the note of the first behind for good."""
+"""Entering a torch dispatch mode saves a process-wide flag and leaving restores it, so overlapping modes of two threads
+would leave the flag set for good."""
 
 _ALLOWED_GLOBALS = {
     ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
@@ -77,19 +74,19 @@ class _RestrictedUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if "." not in name and (is_dtype or (module, name) in _ALLOWED_GLOBALS):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 class SafeStorageReader(FileSystemReader):
-    """torch's reader, with the restricted unpickler, several files at a time, and each tensor read once: torch's own
-    reads it into memory twice."""
+    """FileSystemReader with a restricted unpickler. It reads several files in parallel, and each tensor straight into
+    one reused buffer; torch's own holds two copies of every tensor."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         files: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             files[self.storage_data[item.storage_index].relative_path].append(item)
 
-        def read(name: str) -> None:  # a second time, it puts the same numbers in the same places
+        def read(name: str) -> None:  # a retry writes the same values to the same tensors
             file = Path(self.path) / name
             read_with_retries(lambda: self._read(planner, file, files[name]), file)
 
@@ -100,26 +97,28 @@ class SafeStorageReader(FileSystemReader):
         return done
 
     def _read(self, planner: LoadPlanner, path: Path, items: list[ReadItem]) -> None:
-        room = torch.empty(0, dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8)
         with path.open("rb", buffering=0) as file:
             for item in items:
-                about = self.storage_data[item.storage_index]
-                if about.transform_descriptors:
-                    raise WhetError(f"{path}: is packed by {about.transform_descriptors}, which whet does not read")
-                part = _FileSlice(file, about.offset, about.length)
+                stored = self.storage_data[item.storage_index]
+                if stored.transform_descriptors:
+                    raise WhetError(
+                        f"{path}: compressed or encrypted by {stored.transform_descriptors}, which whet cannot read"
+                    )
+                part = _FileSlice(file, stored.offset, stored.length)
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(part.read()))
                     continue
                 with _FAKE_MODE_LOCK:
-                    like = load_as_fake(part)  # shape, dtype, strides and where in the file its data is
-                if len(room) < like.untyped_storage().nbytes():
-                    room = torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8)
+                    fake = load_as_fake(part)  # shape, dtype, strides and file offset, without the data
+                if len(buffer) < fake.untyped_storage().nbytes():
+                    buffer = torch.empty(fake.untyped_storage().nbytes(), dtype=torch.uint8)
                 window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                found = _read_storage(like, part, room)[window]
+                tensor = _read_storage(fake, part, buffer)[window]
                 target = planner.resolve_tensor(item).detach()
-                if target.shape != found.shape:
-                    raise ValueError(f"{item.storage_index.fqn}: {tuple(found.shape)}, not {tuple(target.shape)}")
-                target.copy_(found)
+                if target.shape != tensor.shape:
+                    raise ValueError(f"{item.storage_index.fqn}: {tuple(tensor.shape)}, not {tuple(target.shape)}")
+                target.copy_(tensor)
                 planner.commit_tensor(item, target)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -129,7 +128,7 @@ class SafeStorageReader(FileSystemReader):
             metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
         except UnreadableError:
             raise
-        except Exception as error:  # a damaged pickle makes Python say almost anything
+        except Exception as error:  # unpickling a damaged file can raise almost anything
             raise WhetError(
                 f"{path}: not the metadata of a checkpoint ({error}). Delete the checkpoint and use an older one"
             ) from None
@@ -140,7 +139,7 @@ class SafeStorageReader(FileSystemReader):
 
 
 class _FileSlice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -165,62 +164,60 @@ class _FileSlice(io.RawIOBase):
         return int(count)
 
 
-def _read_storage(like: Tensor, part: _FileSlice, room: Tensor) -> Tensor:
-    """A tensor with the numbers that the file has for it, in the memory of `room`."""
-    storage = like.untyped_storage()
-    numbers = room[: storage.nbytes()]
-    if len(numbers):
+def _read_storage(fake: Tensor, part: _FileSlice, buffer: Tensor) -> Tensor:
+    """The tensor that `fake` describes, read into the memory of `buffer`."""
+    storage = fake.untyped_storage()
+    content = buffer[: storage.nbytes()]
+    if len(content):
         part.seek(checkpoint_offset(storage))
-        wanted = memoryview(numbers.numpy())  # type: ignore[arg-type]
-        while wanted:
-            count = part.readinto(wanted)
+        unread = memoryview(content.numpy())  # type: ignore[arg-type]
+        while unread:
+            count = part.readinto(unread)
             if not count:
-                raise ValueError("a tensor that is longer than its place")
-            wanted = wanted[count:]
-    return numbers.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+                raise ValueError("the file ends in the middle of a tensor")
+            unread = unread[count:]
+    return content.view(fake.dtype).as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
 
-# What torch's checkpoint calls raise: it packs what went wrong on each rank into an error of its own, whatever it was,
-# being asked to stop too.
+# Errors. torch wraps the errors of all ranks, KeyboardInterrupt included, into one CheckpointException.
 
-_PASSED_THROUGH = (UnreadableError, KeyboardInterrupt, torch.OutOfMemoryError)
+_NOT_THE_CHECKPOINTS_FAULT = (UnreadableError, KeyboardInterrupt, torch.OutOfMemoryError)
 
 
 class CheckpointReadError(Exception):
-    """A checkpoint's files do not give what was asked of them; as text the kind of what went wrong."""
+    """The files of a checkpoint do not hold the requested tensors. The text is the type of torch's error."""
 
 
 def load_tensors(tensors: dict[str, Any], reader: SafeStorageReader, no_dist: bool = True) -> None:
-    """Read into tensors that are there. A NotReadError is the checkpoint's fault; a disk that fails, a process that is
-    gone and being asked to stop come out as what they are."""
+    """Read into existing tensors. Raises CheckpointReadError if the checkpoint is at fault; a failing disk, a lost rank
+    and a stop request keep their own error types."""
     ignore_single_process_warning()
     try:
         dcp_load(tensors, storage_reader=reader, no_dist=no_dist)
     except (Exception, CheckpointException) as error:
-        found = unwrap_errors(error)
-        other = next((each for each in found if isinstance(each, _PASSED_THROUGH) or is_peer_failure(each)), None)
-        if other is not None:
-            raise other from None
-        raise CheckpointReadError(type(next(iter(found), error)).__name__) from error
+        causes = unwrap_errors(error)
+        for cause in causes:
+            if isinstance(cause, _NOT_THE_CHECKPOINTS_FAULT) or is_peer_failure(cause):
+                raise cause from None
+        raise CheckpointReadError(type(next(iter(causes), error)).__name__) from error
 
 
 def unwrap_errors(error: BaseException) -> list[BaseException]:
-    return [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    """The errors of the ranks inside a CheckpointException; any other error alone."""
+    return [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
-# torch's writer of checkpoints, with several files at a time.
-#
-# torch's own threads lose what goes wrong in them (seen in 2.13: a full disk gave a checkpoint without some tensors and
-# no error), so each file is written by a call of its own, whose error counts.
+# Writer. Errors in the threads of FileSystemWriter(thread_count=4) get lost: with torch 2.13 a full disk gave a
+# checkpoint without some of its tensors and no error. So each file is written by a call of its own.
 
-_FILES_PER_RANK = 4  # on each rank, so that they can be written, hashed and read beside each other
+_FILES_PER_RANK = 4  # written, hashed and read in parallel
 
 
 class ParallelStorageWriter(FileSystemWriter):
-    """Writes into a folder that exists and is empty."""
+    """FileSystemWriter that writes several files per rank in parallel, into an existing empty folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)  # all is on the host
+        super().__init__(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)  # tensors are on the host
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
@@ -237,7 +234,7 @@ class ParallelStorageWriter(FileSystemWriter):
 
 
 def _split_by_size(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Of about the same size, the largest tensor first to the smallest share."""
+    """Shares of about equal size: the largest tensor first, each to the smallest share so far."""
     shares: list[list[WriteItem]] = [[] for _ in range(_FILES_PER_RANK)]
     sizes = [0] * _FILES_PER_RANK
     for item in sorted(items, key=_item_bytes, reverse=True):
@@ -248,5 +245,5 @@ def _split_by_size(items: list[WriteItem]) -> list[list[WriteItem]]:
 
 
 def _item_bytes(item: WriteItem) -> int:
-    about = item.tensor_data
-    return 0 if about is None else about.chunk.sizes.numel() * about.properties.dtype.itemsize
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize

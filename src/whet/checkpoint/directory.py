@@ -1,4 +1,9 @@
-"""The checkpoints/ directory of a run: naming, listing, `latest` and `best`, deletion."""
+"""The checkpoints/ directory of a run: naming, listing, `latest` and `best`, deletion.
+
+step-000100/    model/ and optimizer/ (*.distcp, .metadata) and manifest.json; the manifest is written last
+latest, best    text files with the name of a checkpoint
+.step-*         being written or deleted; the next start removes them
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,6 @@ from whet.core.errors import WhetError
 from whet.core.files import atomic_write, fsync_folder, require_disk_space
 from whet.core.retry import UnreadableError
 
-# The folder of a run's checkpoints: which are complete, which go.
-#
-# checkpoints/step-000100/   model/, optimizer/ (*.distcp, .metadata), manifest.json (last: present means complete)
-# checkpoints/latest, best   text files with the name of one
-# Names that begin with a dot are on their way in or out; a start clears them away.
-
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
@@ -30,14 +29,14 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint."""
+    """The path of the newest complete checkpoint."""
     steps = list_steps(folder)
     return folder / checkpoint_name(steps[-1]) if steps else None
 
 
 def resumable_steps(folder: Path) -> list[int]:
-    """Those of them that still have the optimizer's state, oldest first. What a manifest that cannot be read, or is
-    damaged, comes to is found out later."""
+    """The steps of complete checkpoints with optimizer state, oldest first. Those with a damaged or unreadable manifest
+    are included: loading them raises the error."""
     return [step for step in list_steps(folder) if _has_optimizer(folder / checkpoint_name(step))]
 
 
@@ -49,17 +48,17 @@ def _has_optimizer(path: Path) -> bool:
 
 
 def resolve_step(folder: Path, which: str) -> int:
-    """The step that `which` (a number, latest, best) means, or an error that lists what there is."""
+    """The step of `which` (a number, `latest` or `best`), or an error that lists the existing checkpoints."""
     run, known = folder.parent, list_steps(folder)
     if not known:
-        raise WhetError(f"{run}: this run has no checkpoint yet")
+        raise WhetError(f"{run}: no checkpoint has been saved yet")
     if which == "latest":
         return known[-1]
     if which == "best":
         return _best_step(folder, known)
     if not which.isdecimal() or int(which) not in known:
         has_best = ", best" if (folder / "best").exists() else ""
-        raise WhetError(f"{run}@{which}: no such checkpoint; there are: {', '.join(map(str, known))}, latest{has_best}")
+        raise WhetError(f"{run}@{which}: no such checkpoint. Use one of {', '.join(map(str, known))}, latest{has_best}")
     return int(which)
 
 
@@ -69,30 +68,30 @@ def _best_step(folder: Path, known: list[int]) -> int:
     step = name.removeprefix("step-")
     if not step.isdecimal() or int(step) not in known:
         raise WhetError(
-            f"{folder.parent}@best: none of its checkpoints was measured (eval.every, checkpoint.keep_best). There "
-            f"are: {', '.join(map(str, known))}, latest"
+            f"{folder.parent}@best: none of its checkpoints was evaluated (eval.every, checkpoint.keep_best). Use one "
+            f"of {', '.join(map(str, known))}, latest"
         )
     return int(step)
 
 
 def mark_best(folder: Path, step: int) -> None:
-    """Let `best` say this step."""
+    """Point `best` to this step."""
     file, name = folder / "best", f"{checkpoint_name(step)}\n"
     if not file.exists() or file.read_text() != name:
         atomic_write(file, name)
 
 
 def delete_checkpoints(folder: Path, steps: Iterable[int]) -> None:
-    """At once for whoever looks: a checkpoint is complete or gone."""
+    """Delete checkpoints atomically: renamed first, so that a reader sees a complete one or none."""
     for step in steps:
-        going = folder / f".{checkpoint_name(step)}.deleting"
-        shutil.rmtree(going, ignore_errors=True)
-        (folder / checkpoint_name(step)).rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+        doomed = folder / f".{checkpoint_name(step)}.deleting"
+        shutil.rmtree(doomed, ignore_errors=True)
+        (folder / checkpoint_name(step)).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def drop_optimizer_state(folder: Path, steps: Iterable[int]) -> None:
-    """Make these checkpoints weights alone: good to start from and to export, not to resume."""
+    """Delete the optimizer state of these checkpoints: they can still be exported and loaded, but not resumed."""
     for step in steps:
         path = folder / checkpoint_name(step)
         try:
@@ -105,11 +104,11 @@ def drop_optimizer_state(folder: Path, steps: Iterable[int]) -> None:
             content = {**manifest, "files": files}
             del content["hash"]
             write_manifest(path, content)
-        shutil.rmtree(path / "optimizer", ignore_errors=True)  # after the manifest: it never names what is gone
+        shutil.rmtree(path / "optimizer", ignore_errors=True)  # after the manifest, which never lists missing files
 
 
 def quarantine(folder: Path, step: int) -> Path:
-    """Take a damaged checkpoint out of the way, where a person can still look at it."""
+    """Rename a damaged checkpoint to damaged-step-…, out of the way but still there to be examined."""
     away = folder / f"damaged-{checkpoint_name(step)}"
     shutil.rmtree(away, ignore_errors=True)
     (folder / checkpoint_name(step)).rename(away)
@@ -121,18 +120,17 @@ def quarantine(folder: Path, step: int) -> Path:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """What a killed process was writing or deleting."""
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Delete what a killed process was writing or deleting."""
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def require_checkpoint_space(
     folder: Path, weights: int, optimizer: int, retention: Retention, steps: int, all_optimizers: bool, export: int
 ) -> None:
-    """Refuse before the first step when the disk cannot hold a run's checkpoints and its export.
+    """Raise before the first step if the disk cannot hold the run's checkpoints and its export.
 
-    `weights`, `optimizer`: the bytes of the trained weights and of the optimizer's state. While a new checkpoint is
-    written, the oldest is still there.
+    `weights`, `optimizer` and `export` are bytes. One checkpoint more than retention keeps exists while it is written.
     """
     kept = retention.max_kept(steps) + 1
     states = kept if all_optimizers else min(kept, 3)

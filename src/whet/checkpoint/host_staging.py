@@ -1,8 +1,9 @@
-"""Asynchronous checkpointing: pinned host buffers that parameters and optimizer state are copied into."""
+"""Host copies of weights and optimizer state, from which a checkpoint is written while training continues."""
 
 from __future__ import annotations
 
 import mmap
+
 import threading
 from collections.abc import Mapping
 
@@ -15,48 +16,41 @@ from whet.core import launch_env
 from whet.core.resources import available_memory
 from whet.parallel.fsdp import local_tensor
 
-# Memory of the host that a CUDA device copies into at the speed of the bus.
-#
-# torch's own pinned memory takes a power of two of bytes and is made where it is asked for, at about 2 GB/s; this takes
-# what is needed, and other threads go on while it is made.
-
-_MIN_PINNED_BYTES = 2**20
-"""Bytes below which ordinary memory does as well."""
+_MIN_PINNED_BYTES = 2**20  # smaller copies are as fast from pageable memory
+_MAX_FREE_FRACTION = 0.9  # of the free host memory
 
 
 class PinnedMemory:
-    """Lends tensors until it is closed."""
+    """Page-locked host tensors of exact size.
+
+    torch's pinned allocator rounds up to a power of two and holds the GIL while it allocates, at about 2 GB/s. This one
+    takes what is needed, and other threads keep running.
+    """
 
     def __init__(self) -> None:
         self._registered: list[Tensor] = []
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """A tensor on the host of the same shape and type, with no values yet."""
+        """An uninitialised host tensor of the same shape and dtype; pinned if `tensor` is on a GPU."""
         if not tensor.is_cuda or tensor.nbytes < _MIN_PINNED_BYTES:
             return torch.empty_like(tensor, device="cpu", requires_grad=False, memory_format=torch.contiguous_format)
         memory = mmap.mmap(-1, tensor.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        bytes_ = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # taking the pages is most of the time
-        if int(torch.cuda.cudart().cudaHostRegister(bytes_.data_ptr(), bytes_.nbytes, 0)) == 0:
-            self._registered.append(bytes_)
-        return bytes_.view(tensor.dtype).view(tensor.shape)  # without a registration, copies are only slower
+        content = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # faulting in the pages takes most of the time
+        if int(torch.cuda.cudart().cudaHostRegister(content.data_ptr(), content.nbytes, 0)) == 0:
+            self._registered.append(content)
+        return content.view(tensor.dtype).view(tensor.shape)  # copies also work unregistered, only slower
 
     def close(self) -> None:
-        """Take all of it back; nobody may be copying any more."""
-        for bytes_ in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(bytes_.data_ptr())
+        """Unregister all memory. No copy may be in flight."""
+        for content in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(content.data_ptr())
         self._registered.clear()
 
 
-# Copies in the host's memory, from which a checkpoint is written while training goes on.
-
-_MAX_FREE_FRACTION = 0.9  # of the free memory
-
-
 class HostStaging:
-    """Room for a copy of each tensor, made once and used again. From CUDA it is pinned, so that copies run at the
-    speed of the bus."""
+    """A host buffer for each tensor, allocated once and reused by every save."""
 
     def __init__(self) -> None:
         self._host_buffers: dict[str, Tensor] = {}
@@ -64,8 +58,8 @@ class HostStaging:
         self._allocation_thread: threading.Thread | None = None
 
     def allocate_async(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make room for these in the background: pinned memory is slow to get, and the first save need not wait.
-        Whoever asks has seen that there is room."""
+        """Allocate pinned buffers in a thread, so that the first save does not wait for them. The caller has checked
+        `has_room_for`."""
         device = next(
             (local_tensor(tensor).device for tensor in tensors.values() if local_tensor(tensor).is_cuda), None
         )
@@ -74,16 +68,16 @@ class HostStaging:
         self._join_allocation()
         missing = {name: local_tensor(tensor) for name, tensor in tensors.items() if name not in self._host_buffers}
 
-        def make() -> None:
-            with torch.cuda.device(device):  # a new thread's is the first, where every process would take memory
+        def allocate() -> None:
+            with torch.cuda.device(device):  # a new thread starts on GPU 0, where every rank would create a context
                 for name, tensor in missing.items():
                     self._host_buffers[name] = self._pinned.empty_like(tensor)
 
-        self._allocation_thread = threading.Thread(target=make, name="make room for checkpoints", daemon=True)
+        self._allocation_thread = threading.Thread(target=allocate, name="checkpoint staging", daemon=True)
         self._allocation_thread.start()
 
     def close(self) -> None:
-        """Give the room back; the copies are no longer valid."""
+        """Free the buffers; copies become invalid."""
         self._join_allocation()
         self._host_buffers.clear()
         self._pinned.close()
@@ -94,7 +88,7 @@ class HostStaging:
             self._allocation_thread = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors on the host, as they are now; of a sharded one this rank's part, still as a shard."""
+        """Copies in host memory; of a sharded tensor this rank's shard, still as a DTensor."""
         self._join_allocation()
         copies = {name: _shard_like(tensor, self._copy(name, local_tensor(tensor))) for name, tensor in tensors.items()}
         if any(local_tensor(tensor).device.type != "cpu" for tensor in tensors.values()):
@@ -102,12 +96,12 @@ class HostStaging:
         return copies
 
     def has_room_for(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the host's memory holds copies of these; processes on one machine share it."""
+        """Whether host memory holds copies of these on every rank of this host."""
         self._join_allocation()
         missing = sum(local_tensor(tensor).nbytes for name, tensor in tensors.items() if name not in self._host_buffers)
-        here = launch_env.local_world_size()
+        local_ranks = launch_env.local_world_size()
         free = available_memory()
-        return free is None or missing * here <= _MAX_FREE_FRACTION * free
+        return free is None or missing * local_ranks <= _MAX_FREE_FRACTION * free
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         host = self._host_buffers.get(name)
@@ -117,5 +111,5 @@ class HostStaging:
 
 
 def _shard_like(tensor: Tensor, host: Tensor) -> Tensor:
-    """`from_local` would send the part back to the mesh's device."""
+    """`host` as a shard of the same DTensor. DTensor.from_local would copy it to the mesh's device."""
     return dtensor_like(tensor, host) if isinstance(tensor, DTensor) else host

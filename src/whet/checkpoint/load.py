@@ -17,16 +17,16 @@ from whet.core.errors import WhetError
 from whet.core.retry import UnreadableError
 from whet.parallel.fsdp import reshard
 
-# Reading a checkpoint: every file compared with its hash first, then straight into the model's tensors.
+_MODEL_PREFIX = "model.language_model."
 
 
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
 ) -> dict[str, Any]:
-    """Put a checkpoint's weights, and the optimizer's state if wanted, in place; gives its manifest.
+    """Load weights, and the optimizer state if `optimizer` is given; returns the manifest.
 
-    A DamagedError or an UnreadableError, the same on every rank, comes before anything was changed; a disk that begins
-    to fail after that is an UnreadableError too.
+    DamagedCheckpointError and UnreadableError are raised on every rank alike, before anything is changed. A disk that
+    fails after the verification also raises UnreadableError.
     """
     parts = ["model"] if optimizer is None else ["model", "optimizer"]
     manifest = verify_checkpoint(path, parts, ranks)
@@ -36,71 +36,62 @@ def load_checkpoint(
         init_optimizer_state(optimizer)
         tensors["optimizer"] = optimizer_tensors(model, optimizer)
     for part in parts:
-        SafeStorageReader(path / part).read_metadata()  # here its errors come out as they are
+        SafeStorageReader(path / part).read_metadata()  # raises its own errors; inside load_tensors torch wraps them
         try:
             load_tensors(tensors[part], SafeStorageReader(path / part), no_dist=ranks.world_size == 1)
         except CheckpointReadError as error:
-            raise WhetError(
-                f"{path}: this checkpoint does not fit the model ({error}). Was the model changed "
-                "since? Bring it back, or start a new run: run.dir=FOLDER"
-            ) from error
+            raise _mismatch_error(path, f" ({error})") from error
     return manifest
 
 
 def verify_checkpoint(path: Path, parts: list[str], ranks: Ranks) -> dict[str, Any]:
-    """The manifest, if every file of these parts is what was written; each rank looks at some of them, all know."""
+    """The manifest, if every file of these parts is intact. Ranks share the files, and all raise the same error."""
     manifest: dict[str, Any] = {}
     unreadable: list[str] = []
     try:
         manifest = read_manifest(path)
         missing = [part for part in parts if part not in manifest["parts"]]
         if missing:
-            found = [f"{path}: it has no {missing[0]} any more (checkpoint.optimizer: newest)"]
+            found = [f"{path}: the {missing[0]} state was deleted (checkpoint.optimizer: newest)"]
         else:
             names = sorted(name for name in manifest["files"] if name.split("/")[0] in parts)
             found = find_damage(path, manifest["files"], names[ranks.rank :: ranks.world_size])
-        reasons = [str(damaged_error(words)) for words in found]
+        damaged = [str(damaged_error(message)) for message in found]
     except UnreadableError as error:
-        unreadable, reasons = [str(error)], []
+        unreadable, damaged = [str(error)], []
     except WhetError as error:
-        reasons = [str(error)]
-    unreadable, reasons = ranks.all_gather(unreadable), ranks.all_gather(reasons)
-    if unreadable:  # whether it is damaged is not known
+        damaged = [str(error)]
+    unreadable, damaged = ranks.all_gather(unreadable), ranks.all_gather(damaged)
+    if unreadable:  # whether it is damaged is unknown
         raise UnreadableError(unreadable[0])
-    if reasons:
-        raise DamagedCheckpointError(reasons[0])
+    if damaged:
+        raise DamagedCheckpointError(damaged[0])
     return manifest
 
 
-# One weight at a time out of a checkpoint, whatever number of processes wrote it.
-
-_MODEL_PREFIX = "model.language_model."
-
-
 class CheckpointWeights:
-    """The trained weights in a checkpoint's `model` folder, by the names that the language model has for them."""
+    """The weights in a checkpoint, read one at a time, by their names in the language model. Any number of ranks may
+    have written it."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
-        found = SafeStorageReader(checkpoint / "model").read_metadata().state_dict_metadata
+        entries = SafeStorageReader(checkpoint / "model").read_metadata().state_dict_metadata
         self._shapes = {
-            key.removeprefix(_MODEL_PREFIX): kept.size
-            for key, kept in found.items()
-            if isinstance(kept, TensorStorageMetadata)
+            key.removeprefix(_MODEL_PREFIX): entry.size
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
-    def require_fit(self, wanted: dict[str, Tensor]) -> None:
-        """Refuse a checkpoint of another model before anything is written."""
-        for name, weight in wanted.items():
-            if name not in self._shapes or self._shapes[name] != weight.shape:
-                there = "is not in it" if name not in self._shapes else f"has the shape {[*self._shapes[name]]} there"
-                raise WhetError(
-                    f"{self._checkpoint}: this checkpoint does not fit the model: {name} {there}. Was the model "
-                    "changed since? Bring it back, or start a new run: run.dir=FOLDER"
-                )
+    def require_fit(self, weights: dict[str, Tensor]) -> None:
+        """Raise if the checkpoint belongs to another model, before anything is written."""
+        for name, weight in weights.items():
+            if name not in self._shapes:
+                raise _mismatch_error(self._checkpoint, f": {name} is not in it")
+            if self._shapes[name] != weight.shape:
+                raise _mismatch_error(self._checkpoint, f": {name} has the shape {[*self._shapes[name]]} there")
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(self._shapes[name], dtype=dtype)
@@ -108,12 +99,18 @@ class CheckpointWeights:
         return tensor
 
     def load_into(self, tensors: dict[str, Tensor]) -> None:
-        """Read into tensors that are there."""
+        """Read into existing tensors."""
         try:
-            inside = {_MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
-            load_tensors(inside, SafeStorageReader(self._checkpoint / "model"))
+            prefixed = {_MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
+            load_tensors(prefixed, SafeStorageReader(self._checkpoint / "model"))
         except CheckpointReadError as error:
             raise WhetError(
-                f"{self._checkpoint}: {next(iter(tensors))} cannot be read from it ({error}). Export "
-                "another checkpoint: RUN@STEP"
+                f"{self._checkpoint}: cannot read {next(iter(tensors))} ({error}). Export another checkpoint: RUN@STEP"
             ) from error
+
+
+def _mismatch_error(path: Path, reason: str) -> WhetError:
+    return WhetError(
+        f"{path}: this checkpoint does not fit the model{reason}. If the model was changed, restore it, or start a new "
+        "run: run.dir=FOLDER"
+    )

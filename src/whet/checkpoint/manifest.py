@@ -1,4 +1,5 @@
-"""manifest.json: what a checkpoint contains and the SHA-256 of each file. Written last: its presence means complete."""
+"""manifest.json: what a checkpoint contains, and the SHA-256 of every file. It is written last: a checkpoint with a
+manifest is complete."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ _FORMAT_VERSION = 1
 _HASH_THREADS = 8
 
 FileRecords = dict[str, dict[str, Any]]
-"""By path inside the checkpoint: {"bytes": size, "hash": SHA-256 of the content}."""
+"""Path inside the checkpoint → {"bytes": size, "hash": SHA-256 of the content}."""
 
 
 class DamagedCheckpointError(WhetError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint is missing or was altered."""
 
 
 def hash_files(folder: Path, paths: Iterable[Path]) -> FileRecords:
-    """Several at a time: a hash takes a core, and disks are faster than one."""
+    """Hash files in parallel: one core hashes more slowly than a disk reads."""
     listed = sorted(paths)
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         hashes = list(pool.map(lambda path: hash_file(path, sha256=True), listed))
@@ -35,40 +36,42 @@ def hash_files(folder: Path, paths: Iterable[Path]) -> FileRecords:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """`content` must have `step` and `files`. The manifest has a hash of itself: its numbers steer a resumed run."""
+    """Write `content`, which has `step` and `files`, with a hash of itself: its values steer a resumed run."""
     body = {"format": _FORMAT_VERSION, **content}
     write_json(folder / MANIFEST_NAME, {**body, "hash": hash_json(body)})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest as it was written, or a DamagedError; an UnreadableError where the disk does not give it."""
+    """The manifest. Raises DamagedCheckpointError if it was altered, and UnreadableError if the disk fails."""
     file = folder / MANIFEST_NAME
     try:
         found = read_with_retries(lambda: read_json(file), file)
         if not isinstance(found, dict) or hash_json({k: v for k, v in found.items() if k != "hash"}) != found["hash"]:
-            raise WhetError(f"{file}: its content is not what was written")
+            raise WhetError(f"{file}: altered after it was written (hash mismatch)")
     except UnreadableError:
         raise
     except (WhetError, KeyError) as error:
-        reason = str(error) if isinstance(error, WhetError) else f"{file}: it has no hash of itself"
+        reason = str(error) if isinstance(error, WhetError) else f"{file}: the key `hash` is missing"
         raise DamagedCheckpointError(f"{reason}. {_REMEDY}") from None
     except OSError as error:
         raise DamagedCheckpointError(f"{file}: cannot be read: {error.strerror}. {_REMEDY}") from None
     if found["format"] != _FORMAT_VERSION:
-        raise WhetError(f"{file}: this checkpoint has format {found['format']}, and this whet reads {_FORMAT_VERSION}")
+        raise WhetError(
+            f"{file}: checkpoint format {found['format']}, but this version of whet reads format {_FORMAT_VERSION}. "
+            "Use the version that wrote it (`versions` in the manifest)"
+        )
     return found
 
 
 def find_damage(folder: Path, files: FileRecords, names: Sequence[str]) -> list[str]:
-    """What is wrong with these files, in words; nothing for those that are as they were written. A file that is not
-    there, too short or other than it was is damaged; one that the disk does not give is an UnreadableError."""
+    """One message for each file that is missing, truncated or altered. Raises UnreadableError if the disk fails."""
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         found = pool.map(lambda name: _check_file(folder / name, files[name]), names)
-    return [words for words in found if words is not None]
+    return [message for message in found if message is not None]
 
 
-def damaged_error(words: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{words}. {_REMEDY}")
+def damaged_error(message: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{message}. {_REMEDY}")
 
 
 _REMEDY = "The checkpoint is damaged; use another one (RUN@STEP)"
@@ -78,11 +81,11 @@ def _check_file(path: Path, recorded: dict[str, Any]) -> str | None:
     try:
         size = read_with_retries(lambda: path.stat().st_size, path)
         if size != recorded["bytes"]:
-            return f"{path}: it has {size:,} bytes and was written with {recorded['bytes']:,}"
+            return f"{path}: {size:,} bytes instead of {recorded['bytes']:,}"
         if read_with_retries(lambda: hash_file(path, sha256=True), path) != recorded["hash"]:
-            return f"{path}: its content is not what was written (its hash differs)"
+            return f"{path}: altered after it was written (hash mismatch)"
     except FileNotFoundError:
-        return f"{path}: the file is gone"
+        return f"{path}: no such file"
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
     return None

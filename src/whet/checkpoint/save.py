@@ -29,11 +29,6 @@ from whet.core.files import atomic_write, replace_folder, require_disk_space
 from whet.core.signals import abandon_thread
 from whet.parallel.fsdp import local_tensor, reshard, shard_count
 
-# Saving checkpoints while training goes on.
-#
-# A save copies weights and optimizer to the host's memory and returns; a thread writes the copies. Files are written
-# beside, synced, hashed; the manifest comes last, then a rename, then `latest` moves and retention deletes.
-
 _ABORT_TIMEOUT_S = 30.0
 _KEPT_OPTIMIZER_STATES = 2
 
@@ -42,10 +37,12 @@ StateDicts = dict[str, dict[str, Tensor]]
 
 
 class CheckpointSaver:
-    """Of one run; every rank has one and calls the same methods in the same order.
+    """Saves the checkpoints of one run. Every rank has one and calls the same methods in the same order.
 
-    What goes wrong in the thread is raised by the next `save` or `wait`, on every rank. Leaving the `with` block waits
-    for a save on its way; after an error, not for long.
+    `save` returns once weights and optimizer state are copied to host memory. A thread then writes the files into a
+    hidden folder, syncs and hashes them, writes the manifest, renames the folder, moves `latest` and applies retention.
+    An error in the thread is raised by the next `save` or `wait`, on every rank. Leaving the `with` block waits for the
+    thread; after an exception, for at most 30 seconds.
     """
 
     def __init__(
@@ -53,9 +50,8 @@ class CheckpointSaver:
         retention: Retention | None = None, optimizers: Literal["all", "newest"] = "all",
         metadata: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, timeout_s: float = 1800.0,
     ) -> None:  # fmt: skip
-        """`metadata` gives what else the manifest says; it is asked once, in the thread. `optimizers`: newest takes the
-        optimizer away from all checkpoints but the newest two. `timeout_s`: how long a process waits for the others
-        while they write."""
+        """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints. `metadata` is called
+        once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks wait for each other."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
         self._metadata, self._cached_metadata = metadata, dict[str, Any]()
@@ -68,25 +64,25 @@ class CheckpointSaver:
         self.last_saved = time.monotonic()
         """When the last save began, or this object was made."""
         self.blocked_s, self.write_s = 0.0, 0.0
-        """How long training waited in the last save (also for the one before it), and how long writing took."""
-        # Its own group: collectives of the thread and of training may be under way at the same time.
-        patience = datetime.timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=patience) if ranks.world_size > 1 else None
+        """How long the last save blocked training, waiting for the previous one included, and how long writing took."""
+        # A process group of its own: collectives of the thread run at the same time as those of training.
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks.world_size > 1 else None
         ignore_single_process_warning()
         if ranks.is_main:
             directory.remove_incomplete(folder)
 
     def prepare_staging(self) -> None:
-        """Make room on the host ahead of the first save, beside the training; the optimizer has taken a step."""
+        """Allocate host memory for the first save in the background. Call it after the first optimizer step."""
         if self._ranks.device.type == "cuda":
             reshard(self._model)
             tensors = {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
-            # All look before one takes: what a neighbour has taken would be missing, and be asked for once more.
+            # All ranks measure free memory before any allocates: they share the host.
             if all(self._ranks.all_gather([self._staging.has_room_for(tensors)])):
                 self._staging.allocate_async(tensors)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save the state after `step` steps; `state` goes into the manifest. Returns when the copy is made."""
+        """Save a checkpoint after `step` steps. `state` goes into the manifest."""
         began = self.last_saved = time.monotonic()
         self.wait()
         reshard(self._model)
@@ -97,21 +93,22 @@ class CheckpointSaver:
         if self._staging.has_room_for({**parts["model"], **parts["optimizer"]}):
             staged = {part: self._staging.copy(tensors) for part, tensors in parts.items()}
             self.blocked_s = time.monotonic() - began
-            work = threading.Thread(
+            self._thread = threading.Thread(
                 target=self._write_or_record_error,
                 args=(step, staged, dict(state)),
-                name="save a checkpoint",
+                name="checkpoint writer",
                 daemon=True,
             )
-            self._thread = work
-            work.start()
+            self._thread.start()
         else:
-            warn("the host's memory has no room for a copy of the model and its optimizer: training waits for the disk")
+            warn(
+                "not enough host memory for a copy of weights and optimizer state: training waits for the disk"
+            )
             self._write_or_record_error(step, parts, dict(state))
             self.blocked_s = time.monotonic() - began
 
     def wait(self) -> None:
-        """Until what was saved is on the disk; raises what went wrong."""
+        """Block until the last save is on disk; raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -121,11 +118,11 @@ class CheckpointSaver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the next `wait` will raise; other ranks may not know it yet."""
+        """Whether the next `wait` raises. Other ranks may not know it yet."""
         return self._error is not None
 
     def add_scores(self, scores: Mapping[int, float]) -> None:
-        """Tell how good the models after these steps are; rank 0 goes by it."""
+        """Record eval.best by step, for `best` and keep_best. Rank 0 decides."""
         with self._retention_lock:
             self._scores.update(scores)
         if self._ranks.is_main:
@@ -151,9 +148,9 @@ class CheckpointSaver:
             self._write(step, parts, state, temporary)
             self.write_s = time.monotonic() - began
         except BaseException as error:  # torch's CheckpointException is no Exception
-            asked = next((each for each in unwrap_errors(error) if isinstance(each, KeyboardInterrupt)), None)
-            if asked is not None:  # without room for a copy, this is the main thread
-                raise asked from None
+            for cause in unwrap_errors(error):
+                if isinstance(cause, KeyboardInterrupt):  # only without staging, in the main thread
+                    raise cause from None
             if self._ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             self._error = self._as_whet_error(error, step)
@@ -167,8 +164,8 @@ class CheckpointSaver:
             writer = ParallelStorageWriter(temporary / part)
             dcp_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         files: FileRecords = {}
-        for found in self._on_all_ranks(lambda: hash_files(temporary, self._my_files(temporary))):
-            files |= found
+        for records in self._on_all_ranks(lambda: hash_files(temporary, self._own_files(temporary))):
+            files |= records
         self._on_rank_0(lambda: self._commit(step, list(parts), files, state, temporary))
 
     def _prepare_folder(self, temporary: Path, parts: list[str], size: int) -> None:
@@ -177,10 +174,10 @@ class CheckpointSaver:
         for part in parts:
             (temporary / part).mkdir(parents=True)
 
-    def _my_files(self, temporary: Path) -> list[Path]:
-        """What this rank wrote; torch names files by rank. Rank 0 also wrote the metadata."""
-        mine = list(temporary.glob(f"*/__{self._ranks.rank}_*"))
-        return mine + (list(temporary.glob("*/.metadata")) if self._ranks.is_main else [])
+    def _own_files(self, temporary: Path) -> list[Path]:
+        """The files that this rank wrote: torch has the rank in their names. Rank 0 also writes the metadata."""
+        files = list(temporary.glob(f"*/__{self._ranks.rank}_*"))
+        return files + (list(temporary.glob("*/.metadata")) if self._ranks.is_main else [])
 
     def _commit(self, step: int, parts: list[str], files: FileRecords, state: dict[str, Any], temporary: Path) -> None:
         if not self._cached_metadata:
@@ -193,14 +190,14 @@ class CheckpointSaver:
         self._apply_retention()
 
     def _apply_retention(self) -> None:
-        """Name the best, delete what nobody wants to keep."""
+        """Mark the best checkpoint and delete those that no rule keeps."""
         with self._retention_lock:
-            there = directory.list_steps(self._folder)
-            best = rank_by_score(there, self._scores, self._lower_is_better)
+            steps = directory.list_steps(self._folder)
+            best = rank_by_score(steps, self._scores, self._lower_is_better)
             if best:
                 directory.mark_best(self._folder, best[0])
-            kept = self._retention.steps_to_keep(there, self._scores, self._lower_is_better)
-            directory.delete_checkpoints(self._folder, [step for step in there if step not in kept])
+            kept = self._retention.steps_to_keep(steps, self._scores, self._lower_is_better)
+            directory.delete_checkpoints(self._folder, [step for step in steps if step not in kept])
             if self._optimizers == "newest":
                 directory.drop_optimizer_state(self._folder, sorted(kept)[:-_KEPT_OPTIMIZER_STATES])
 
@@ -208,23 +205,23 @@ class CheckpointSaver:
         self._on_all_ranks(work if self._ranks.is_main else lambda: None)
 
     def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """The results of all ranks; an error of one is an error of all, so that none waits for another."""
+        """The results of all ranks. If one fails, all raise, so that none waits for another."""
         failure: Exception | None = None
-        mine: tuple[T | None, str | None]
+        own: tuple[T | None, str | None]
         try:
-            mine = (work(), None)
+            own = (work(), None)
         except Exception as error:
-            failure, mine = error, (None, str(self._as_whet_error(error, None)))
-        everyone: list[Any] = [mine]
+            failure, own = error, (None, str(self._as_whet_error(error, None)))
+        outcomes: list[Any] = [own]
         if self._group is not None:
-            everyone = [None] * self._ranks.world_size
-            dist.all_gather_object(everyone, mine, group=self._group)
+            outcomes = [None] * self._ranks.world_size
+            dist.all_gather_object(outcomes, own, group=self._group)
         if failure is not None:
             raise failure
-        for _, words in everyone:
-            if words is not None:
-                raise RunFailedError(words)
-        return [result for result, _ in everyone]
+        for _, message in outcomes:
+            if message is not None:
+                raise RunFailedError(message)
+        return [result for result, _ in outcomes]
 
     def _as_whet_error(self, error: BaseException, step: int | None) -> BaseException:
         if isinstance(error, WhetError):
@@ -233,8 +230,9 @@ class CheckpointSaver:
         if known is not None:
             return known
         failed = RunFailedError(
-            f"{self._folder}: a checkpoint could not be saved{'' if step is None else f' after step {step}'}: "
-            f"{describe_error(error)}. The checkpoints before it are good; --resume continues from the newest"
+            f"{self._folder}: saving a checkpoint failed{'' if step is None else f' after step {step}'}: "
+            f"{describe_error(error)}. Earlier checkpoints are intact; --resume continues from the "
+            "newest"
         )
         failed.__cause__ = error
         return failed

@@ -15,10 +15,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    if not optimizer.state:  # no step was taken yet
+    if not optimizer.state:  # before the first step
         init_optimizer_state(optimizer)
     unknown = [name for name, parameter in trainable_parameters(model) if parameter not in optimizer.state]
-    assert not unknown, f"the optimizer does not know {unknown[0]}"
+    assert not unknown, f"the optimizer has no state for {unknown[0]}"
     return {
         f"optimizer.{name}.{key}": value
         for name, parameter in trainable_parameters(model)
@@ -27,7 +27,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let a fresh optimizer make its state tensors, by a step that changes nothing (rate 0, no gradient)."""
+    """Make a fresh optimizer create its state tensors, by a step with lr 0 and zero gradients that changes nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -37,6 +37,6 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         if "step" in state:
-            state["step"].zero_()  # that one did not count
+            state["step"].zero_()  # this step does not count
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
