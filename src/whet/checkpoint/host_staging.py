@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-
 import threading
 from collections.abc import Mapping
 
