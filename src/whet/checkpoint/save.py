@@ -101,9 +101,7 @@ class CheckpointSaver:
             )
             self._thread.start()
         else:
-            warn(
-                "not enough host memory for a copy of weights and optimizer state: training waits for the disk"
-            )
+            warn("not enough host memory for a copy of weights and optimizer state: training waits for the disk")
             self._write_or_record_error(step, parts, dict(state))
             self.blocked_s = time.monotonic() - began
 
