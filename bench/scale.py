@@ -141,7 +141,7 @@ def batch_of(case: Case) -> PackedBatch:
     return PackedBatch(
         tokens=torch.zeros(tokens, dtype=torch.int64), labels=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.arange(tokens), cu_seqlens=torch.tensor(edges, dtype=torch.int32), max_seqlen=case.tokens,
-        supervised_at=torch.arange(int(LEARNED * tokens)), padded_supervised_at=None, cu_seqlens_host=edges, documents=None,  # type: ignore[arg-type]
+        supervised_at=torch.arange(int(LEARNED * tokens)), cu_seqlens_host=edges, documents=None,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

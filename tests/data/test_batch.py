@@ -150,25 +150,3 @@ def test_a_batch_moves_to_a_device_whole(make_store: MakeStore) -> None:
         getattr(moved, name).device.type for name in ("tokens", "labels", "positions", "cu_seqlens", "supervised_at")
     } == {"meta"}
     assert (moved.max_seqlen, moved.cu_seqlens_host) == (batch.max_seqlen, batch.cu_seqlens_host)
-
-
-@settings(max_examples=60, deadline=None)
-@given(documents=DOCUMENTS, room=st.integers(0, 50))
-def test_learned_positions_are_the_supervised_ones_and_one_other(
-    documents: list[list[tuple[int, int]]], room: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    store = of(documents, tmp_path_factory)
-    total = sum(map(len, documents))
-    batch = pack_batch(store, list(range(len(documents))), 7, BatchShape(total, len(documents), room))
-    supervised = batch.supervised_at.tolist()
-    if room < max(1, len(supervised)):
-        assert batch.padded_supervised_at is None
-        return
-    assert batch.padded_supervised_at is not None
-    learned = batch.padded_supervised_at.tolist()
-    assert len(learned) == room
-    assert learned[: len(supervised)] == supervised
-    filling = set(learned[len(supervised) :])
-    assert len(filling) <= 1
-    assert not filling & set(supervised)
-    assert all(0 <= place < total for place in filling)

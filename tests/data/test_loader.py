@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data import loader as loader_module
 from whet.data.batch import IGNORE_INDEX, PackedBatch
 from whet.data.loader import Loader
 from whet.data.plan import planner
@@ -329,20 +328,3 @@ def test_any_layout_of_any_batch_covers_each_step(
             for document in documents_in(batch)
         ]
         assert sorted(found) == sorted(plan.documents_of(step).tolist())
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("micro_rows", [1, 2])
-@pytest.mark.parametrize("packing", ["best-fit", "none"])
-def test_there_is_room_for_the_supervised_positions_of_every_micro_batch(
-    store: Store, world: int, micro_rows: int, packing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        loader_module, "SIZE_MULTIPLE", 1
-    )  # without rounding the room is exactly what the fullest one needs
-    plan = plan_by_conversations(store, 7, RunLength(epochs=2.3), packing)
-    for rank in range(world):
-        with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to=2 * ROW)) as loader:
-            batches = [batch for step in range(len(plan)) for _, batch in loader.micro_batches(step)]
-            assert {shape.supervised for shape in loader.shapes} == {max(len(one.supervised_at) for one in batches)}
-            assert all(batch.padded_supervised_at is not None for batch in batches)

@@ -56,7 +56,6 @@ def pack() -> Callable[[Sequence[Tensor]], SimpleNamespace]:
             cu_seqlens=torch.tensor(edges, dtype=torch.int32),
             max_seqlen=max(map(len, documents)),
             supervised_at=torch.nonzero(labels >= 0)[:, 0],
-            padded_supervised_at=None,
             cu_seqlens_host=tuple(edges),
         )
 

@@ -64,7 +64,6 @@ def make_batch() -> Callable[..., SimpleNamespace]:
             cu_seqlens=torch.tensor(edges, dtype=torch.int32),
             max_seqlen=total,
             supervised_at=torch.nonzero(labels >= 0)[:, 0],
-            padded_supervised_at=None,
             cu_seqlens_host=tuple(edges),
         )
 

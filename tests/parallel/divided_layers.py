@@ -57,7 +57,7 @@ def batch() -> SimpleNamespace:
     labels[[9, 23]] = -100
     return SimpleNamespace(
         tokens=tokens, labels=labels, positions=torch.cat([torch.arange(10), torch.arange(14)]), max_seqlen=24,
-        cu_seqlens=torch.tensor([0, 10, 24], dtype=torch.int32), cu_seqlens_host=(0, 10, 24), padded_supervised_at=None,
+        cu_seqlens=torch.tensor([0, 10, 24], dtype=torch.int32), cu_seqlens_host=(0, 10, 24),
         supervised_at=torch.nonzero(labels >= 0)[:, 0],
     )  # fmt: skip
 

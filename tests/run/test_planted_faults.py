@@ -407,11 +407,11 @@ def test_an_edited_file_is_an_error_that_says_where(
 
 
 def test_a_step_of_padded_batches_is_run_again_too(whet: Any, tmp_path: Path, faulty: Path) -> None:
-    """As a GPU leaves them: their sizes are constant, and are saved with the step."""
+    """As a GPU leaves them: their sizes are constant, and are saved with the step; `supervised` is an earlier version's."""
     content = json.loads(faulty.read_text())
     assert content["shapes"] == []
     padded = tmp_path / "padded.json"
-    padded.write_text(json.dumps(content | {"shapes": [asdict(BatchShape(4096, 64, 2048))]}))
+    padded.write_text(json.dumps(content | {"shapes": [asdict(BatchShape(4096, 64)) | {"supervised": 2048}]}))
     ended = whet("train", "--replay", padded, "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["reproduced"] is True

@@ -21,7 +21,6 @@ from whet.model.load.pretrained import load_model
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
-from whet.model.supervised_mlp import restrict_last_mlp
 from whet.parallel.config import ParallelConfig
 from whet.parallel.ddp import all_reduce_gradients
 from whet.training.config import OptimizerConfig
@@ -54,14 +53,12 @@ def test_forward_backward_and_norm_ask_the_device_nothing(
         model = add_adapter(model, AdapterConfig(rank=4), 0)
         assert fuse_lora_(model)
     root = LossModel(unwrap_peft(model)).train()
-    attention.install_backend(root.language_model, "eager")
-    assert restrict_last_mlp(root)
     attention.install_backend(root.language_model, backend)
     recompute: Any = "full" if change == "recompute" else "none"
     transform_layers(root.language_model, ParallelConfig(recompute=recompute), change == "compile", "aot_eager")
     root.to(NOWHERE)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # torch knows none there
-    batch = pack_batch(Documents(), np.arange(4), 20, BatchShape(64, 6, 32)).to(NOWHERE)
+    batch = pack_batch(Documents(), np.arange(4), 20, BatchShape(64, 6)).to(NOWHERE)
     result = root(batch, 0.1)
     result.objective.backward()
     result.hits.sum()
@@ -85,7 +82,7 @@ class OneStep:
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
         for row in range(self.count(step)):
-            batch = pack_batch(Documents(), np.arange(4), 20, BatchShape(64, 6, 32))
+            batch = pack_batch(Documents(), np.arange(4), 20, BatchShape(64, 6))
             yield row, batch.pin_memory(torch.device("cuda", 0))
 
 
@@ -99,8 +96,6 @@ def test_a_step_on_the_device_waits_for_its_loss_and_norm_alone(adapter: bool) -
         assert fuse_lora_(model)
     root = LossModel(unwrap_peft(model)).train()
     attention.install_backend(root.language_model, "short")
-    with torch.autocast("cuda", torch.bfloat16):
-        assert restrict_last_mlp(root)
     transform_layers(root.language_model, ParallelConfig(), True)
     optimizer = build_optimizer(root, OptimizerConfig(), 0)
     loader: Any = OneStep()

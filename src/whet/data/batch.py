@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 SIZE_MULTIPLE = 128
 """Sizes are multiples of what kernels work on at a time."""
 
-_DENSE = 0.9  # of all positions: with more than that supervised, choosing them saves nothing
-
 IGNORE_INDEX = -100
 """The label of a position that is not learned."""
 
@@ -51,7 +49,6 @@ class PackedBatch:
     cu_seqlens: Tensor  # [D + 1] int32
     max_seqlen: int  # bounds the length of a document; a constant of the plan, so that nothing is compiled anew
     supervised_at: Tensor  # [S] int64: where labels are not IGNORED, known without asking the device
-    padded_supervised_at: Tensor | None  # the same, filled up to a constant size with one position that is none of them
     cu_seqlens_host: tuple[int, ...]  # cu_seqlens on the host
     documents: NDArray[np.integer]  # which documents of the store these are, in order; padding is not among them
     slice_start: int = 0  # where T begins in the row that edges describe, if it is a slice of that
@@ -73,10 +70,9 @@ class PackedBatch:
         here = slice(start, start + width)
         places = self.supervised_at.numpy() - start
         places = places[(places >= 0) & (places < width)]
-        room = 0 if self.padded_supervised_at is None else min(len(self.padded_supervised_at), width)
         return replace(
             self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], slice_start=start,
-            supervised_at=torch.from_numpy(places), padded_supervised_at=_pad_positions(places, width, room),
+            supervised_at=torch.from_numpy(places),
         )  # fmt: skip
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
@@ -92,8 +88,6 @@ class BatchShape:
 
     tokens: int
     documents: int
-    supervised: int = 0
-    """The most supervised positions that any of them has; 0: not known, or nearly all."""
 
 
 def shape_buckets(largest: BatchShape, count: int) -> list[BatchShape]:
@@ -105,10 +99,7 @@ def shape_buckets(largest: BatchShape, count: int) -> list[BatchShape]:
         min(largest.tokens, -(-largest.tokens // 2**power // SIZE_MULTIPLE) * SIZE_MULTIPLE)
         for power in range(1, count)
     }
-    return [
-        BatchShape(tokens, largest.documents, largest.supervised if largest.supervised < _DENSE * tokens else 0)
-        for tokens in sorted({*parts, largest.tokens})
-    ]
+    return [BatchShape(tokens, largest.documents) for tokens in sorted({*parts, largest.tokens})]
 
 
 def smallest_shape(shapes: Sequence[BatchShape], tokens: int) -> BatchShape | None:
@@ -148,17 +139,6 @@ def pack_batch(
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         max_seqlen=longest,
         supervised_at=torch.from_numpy(targets - 1),
-        padded_supervised_at=_pad_positions(targets - 1, total, shape.supervised if shape else max(1, len(targets))),
         cu_seqlens_host=tuple(edges.tolist()),
         documents=documents,
     )
-
-
-def _pad_positions(places: NDArray[np.int64], total: int, count: int) -> Tensor | None:
-    """`count` positions: these, and as often as it takes the first that is none of them."""
-    missing = count - len(places)
-    if missing < 0 or not count or len(places) == total:  # of a slice, all may be supervised
-        return None
-    gaps = np.flatnonzero(places != np.arange(len(places)))
-    other = gaps[0] if len(gaps) else len(places)
-    return torch.from_numpy(np.concatenate([places, np.full(missing, other)]))

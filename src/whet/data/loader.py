@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 import torch
 
-from whet.data.batch import SIZE_MULTIPLE, BatchShape, PackedBatch, pack_batch, shape_buckets, smallest_shape
+from whet.data.batch import BatchShape, PackedBatch, pack_batch, shape_buckets, smallest_shape
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
 
@@ -60,7 +60,6 @@ class Prefetcher(Generic[K, T]):
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SAMPLED_STEPS = 256  # steps
 _PREFETCH_DEPTH = 4  # micro-batches that are made before they are asked for, across steps
 
 
@@ -141,10 +140,7 @@ class Loader:
         if not self._padded_to:
             return []
         rows = self._micro_rows
-        return shape_buckets(
-            BatchShape(self._padded_to * rows, self._plan.stats.fullest * rows, self._supervised_capacity()),
-            self._lengths,
-        )
+        return shape_buckets(BatchShape(self._padded_to * rows, self._plan.stats.fullest * rows), self._lengths)
 
     @property
     def max_seqlen(self) -> int:
@@ -176,17 +172,6 @@ class Loader:
         shape = smallest_shape(self.shapes, tokens)
         batch = pack_batch(self._store, documents, self._plan.stats.longest, shape, self._slices)
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
-
-    def _supervised_capacity(self) -> int:
-        """For the supervised positions of micro-batches: of the fullest, as far as some steps tell. Where there is a
-        fuller one, all its positions are computed."""
-        steps = np.unique(np.linspace(0, max(0, len(self._plan) - 1), _SAMPLED_STEPS).astype(np.int64))
-        most = 0
-        for step in map(int, steps[: len(self._plan)]):
-            for number in range(self.micro_batch_count(step)):
-                rows = [self._row(step, int(place)) for place in self._row_numbers(number, self._rank)]
-                most = max(most, int(self._store.targets[np.concatenate(rows)].sum(dtype=np.int64)))
-        return -(-most // SIZE_MULTIPLE) * SIZE_MULTIPLE
 
     def _row_numbers(self, number: int, rank: int) -> NDArray[np.int64]:
         """The rows of a step that a rank's micro-batch takes; a step need not have so many."""

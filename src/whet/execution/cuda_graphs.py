@@ -119,31 +119,24 @@ class _GraphInputs(NamedTuple):
     cu_seqlens: Tensor
     longest: int
     edges: Sequence[int]
-    chosen: Tensor | None
 
     @property
     def shape(self) -> _ShapeKey:
-        return (
-            len(self.tokens), len(self.cu_seqlens), self.longest, None if self.chosen is None else len(self.chosen)
-        )  # fmt: skip
+        return len(self.tokens), len(self.cu_seqlens), self.longest
 
     def copy(self) -> _GraphInputs:
-        chosen = None if self.chosen is None else self.chosen.clone()
         return self._replace(
-            tokens=self.tokens.clone(), positions=self.positions.clone(), cu_seqlens=self.cu_seqlens.clone(),
-            chosen=chosen,
-        )  # fmt: skip
+            tokens=self.tokens.clone(), positions=self.positions.clone(), cu_seqlens=self.cu_seqlens.clone()
+        )
 
     def take(self, other: _GraphInputs) -> None:
         """The numbers of another one of the same shape."""
         self.tokens.copy_(other.tokens)
         self.positions.copy_(other.positions)
         self.cu_seqlens.copy_(other.cu_seqlens)
-        if self.chosen is not None and other.chosen is not None:
-            self.chosen.copy_(other.chosen)
 
 
-_ShapeKey = tuple[int | None, ...]
+_ShapeKey = tuple[int, ...]
 
 
 class GraphedHidden:
@@ -171,10 +164,9 @@ class GraphedHidden:
         self._number += 1
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Sequence[int],
-        chosen: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        batch = _GraphInputs(tokens, positions, cu_seqlens, longest, edges, chosen)
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Sequence[int]
+    ) -> Tensor:
+        batch = _GraphInputs(tokens, positions, cu_seqlens, longest, edges)
         # a recording calls no hooks, by which somebody looks at what modules compute
         if not (self._possible and torch.is_grad_enabled()) or has_forward_hooks(self._body):
             return self._compute(*batch)

@@ -36,7 +36,6 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.model.packing_check import PackingError, check_packing, check_unpacked
 from whet.model.quantize import quantize_
-from whet.model.supervised_mlp import restrict_last_mlp
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import verify_tensor_parallel
@@ -170,7 +169,6 @@ def verify_packing(
             check_unpacked(root, tokens, longest)
         if arithmetic.name == "fp8":
             convert_to_fp8_(root.language_model)
-        restrict_last_mlp(root)
 
 
 def _best_precision(device: torch.device) -> str:

@@ -54,7 +54,7 @@ class _SavedMicroBatch(Section):
 class _SavedShape(Section):
     tokens: int = Field(ge=1)
     documents: int = Field(ge=0)
-    supervised: int = Field(default=0, ge=0)
+    supervised: int = Field(default=0, ge=0)  # of earlier versions, unused
 
 
 class _SavedBatchFile(Section):
@@ -98,7 +98,7 @@ class SavedBatch:
         except KeyError as error:
             raise WhetError(f"{file}: {_NOT_A_BATCH} (conversation {error} is missing)") from None
         held = [_saved_document(each["ids"], each["supervised"]) for each in content["conversations"]]
-        shapes = [BatchShape(**shape) for shape in content["shapes"]]
+        shapes = [BatchShape(shape["tokens"], shape["documents"]) for shape in content["shapes"]]
         return cls(content, ReplayLoader(held, layout, content["longest"], shapes))
 
 

@@ -27,17 +27,15 @@ class Documents:
     """Where the documents of one forward pass begin.
 
     Layers are compiled: what compiled code reads is guarded, and edges differ from batch to batch. So it reads
-    `cu_seqlens`, `spans`, `chosen` (tensors) and `longest` (a constant) alone; the rest is for code that the compiler
+    `cu_seqlens`, `spans` (tensors) and `longest` (a constant) alone; the rest is for code that the compiler
     passes by. Not a dataclass, because the compiler reads all fields of those.
     """
 
     def __init__(
         self, cu_seqlens: Tensor, longest: int, edges: Sequence[int], spans: Tensor | None = None,
-        chosen: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.cu_seqlens = cu_seqlens  # [D + 1] int32
         self.spans = spans  # [2 T] int32, see `spans_of`; for back-ends that want it, made once for all layers
-        self.chosen = chosen  # [N] int64: the positions that somebody will look at, where not all
         self.longest = longest
         self.edges = edges  # cu_seqlens on the host
         self.block_masks: dict[int | None, Any] = {}  # of flex, by window: all layers share them
@@ -47,16 +45,13 @@ AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Documents], 
 """(query [1 H T E], key [1 K T E], value [1 K T V], ask, documents) → [1 T H V]"""
 
 
-def document_kwargs(
-    cu_seqlens: Tensor, longest: int, edges: Sequence[int], by_token: bool = False, chosen: Tensor | None = None
-) -> dict[str, Any]:
+def document_kwargs(cu_seqlens: Tensor, longest: int, edges: Sequence[int], by_token: bool = False) -> dict[str, Any]:
     """What a forward pass is told of its documents: keyword arguments that the model hands through to attention.
 
     `by_token`: also where the document of each token begins and ends (`wants_spans` says whether a model needs it).
-    `chosen`: the positions that somebody will look at.
     """
     spans = document_spans(cu_seqlens, edges[-1]) if by_token else None
-    return {"documents": Documents(cu_seqlens, longest, edges, spans, chosen)}
+    return {"documents": Documents(cu_seqlens, longest, edges, spans)}
 
 
 def document_spans(cu_seqlens: Tensor, tokens: int) -> Tensor:

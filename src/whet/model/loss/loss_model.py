@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -39,17 +39,12 @@ class LossModel(nn.Module):
             hidden = self.hidden_alone(batch.tokens[: batch.cu_seqlens_host[1]])
         else:
             hidden = self.hidden(
-                batch.tokens,
-                batch.positions,
-                batch.cu_seqlens,
-                batch.max_seqlen,
-                batch.cu_seqlens_host,
-                batch.padded_supervised_at,
+                batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host
             )
-        chosen = hidden.index_select(0, batch.supervised_at)
+        supervised = hidden.index_select(0, batch.supervised_at)
         targets = batch.labels.index_select(0, batch.supervised_at)
         head = read_output_head(self.language_model)
-        return linear_cross_entropy(chosen, head, targets, weight, self.smoothing, self.z_loss)
+        return linear_cross_entropy(supervised, head, targets, weight, self.smoothing, self.z_loss)
 
     def within(self, compute: Callable[[], _T]) -> _T:
         """What `compute` gives, with this module's own weights whole: divided among processes, they are only inside
@@ -57,14 +52,13 @@ class LossModel(nn.Module):
         return compute()
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Any,
-        chosen: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """[T, E] of a row of packed documents; with `chosen`, only those positions need be right."""
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Sequence[int]
+    ) -> Tensor:
+        """[T, E] of a row of packed documents."""
         body = self.language_model.base_model
         output = body(  # type: ignore[operator]
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            **document_kwargs(cu_seqlens, longest, edges, by_token=needs_document_spans(self.language_model), chosen=chosen),
+            **document_kwargs(cu_seqlens, longest, edges, by_token=needs_document_spans(self.language_model)),
         )  # fmt: skip
         return output.last_hidden_state[0]
 
