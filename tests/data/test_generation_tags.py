@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from whet.data.conversation import Conversation
-from whet.data.render.renderer import Layout, Renderer
+from whet.data.render.layout_cache import Layout
+from whet.data.render.renderer import Renderer
 
 from .shipped import FIXED, SHIPPED, Shipped
 from .test_shipped_templates import as_dicts, full, layout_or_reason, learned_characters

@@ -1,4 +1,4 @@
-"""Shapes: which conversations share a skeleton, how many are kept, how often they are checked, what it saves."""
+"""The layout cache: which conversations share an entry, how many are kept, how often they are verified."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.render import layout_cache
-from whet.data.render.layout_cache import build_cached_layout
-from whet.data.render.renderer import Layout, LayoutMismatchError, Renderer
+from whet.data.render.layout_cache import Layout, build_cached_layout
+from whet.data.render.renderer import LayoutMismatchError, Renderer
 from whet.tokenizer.chat_template import ChatTemplate
 from whet.tokenizer.traced_strings import DataDependentError
 
@@ -34,11 +34,11 @@ def dialogue(turns: int, text: str = "x") -> Conversation:
     return talk(*[(("user", "assistant")[i % 2], f"{text}{i}") for i in range(turns)])
 
 
-# What it saves
+# Hits
 
 
 @pytest.mark.parametrize("turns", [2, 8])
-def test_of_a_thousand_conversations_of_a_shape_few_are_rendered(turns: int) -> None:
+def test_few_of_a_thousand_conversations_with_the_same_structure_are_rendered(turns: int) -> None:
     renderer = Counting(tokenizer_of(CHATML), "assistant")
     for i in range(1000):
         renderer.layout(dialogue(turns, f"{i} and "))
@@ -53,9 +53,9 @@ def test_without_the_cache_all_are_rendered() -> None:
 
 
 @pytest.mark.parametrize("text", ["a" * 5000, "é語😀", 'quotes " and \\', "user", "<|im_end|>", "two\n\nlines", "7"])
-def test_texts_that_the_template_does_not_ask_about_are_served(text: str) -> None:
+def test_texts_that_the_template_does_not_inspect_hit(text: str) -> None:
     renderer = Counting(tokenizer_of(CHATML), "assistant")
-    for count in range(6):  # the first is learned, some of the next are checked, the sixth is not
+    for count in range(6):  # the first is added, some of the next are verified, the sixth is not
         renderer.layout(dialogue(4, "x" * count))
     renderer.renders = 0
     renderer.layout(dialogue(4, text))
@@ -63,7 +63,7 @@ def test_texts_that_the_template_does_not_ask_about_are_served(text: str) -> Non
 
 
 @pytest.mark.parametrize("text", [" a", "a\n", "\u3000a", "\U00040000"])
-def test_texts_that_any_template_may_treat_otherwise_are_not_served(text: str) -> None:
+def test_texts_with_edge_whitespace_or_sentinels_miss(text: str) -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     renderer.layout(dialogue(2))
     assert renderer._layout_cache is not None
@@ -71,7 +71,7 @@ def test_texts_that_any_template_may_treat_otherwise_are_not_served(text: str) -
     assert renderer._layout_cache.get(talk(("user", "b"), ("assistant", text))) is None
 
 
-def test_a_first_conversation_with_edge_whitespace_does_not_spoil_its_shape() -> None:
+def test_a_first_conversation_with_edge_whitespace_does_not_block_its_key() -> None:
     renderer = Counting(with_template(CHATML_TEMPLATE.replace("m['content']", "m['content'].strip()")), "assistant")
     renderer.layout(dialogue(2, " "))
     for _ in range(6):
@@ -81,7 +81,7 @@ def test_a_first_conversation_with_edge_whitespace_does_not_spoil_its_shape() ->
     assert renderer.renders == 0
 
 
-def test_a_first_conversation_with_a_word_does_not_spoil_its_shape() -> None:
+def test_a_first_conversation_with_a_constant_does_not_block_its_key() -> None:
     source = CHATML_TEMPLATE.replace("m['content']", "(m['content'][1:] if '!' in m['content'] else m['content'])")
     renderer = Renderer(with_template(source), "all")
     renderer.layout(talk(("user", "a!"), ("assistant", "b")))
@@ -90,10 +90,10 @@ def test_a_first_conversation_with_a_word_does_not_spoil_its_shape() -> None:
     assert renderer._layout_cache.get(dialogue(2, "y")) is not None
 
 
-# Shapes
+# Keys
 
 
-def test_the_shape_is_all_but_the_texts() -> None:
+def test_the_key_is_everything_but_the_texts() -> None:
     plain = talk(("user", "a"), ("assistant", "b"))
     first, second = plain.messages
     others = [
@@ -117,12 +117,12 @@ def test_the_shape_is_all_but_the_texts() -> None:
         Message("tool", "b", name="f"),
     ],
 )
-def test_calls_have_no_shape(message: Message) -> None:
+def test_tool_calls_have_no_key(message: Message) -> None:
     conversation = Conversation((Message("user", "a"), message), Origin("here", 1))
     assert layout_cache._cache_key(conversation) is None
 
 
-def test_no_more_shapes_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_entries_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_cache, "_MAX_ENTRIES", 3)
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     for turns in range(2, 14, 2):
@@ -147,70 +147,70 @@ def test_reasoning_and_content_are_filled_in_where_they_belong() -> None:
     assert renderer.renders == 0
 
 
-# Checks
+# Verification
 
 
-def test_checks_are_frequent_at_first_and_then_every_256th() -> None:
+def test_verification_is_frequent_at_first_and_then_every_256th_hit() -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     assert renderer._layout_cache is not None
     conversation = dialogue(2)
-    due = [i for i in range(1, 1100) if renderer._layout_cache.should_verify(conversation)]
-    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
-    assert renderer._layout_cache.should_verify(dialogue(4)), "every shape is counted by itself"
+    verified = [i for i in range(1, 1100) if renderer._layout_cache.should_verify(conversation)]
+    assert verified == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
+    assert renderer._layout_cache.should_verify(dialogue(4)), "every key is counted by itself"
 
 
-def uneven(monkeypatch: pytest.MonkeyPatch, source: str) -> Renderer:
-    """One whose tracing is blind, so that only the check can find what the template does."""
+def untraced(monkeypatch: pytest.MonkeyPatch, source: str) -> Renderer:
+    """A renderer without tracing, so that only verification can find what the template does."""
     monkeypatch.setattr(layout_cache.LayoutCache, "_is_reusable", lambda *_: True)
     renderer = Renderer(with_template(source), "assistant")
     renderer.layout(talk(("user", "1"), ("assistant", "2")))
     return renderer
 
 
-def test_a_hidden_dependence_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_finds_a_hidden_dependence_on_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     source = CHATML_TEMPLATE.replace("m['content']", "('#' if m['content'] | length > 5 else '') + m['content']")
-    renderer = uneven(monkeypatch, source)
+    renderer = untraced(monkeypatch, source)
     for _ in range(2):
         renderer.layout(dialogue(2, "y"))
-    assert "#" not in renderer.layout(dialogue(2, "long enough")).text, "not due: the mistake goes unseen"
+    assert "#" not in renderer.layout(dialogue(2, "long enough")).text, "this hit is not verified"
     with pytest.raises(LayoutMismatchError, match="here:1"):
         renderer.layout(dialogue(2, "long enough"))
 
 
-def test_a_conversation_that_must_be_refused_is_a_dependence_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = uneven(monkeypatch, CHATML_TEMPLATE.replace("m['content']", "m['content'] | upper"))
+def test_a_hit_that_must_be_refused_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = untraced(monkeypatch, CHATML_TEMPLATE.replace("m['content']", "m['content'] | upper"))
     with pytest.raises(LayoutMismatchError):
         renderer.layout(dialogue(2, "lower"))
 
 
-def test_a_look_into_a_text_counts_although_the_template_swallows_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trace(chat: ChatTemplate, messages: Any, tools: Any = (), prompt: bool = False) -> str:
+def test_inspecting_a_text_counts_even_if_the_template_catches_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def render_traced(chat: ChatTemplate, messages: Any, tools: Any = (), prompt: bool = False) -> str:
         with contextlib.suppress(DataDependentError):
             len(messages[0]["content"])
         return chat.render([{**m, "content": "".join([m["content"]])} for m in messages], tools, prompt)
 
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
-    monkeypatch.setattr(ChatTemplate, "trace", trace)
+    monkeypatch.setattr(ChatTemplate, "render_traced", render_traced)
     renderer.layout(dialogue(2))
     assert renderer._layout_cache is not None
     assert [*renderer._layout_cache._entries.values()] == [None]
 
 
-# Skeletons
+# Cached layouts
 
 
-def test_a_skeleton_is_filled_with_texts_of_other_lengths() -> None:
+def test_a_cached_layout_is_filled_with_texts_of_other_lengths() -> None:
     text = "<u>Hi<a>Yes<e>"
-    skeleton = build_cached_layout(text, [(3, 5, 0), (8, 11, 1)], [(8, 11, 14)])
-    assert skeleton is not None
-    assert skeleton.fill(["Hi", "Yes"]) == (text, ((8, 11, 14),))
-    assert skeleton.fill(["", "a long one"]) == ("<u><a>a long one<e>", ((6, 16, 19),))
+    layout = build_cached_layout(text, [(3, 5, 0), (8, 11, 1)], [(8, 11, 14)])
+    assert layout is not None
+    assert layout.fill(["Hi", "Yes"]) == (text, ((8, 11, 14),))
+    assert layout.fill(["", "a long one"]) == ("<u><a>a long one<e>", ((6, 16, 19),))
 
 
-def test_texts_in_another_order_than_they_are_given_find_their_places() -> None:
-    skeleton = build_cached_layout("[bb|a]", [(1, 3, 1), (4, 5, 0)], [(1, 3, 6)])
-    assert skeleton is not None
-    assert skeleton.fill(["A", "B"]) == ("[B|A]", ((1, 2, 5),))
+def test_texts_may_be_rendered_in_another_order() -> None:
+    layout = build_cached_layout("[bb|a]", [(1, 3, 1), (4, 5, 0)], [(1, 3, 6)])
+    assert layout is not None
+    assert layout.fill(["A", "B"]) == ("[B|A]", ((1, 2, 5),))
 
 
 @pytest.mark.parametrize("span", [(4, 11, 14), (8, 10, 14), (8, 9, 9)])

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message, Origin
-from whet.data.render.renderer import Layout, Rendered, Renderer
+from whet.data.render.layout_cache import Layout
+from whet.data.render.renderer import Rendered, Renderer
 from whet.model.load.builtin_models import builtin_folder
 
 from .families import (
@@ -495,7 +496,7 @@ def test_a_slow_tokenizer_is_refused() -> None:
         is_fast = False
         name_or_path = "some/model"
 
-    with pytest.raises(WhetError, match=r"some/model is a slow one.*tokenizer\.json"):
+    with pytest.raises(WhetError, match=r"some/model is a slow tokenizer.*tokenizer\.json"):
         Renderer(Slow(), "assistant")  # type: ignore[arg-type]
 
 

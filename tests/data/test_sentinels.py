@@ -1,4 +1,4 @@
-"""Dye: what became of each character of a conversation, and what a template may not do with it."""
+"""Sentinels: where each character of a conversation goes, and what a template must not do with it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ TALK = (
 )
 
 
-def dyed(messages: tuple[Message, ...] = TALK, words: tuple[str, ...] | None = None) -> SentinelMessages:
-    return SentinelMessages(messages, text_slots(messages), False, words)
+def with_sentinels(messages: tuple[Message, ...] = TALK, constants: tuple[str, ...] | None = None) -> SentinelMessages:
+    return SentinelMessages(messages, text_slots(messages), False, constants)
 
 
 def plain(messages: tuple[Message, ...]) -> str:
     return "|".join(message.reasoning + message.content for message in messages)
 
 
-def printed(dye: SentinelMessages) -> str:
-    return "|".join(message.get("thinking", "") + message["content"] for message in dye.messages)
+def rendered_sentinels(sentinels: SentinelMessages) -> str:
+    return "|".join(message.get("thinking", "") + message["content"] for message in sentinels.messages)
 
 
-def reason(text: str, output: str, dye: SentinelMessages) -> str:
+def reason(text: str, output: str, sentinels: SentinelMessages) -> str:
     with pytest.raises(BadRecordError) as refused:
-        dye.check(text, output)
+        sentinels.verify(text, output)
     return refused.value.reason
 
 
-def test_all_texts_of_a_message_are_met_and_nothing_else() -> None:
-    met: list[tuple[str, str]] = []
-    changed = map_texts(TALK[3], lambda text, kind: met.append((text, kind)) or text.upper())  # type: ignore[func-returns-value]
-    assert met == [
+def test_map_texts_visits_all_texts_of_a_message_and_nothing_else() -> None:
+    visited: list[tuple[str, str]] = []
+    changed = map_texts(TALK[3], lambda text, kind: visited.append((text, kind)) or text.upper())  # type: ignore[func-returns-value]
+    assert visited == [
         ("three", "reasoning"), ("<think>hm</think>Five", "content"), ("weather", "name"), ("Rīga", "value"),
         ("x", "value"),
     ]  # fmt: skip
@@ -52,49 +52,49 @@ def test_all_texts_of_a_message_are_met_and_nothing_else() -> None:
     assert (changed.tool_calls[0].id, changed.role) == ("id", "assistant")
 
 
-def test_slots_say_what_may_vanish_and_what_may_be_repeated() -> None:
+def test_slots_know_what_may_be_dropped_or_repeated() -> None:
     earlier = Message("assistant", "<think>hm</think>Five", reasoning="three", tool_calls=(CALL,))
     slots = text_slots((Message("user", "a</think>b"), earlier, Message("user", "c"), TALK[3]))
-    assert [(slot.turn, slot.text, slot.may_vanish) for slot in slots if slot.may_vanish] == [
+    assert [(slot.message, slot.text, slot.droppable) for slot in slots if slot.droppable] == [
         (1, "three", 5),
         (1, "<think>hm</think>Five", len("<think>hm</think>")),
     ]
     assert [slot.text for slot in slots if slot.may_repeat] == ["weather", "weather"]
 
 
-def test_reasoning_after_the_last_question_may_not_vanish() -> None:
+def test_reasoning_after_the_last_user_turn_must_not_be_dropped() -> None:
     use = (
         Message("user", "a"),
         Message("assistant", "", reasoning="r", tool_calls=(CALL,)),
         Message("tool", "t"),
         TALK[1],
     )
-    assert all(slot.may_vanish == 0 for slot in text_slots(use))
+    assert all(slot.droppable == 0 for slot in text_slots(use))
 
 
-def test_every_character_has_a_dye_of_its_own_but_whitespace() -> None:
-    message = dyed((Message("user", "a b\u3000a"),)).messages[0]["content"]
+def test_every_character_but_whitespace_has_its_own_sentinel() -> None:
+    message = with_sentinels((Message("user", "a b\u3000a"),)).messages[0]["content"]
     assert [message[1], message[3]] == [" ", "\u3000"]
     assert len({*message}) == 5
     assert all(0x40000 <= ord(char) < 0xE0000 for char in message if not char.isspace())
 
 
-def test_with_words_they_and_quotes_stay_as_they_are() -> None:
-    [message] = dyed((Message("user", "ab<think>'\\\"\x01c<think>"),), ("<think>",)).messages
+def test_constants_and_quotes_are_kept_where_constants_are_given() -> None:
+    [message] = with_sentinels((Message("user", "ab<think>'\\\"\x01c<think>"),), ("<think>",)).messages
     assert message["content"][2:13] == "<think>'\\\"\x01"
     assert message["content"].endswith("<think>")
     assert message["content"][0] != "a"
 
 
-def test_a_faithful_rendering_shows_where_each_text_went() -> None:
+def test_a_faithful_rendering_locates_each_text() -> None:
     messages = TALK[:2]
-    dye = dyed(messages)
-    rendering = dye.check(f"[{plain(messages)}]", f"[{printed(dye)}]")
-    assert rendering.extent(0) == (1, 9)
-    assert rendering.extent(1) == (10, 17)
-    assert dye.extents(rendering) == [(1, 9, 0), (10, 13, 1), (13, 17, 2)]
-    assert rendering.before(10) == 9
-    assert rendering.before(1) == 0
+    sentinels = with_sentinels(messages)
+    rendering = sentinels.verify(f"[{plain(messages)}]", f"[{rendered_sentinels(sentinels)}]")
+    assert rendering.message_span(0) == (1, 9)
+    assert rendering.message_span(1) == (10, 17)
+    assert sentinels.text_spans(rendering) == [(1, 9, 0), (10, 13, 1), (13, 17, 2)]
+    assert rendering.end_of_previous_sentinel(10) == 9
+    assert rendering.end_of_previous_sentinel(1) == 0
     assert not rendering.reasoning_dropped
 
 
@@ -106,57 +106,57 @@ def test_a_faithful_rendering_shows_where_each_text_went() -> None:
         (lambda output: output + output[0], "template repeats text"),
     ],
 )
-def test_what_is_changed_dropped_or_repeated_is_refused(change: Any, wanted: str) -> None:
-    dye = dyed(TALK[:1])
-    output = change(printed(dye))
+def test_changed_dropped_or_repeated_text_is_refused(change: Any, wanted: str) -> None:
+    sentinels = with_sentinels(TALK[:1])
+    output = change(rendered_sentinels(sentinels))
     text = change("Hi there") if wanted != "template rewrites" else "Hi there"
-    assert reason(text, output, dye) == wanted
+    assert reason(text, output, sentinels) == wanted
 
 
-def test_what_is_reordered_is_refused() -> None:
-    dye = dyed((Message("user", "ab"), Message("assistant", "cd")))
-    a, c = (message["content"] for message in dye.messages)
+def test_reordered_text_is_refused() -> None:
+    sentinels = with_sentinels((Message("user", "ab"), Message("assistant", "cd")))
+    a, c = (message["content"] for message in sentinels.messages)
     for output, turn in ((a[::-1] + c, 0), (a + c[::-1], 1), (c[0] + a + c[1], 1)):
-        washed = "".join("abcd"[ord(char) - 0x40000] for char in output)
+        restored = "".join("abcd"[ord(char) - 0x40000] for char in output)
         with pytest.raises(BadRecordError) as refused:
-            dye.check(washed, output).extent(turn)
+            sentinels.verify(restored, output).message_span(turn)
         assert refused.value.reason == "template reorders text"
 
 
-def test_earlier_reasoning_may_vanish_and_this_is_noted() -> None:
-    dye = dyed(TALK[:3])
-    output = "|".join(message["content"] for message in dye.messages)
-    assert dye.check("Hi there|Four|more", output).reasoning_dropped
-    last = dyed(TALK[:2])
+def test_earlier_reasoning_may_be_dropped_and_is_noted() -> None:
+    sentinels = with_sentinels(TALK[:3])
+    output = "|".join(message["content"] for message in sentinels.messages)
+    assert sentinels.verify("Hi there|Four|more", output).reasoning_dropped
+    last = with_sentinels(TALK[:2])
     assert reason("Hi there|Four", "|".join(m["content"] for m in last.messages), last) == "template drops text"
 
 
-def test_only_the_thoughts_of_an_earlier_content_may_vanish() -> None:
+def test_only_the_inline_reasoning_of_an_earlier_content_may_be_dropped() -> None:
     messages = (Message("user", "a"), Message("assistant", "<think>hm</think>Five"), Message("user", "b"))
-    dye = dyed(messages, ("</think>",))
-    contents = [message["content"] for message in dye.messages]
+    sentinels = with_sentinels(messages, ("</think>",))
+    contents = [message["content"] for message in sentinels.messages]
     kept = contents[1].split("</think>")[1]
-    assert dye.check("aFiveb", contents[0] + kept + contents[2]).reasoning_dropped
-    assert reason("aiveb", contents[0] + kept[1:] + contents[2], dye) == "template drops text"
+    assert sentinels.verify("aFiveb", contents[0] + kept + contents[2]).reasoning_dropped
+    assert reason("aiveb", contents[0] + kept[1:] + contents[2], sentinels) == "template drops text"
 
 
 def test_whitespace_may_be_stripped() -> None:
-    dye = dyed((Message("user", " a "),))
-    assert dye.check("a", dye.messages[0]["content"].strip()).extent(0) == (0, 1)
+    sentinels = with_sentinels((Message("user", " a "),))
+    assert sentinels.verify("a", sentinels.messages[0]["content"].strip()).message_span(0) == (0, 1)
 
 
-def test_a_text_in_pieces_has_no_extents() -> None:
-    dye = dyed((Message("user", "ab"),))
-    a, b = dye.messages[0]["content"]
-    assert dye.extents(dye.check("a-b", f"{a}-{b}")) is None
-    spaced = dyed((Message("user", " ab"),))
-    assert spaced.extents(spaced.check("ab", spaced.messages[0]["content"].strip())) is None
+def test_a_text_in_pieces_has_no_span() -> None:
+    sentinels = with_sentinels((Message("user", "ab"),))
+    a, b = sentinels.messages[0]["content"]
+    assert sentinels.text_spans(sentinels.verify("a-b", f"{a}-{b}")) is None
+    spaced = with_sentinels((Message("user", " ab"),))
+    assert spaced.text_spans(spaced.verify("ab", spaced.messages[0]["content"].strip())) is None
 
 
-def test_an_empty_turn_has_no_extent() -> None:
-    dye = dyed((Message("user", "a"), Message("assistant", " ")))
+def test_an_empty_turn_has_no_span() -> None:
+    sentinels = with_sentinels((Message("user", "a"), Message("assistant", " ")))
     with pytest.raises(BadRecordError) as refused:
-        dye.check("a ", dye.messages[0]["content"] + " ").extent(1)
+        sentinels.verify("a ", sentinels.messages[0]["content"] + " ").message_span(1)
     assert refused.value.reason == "empty turn"
 
 
@@ -187,7 +187,7 @@ def learned(source: str, conversation: Conversation) -> str:
 
 
 @pytest.mark.parametrize("value", ["Rīga", "q\"uo'te\\", "two\nlines", "", 3, 2.5, None, True, [1, "x"], {"a": ["ā"]}])
-def test_calls_are_learned_as_the_template_writes_them(value: Any) -> None:
+def test_tool_calls_are_supervised_as_the_template_writes_them(value: Any) -> None:
     import json
 
     written = json.dumps(value, ensure_ascii=False)
@@ -206,7 +206,7 @@ def test_the_name_of_a_tool_may_be_repeated_and_its_arguments_may_not() -> None:
     assert refused.value.reason == "template repeats text"
 
 
-def test_calls_that_a_template_leaves_out_are_refused() -> None:
+def test_tool_calls_that_a_template_drops_are_refused() -> None:
     with pytest.raises(BadRecordError) as refused:
         learned(CHATML_TEMPLATE, use_of({"v": "x"}, "So:"))
     assert refused.value.reason == "template drops text"

@@ -1,4 +1,4 @@
-"""The opening that texts share: the tokens are those of the whole text, cut or not."""
+"""Tokenizing a shared prefix once gives the ids and offsets of the whole text."""
 
 from __future__ import annotations
 
@@ -28,51 +28,51 @@ def whole(text: str) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, st.booleans())
-def test_ids_and_places_are_those_of_the_whole_text(ends: list[str], places: bool) -> None:
+def test_ids_and_offsets_are_those_of_the_whole_text(ends: list[str], offsets: bool) -> None:
     texts = [START + end for end in ends] + ["another " + ends[0]]
-    for found, text in zip(SharedPrefixEncoder(backend(), SPECIAL).encode(texts, places), texts, strict=True):
+    for found, text in zip(SharedPrefixEncoder(backend(), SPECIAL).encode(texts, offsets), texts, strict=True):
         assert found.ids == whole(text).ids
-        if places:
-            check_places(found, text)
+        if offsets:
+            check_offsets(found, text)
 
 
-def check_places(found: PrefixedEncoding, text: str) -> None:
+def check_offsets(found: PrefixedEncoding, text: str) -> None:
     encoding = whole(text)
-    for place in range(len(text)):
-        assert found.char_to_token(place) == encoding.char_to_token(place)
+    for position in range(len(text)):
+        assert found.char_to_token(position) == encoding.char_to_token(position)
     for token in range(len(encoding)):
-        assert found.start_of(token) == encoding.token_to_chars(token)[0]
+        assert found.token_start(token) == encoding.token_to_chars(token)[0]
 
 
-def counted(openings: SharedPrefixEncoder, texts: list[str]) -> list[int]:
-    return [encoded.cut for encoded in openings.encode(texts)]
+def prefix_lengths(encoder: SharedPrefixEncoder, texts: list[str]) -> list[int]:
+    return [encoded.prefix_characters for encoded in encoder.encode(texts)]
 
 
-def test_only_the_rest_is_encoded_once_the_opening_is_known() -> None:
-    openings = SharedPrefixEncoder(backend(), SPECIAL)
-    assert counted(openings, [START + "a"]) == [0]  # one text alone shows no opening
-    assert counted(openings, [START + "a", START + "b"]) == [len(START)] * 2
-    assert counted(openings, [START + "c", "c", START]) == [len(START), 0, len(START)]
+def test_once_the_prefix_is_found_only_the_rest_is_encoded() -> None:
+    encoder = SharedPrefixEncoder(backend(), SPECIAL)
+    assert prefix_lengths(encoder, [START + "a"]) == [0]  # one text alone shows no prefix
+    assert prefix_lengths(encoder, [START + "a", START + "b"]) == [len(START)] * 2
+    assert prefix_lengths(encoder, [START + "c", "c", START]) == [len(START), 0, len(START)]
 
 
-def test_the_cut_is_behind_a_special_token_never_within_the_words_that_follow() -> None:
+def test_the_prefix_ends_with_a_special_token() -> None:
     texts = [START + "user\nHow", START + "user\nHowever"]
-    assert counted(SharedPrefixEncoder(backend(), SPECIAL), texts) == [len(START)] * 2
+    assert prefix_lengths(SharedPrefixEncoder(backend(), SPECIAL), texts) == [len(START)] * 2
 
 
 @pytest.mark.parametrize("special", [[], ["<|eot|>"]])
-def test_without_a_special_token_in_it_there_is_no_opening(special: list[str]) -> None:
-    assert counted(SharedPrefixEncoder(backend(), special), [START + "a", START + "b"]) == [0, 0]
+def test_without_a_special_token_there_is_no_shared_prefix(special: list[str]) -> None:
+    assert prefix_lengths(SharedPrefixEncoder(backend(), special), [START + "a", START + "b"]) == [0, 0]
 
 
-def test_a_tokenizer_that_treats_the_first_word_otherwise_is_never_cut() -> None:
+def test_a_tokenizer_that_treats_the_first_word_differently_encodes_texts_whole() -> None:
     vocabulary = {text: number for number, text in enumerate(["<|s|>", "▁", "a", "b", "▁a", "▁b", "?"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.add_special_tokens(["<|s|>"])
     texts = ["aaaaa<|s|>a", "aaaaa<|s|>b"]
     found = SharedPrefixEncoder(tokenizer, ["<|s|>"]).encode(texts)
-    assert [encoded.cut for encoded in found] == [0, 0]
+    assert [encoded.prefix_characters for encoded in found] == [0, 0]
     assert [encoded.ids for encoded in found] == [
         tokenizer.encode(text, add_special_tokens=False).ids for text in texts
     ]

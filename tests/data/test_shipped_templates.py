@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message
-from whet.data.render.renderer import Layout, Rendered, Renderer
+from whet.data.render.layout_cache import Layout
+from whet.data.render.renderer import Rendered, Renderer
 from whet.model.load.builtin_models import builtin_folder
 
 from .shipped import FIXED, SHIPPED, Shipped

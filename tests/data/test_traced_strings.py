@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation
-from whet.data.render.renderer import Layout, Renderer
+from whet.data.render.layout_cache import Layout
+from whet.data.render.renderer import Renderer
 from whet.tokenizer.chat_template import ChatTemplate
 from whet.tokenizer.traced_strings import DataDependentError, TracedStr, TraceGuards
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from whet.core.errors import WhetError
 from whet.data.render.chat_tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON
+from whet.data.render.shared_prefix import common_prefix_length
 from whet.tokenizer.sentencepiece import load_processor
 
 
@@ -79,12 +80,7 @@ def supervised_segments(ids: Sequence[int], loss: Sequence[int], decoder: Decode
     starts = [0, *(i for i in range(1, len(ids)) if bool(loss[i]) != bool(loss[i - 1]))]
     places = [0]
     for start in starts[1:]:
-        places.append(max(places[-1], _common_prefix_length(decoder.text(ids[:start]), whole)))
+        places.append(max(places[-1], common_prefix_length(decoder.text(ids[:start]), whole)))
     return [
         (whole[a:b], bool(loss[start])) for start, (a, b) in zip(starts, pairwise([*places, len(whole)]), strict=True)
     ]
-
-
-def _common_prefix_length(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,16 @@
-"""Cache of rendered layouts: conversations with the same structure are rendered once, then only filled in, with a fast path to the loss mask."""
+"""Cache of rendered layouts: conversations with the same structure are rendered once, then only filled in.
+
+Rendering a template and locating the mask costs more than tokenizing. But a template that only prints a text, strips it
+and searches it for constants treats alike all texts that contain none of these constants and no whitespace at the ends.
+So the first conversation of each structure (its roles, its tools, which messages have reasoning) is rendered with
+strings that record what the template does with them (`whet.tokenizer.traced_strings`). If it does nothing else, the
+literals between the texts are kept and reused:
+
+    ‹<|im_start|>user⏎› Hi ‹<|im_end|>⏎<|im_start|>assistant⏎› Yes ‹<|im_end|>⏎›
+
+A cached layout can also give the mask without offsets (`FastMask`). A sample of all hits is rendered in full and
+compared (`LayoutCache.should_verify`).
+"""
 
 from __future__ import annotations
 
@@ -6,41 +18,57 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation
-from whet.data.render.sentinels import map_texts
+from whet.data.render.sentinels import FIRST_SENTINEL, LAST_SENTINEL, map_texts
 from whet.tokenizer.chat_template import ChatTemplate
 from whet.tokenizer.traced_strings import TracedStr, TraceGuards
 
-# Skeletons: conversations of one shape are rendered once, then only filled in.
-#
-# Rendering a template and finding the mask costs more than tokenising. But a template that only prints a text, strips it
-# and looks for fixed words in it does the same for every text that has none of these words and no space at its ends. So
-# the first conversation of a shape (its roles, its tools, where reasoning stands) is rendered with texts that note what
-# is done to them (`whet.tokenizer.traced_strings`); if nothing else was done, what lies between the texts is kept and serves others:
-#
-# ‹<|im_start|>user⏎› Hi ‹<|im_end|>⏎<|im_start|>assistant⏎› Yes ‹<|im_end|>⏎›
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
+_VERIFY_EVERY = 256  # hits
+_MAX_ENTRIES = 4096  # conversations of hundreds of turns have a structure each
+
+Span = tuple[int, int, int]
+"""(start, start of the end-of-turn marker, end) of a supervised turn. The last two are equal where the template rewrites
+the ends of earlier turns, so that there is no marker to train on."""
 _Position = tuple[int, int]
+"""(index of a literal, offset in it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rendered text of a conversation and the spans of characters that the model has to produce."""
+
+    text: str
+    spans: tuple[Span, ...]
+    supervise_all: bool = False
+    """Everything is supervised except `spans`."""
+    reasoning_dropped: bool = False
+    tools_dropped: bool = False
+    template_special_tokens: int | None = None
+    """How many special tokens the template writes; any more come from the messages. None: unknown."""
+    fast_mask: FastMask | None = field(default=None, compare=False)
+    """Gives the mask without offsets; from the cache only."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayout:
-    """What stands between the texts of a conversation, and where in it the supervised turns begin and end."""
+    """The literals between the texts of a conversation, and the supervised spans in terms of them."""
 
     literals: tuple[str, ...]
     order: tuple[int, ...]
-    """Text number order[i] stands between literals[i] and literals[i + 1]."""
+    """Text number order[i] goes between literals[i] and literals[i + 1]."""
     spans: tuple[tuple[_Position, _Position, _Position], ...]
-    """Of each supervised turn its three places, each as (literal, offset in it)."""
 
-    def fill(self, texts: Sequence[str]) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-        """The rendered text and the places in it."""
+    def fill(self, texts: Sequence[str]) -> tuple[str, tuple[Span, ...]]:
+        """The rendered text and its supervised spans."""
         parts = [self.literals[0]]
         for number, literal in zip(self.order, self.literals[1:], strict=True):
             parts.append(texts[number])
@@ -51,168 +79,160 @@ class CachedLayout:
         )
 
 
-def build_cached_layout(
-    text: str, extents: Sequence[tuple[int, int, int]], spans: Sequence[tuple[int, int, int]]
-) -> CachedLayout | None:
-    """A skeleton from a rendering: `extents` are (start, end, number) of its texts in order of appearance.
+def build_cached_layout(text: str, text_spans: Sequence[Span], spans: Sequence[Span]) -> CachedLayout | None:
+    """Cut a rendering at its texts. `text_spans` are (start, end, number) of these in order of appearance.
 
-    None if a supervised turn begins or ends inside a text.
+    None if a supervised turn starts or ends inside a text.
     """
     literals, starts, at = [], [], 0
-    for start, end, _ in extents:
+    for start, end, _ in text_spans:
         literals.append(text[at:start])
         starts.append(at)
         at = end
     literals.append(text[at:])
     starts.append(at)
 
-    def place(position: int) -> tuple[int, int] | None:
+    def locate(position: int) -> _Position | None:
         for number, (start, literal) in enumerate(zip(starts, literals, strict=True)):
             if start <= position <= start + len(literal):
                 return number, position - start
         return None
 
-    places = [tuple(place(position) for position in span) for span in spans]
-    if any(found is None for turn in places for found in turn):
+    located = [tuple(locate(position) for position in span) for span in spans]
+    if any(position is None for span in located for position in span):
         return None
-    return CachedLayout(tuple(literals), tuple(number for *_, number in extents), tuple(places))  # type: ignore[arg-type]
-
-
-# Masks without offsets, for conversations that are filled into a skeleton.
-#
-# Asking the tokenizer which characters a token came from makes it a third slower. It is not needed where turns begin and
-# end at control tokens: the skeleton knows how many there are before each, and the tokens of a header are known too. If
-# they are not found where they should be, the offsets decide as for any other text.
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    return CachedLayout(tuple(literals), tuple(number for *_, number in text_spans), tuple(located))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class ControlTokenSpan:
-    """Where a supervised turn is, counted in control tokens."""
+class SpecialTokenSpan:
+    """A supervised turn, located by counting the special tokens of the rendering."""
 
     start_token: int
-    """The control token before its header."""
+    """Which special token precedes the header."""
     header: tuple[int, ...]
-    """The tokens between that and what is learned."""
+    """The ids between that token and the first supervised one."""
     end_token: int
-    """The control token that ends it."""
+    """Which special token ends the turn."""
     supervises_end: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FastMask:
-    """The turns of a shape."""
+    """The mask of a cached layout without offsets, which would make the tokenizer a third slower."""
 
-    spans: tuple[ControlTokenSpan, ...]
-    controls: int
+    spans: tuple[SpecialTokenSpan, ...]
+    special_tokens: int
 
-    def compute(self, ids: NDArray[np.int32], is_control: NDArray[np.bool_]) -> NDArray[np.uint8] | None:
-        """The mask; None if the tokens are not where they are expected, and offsets must tell."""
-        controls = np.flatnonzero(is_control[ids])
-        if len(controls) != self.controls:
+    def compute(self, ids: NDArray[np.int32], is_special: NDArray[np.bool_]) -> NDArray[np.uint8] | None:
+        """The loss mask; None if the tokens are not as expected, so that offsets have to be used."""
+        found = np.flatnonzero(is_special[ids])
+        if len(found) != self.special_tokens:
             return None
         loss = np.zeros(len(ids), dtype=np.uint8)
-        for turn in self.spans:
-            opened = int(controls[turn.start_token]) + 1
-            first = opened + len(turn.header)
-            if tuple(ids[opened:first].tolist()) != turn.header:
+        for span in self.spans:
+            header = int(found[span.start_token]) + 1
+            first = header + len(span.header)
+            if tuple(ids[header:first].tolist()) != span.header:
                 return None
-            loss[first : int(controls[turn.end_token]) + turn.supervises_end] = 1
+            loss[first : int(found[span.end_token]) + span.supervises_end] = 1
         return loss
 
 
 def build_fast_mask(
-    skeleton: CachedLayout, control: re.Pattern[str], encode: Callable[[str], Sequence[int]]
+    layout: CachedLayout, special: re.Pattern[str], encode: Callable[[str], Sequence[int]]
 ) -> FastMask | None:
-    """How to find the turns of a skeleton; None if one does not begin behind, or end with, a control token."""
+    """None unless each supervised turn has a special token before its header and ends with one."""
     found = [
         (number, match.start(), match.end())
-        for number, literal in enumerate(skeleton.literals)
-        for match in control.finditer(literal)
+        for number, literal in enumerate(layout.literals)
+        for match in special.finditer(literal)
     ]
-    turns = []
-    for (opening, start), (ending, marker), (_, end) in skeleton.spans:
-        before = [i for i, (number, _, stop) in enumerate(found) if number == opening and stop <= start]
-        after = [i for i, (number, begin, _) in enumerate(found) if number == ending and begin == marker]
+    spans = []
+    for (first, start), (last, marker), (_, end) in layout.spans:
+        before = [i for i, (number, _, stop) in enumerate(found) if number == first and stop <= start]
+        after = [i for i, (number, begin, _) in enumerate(found) if number == last and begin == marker]
         if not before or not after:
             return None
-        header = skeleton.literals[opening][found[before[-1]][2] : start]
-        turns.append(ControlTokenSpan(before[-1], tuple(encode(header)) if header else (), after[0], marker < end))
-    return FastMask(tuple(turns), len(found))
-
-
-# The skeletons of the shapes that were met, and which texts may be filled into them.
-
-_VERIFY_EVERY = 256
-_MAX_ENTRIES = 4096  # shapes kept; conversations of hundreds of turns have a shape each
-
-_UNASSIGNED_CODE_POINTS = re.compile("[\U00040000-\U000dffff]")
+        header = layout.literals[first][found[before[-1]][2] : start]
+        spans.append(SpecialTokenSpan(before[-1], tuple(encode(header)) if header else (), after[0], marker < end))
+    return FastMask(tuple(spans), len(found))
 
 
 @dataclass(frozen=True, slots=True)
 class _CacheEntry:
     layout: CachedLayout
-    controls: int
+    template_special_tokens: int
     fast_mask: FastMask | None
-    guard: Callable[[str], bool]
+    is_safe: Callable[[str], bool]
+    """Whether the template treats a text like those that the entry was made of."""
 
 
 class LayoutCache:
-    """Skeletons by shape. A conversation is served only if no text of it could make the template act differently."""
+    """Cached layouts by structure. A conversation hits only if none of its texts could make the template branch."""
 
     def __init__(
-        self, template: ChatTemplate, in_parts: bool, quick: Callable[[CachedLayout], FastMask | None] = lambda _: None
+        self,
+        template: ChatTemplate,
+        content_parts: bool,
+        train_on: str,
+        special: re.Pattern[str],
+        encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """`quick` says how the turns of a skeleton are found without offsets."""
-        self._template, self._content_parts, self._quick = template, in_parts, quick
+        """`special` finds special tokens in a text; `encode` gives the ids of a text."""
+        self._template, self._content_parts, self._supervise_all = template, content_parts, train_on == "all"
+        self._special, self._encode = special, encode
         self._entries: dict[Any, _CacheEntry | None] = {}
         self._hits: dict[Any, int] = {}
 
-    def get(
-        self, conversation: Conversation
-    ) -> tuple[str, tuple[tuple[int, int, int], ...], int, FastMask | None] | None:
-        """The rendered text, its supervised places, the number of the template's control tokens and the quick way to
-        the mask, if the shape is known and the texts are harmless."""
-        known = self._entries.get(_cache_key(conversation))
-        if known is None:
+    def get(self, conversation: Conversation) -> Layout | None:
+        entry = self._entries.get(_cache_key(conversation))
+        if entry is None:
             return None
         texts = _message_texts(conversation)
-        if not all(map(known.guard, texts)) or not all(map(_has_no_sentinels, texts)):
+        if not all(map(entry.is_safe, texts)) or not all(map(_has_no_sentinels, texts)):
             return None
-        return (*known.layout.fill(texts), known.controls, known.fast_mask)
+        text, spans = entry.layout.fill(texts)
+        return Layout(
+            text, spans, self._supervise_all, template_special_tokens=entry.template_special_tokens,
+            fast_mask=entry.fast_mask,
+        )  # fmt: skip
 
     def should_verify(self, conversation: Conversation) -> bool:
-        """Now and then, more often at first, a filled-in conversation is rendered in full and compared."""
-        shape = _cache_key(conversation)
-        count = self._hits[shape] = self._hits.get(shape, 0) + 1
+        """Count a hit; True for hits 1, 2, 4, 8, … and every 256th of a structure."""
+        key = _cache_key(conversation)
+        count = self._hits[key] = self._hits.get(key, 0) + 1
         return count % _VERIFY_EVERY == 0 or (count < _VERIFY_EVERY and count & (count - 1) == 0)
 
-    def add(
-        self, conversation: Conversation, text: str, extents: Sequence[tuple[int, int, int]] | None,
-        spans: Sequence[tuple[int, int, int]], controls: int,
-    ) -> None:  # fmt: skip
-        """Keep the skeleton of a conversation that was rendered in full, if there is one.
+    def add(self, conversation: Conversation, layout: Layout, text_spans: Sequence[Span] | None) -> None:
+        """Keep the layout of a conversation that was rendered in full, or that its structure cannot be cached.
 
-        Where the template found one of the words that it looks for, another conversation may do better.
+        Where the template found one of its constants in a text, nothing is kept: another conversation may do better.
         """
-        shape = _cache_key(conversation)
-        if shape is None or shape in self._entries or len(self._entries) >= _MAX_ENTRIES:
+        key = _cache_key(conversation)
+        if key is None or key in self._entries or len(self._entries) >= _MAX_ENTRIES:
             return
-        questions, texts = TraceGuards(), _message_texts(conversation)
-        if not all(map(questions.predicate(), texts)):
+        guards, texts = TraceGuards(), _message_texts(conversation)
+        if not all(map(guards.predicate(), texts)):
             return
-        prints_only = self._is_reusable(conversation, text, questions)
-        is_answered = questions.predicate()
-        if all(map(is_answered, texts)):
-            skeleton = build_cached_layout(text, extents, spans) if prints_only and extents is not None else None
-            quick = None if skeleton is None else self._quick(skeleton)
-            self._entries[shape] = None if skeleton is None else _CacheEntry(skeleton, controls, quick, is_answered)
+        reusable = self._is_reusable(conversation, layout.text, guards)
+        is_safe = guards.predicate()
+        if not all(map(is_safe, texts)):
+            return
+        cached = None
+        if reusable and text_spans is not None:
+            cached = build_cached_layout(layout.text, text_spans, layout.spans)
+        if cached is None:
+            self._entries[key] = None
+            return
+        fast_mask = None if self._supervise_all else build_fast_mask(cached, self._special, self._encode)
+        assert layout.template_special_tokens is not None
+        self._entries[key] = _CacheEntry(cached, layout.template_special_tokens, fast_mask, is_safe)
 
-    def _is_reusable(self, conversation: Conversation, text: str, questions: TraceGuards) -> bool:
-        """Whether texts are only asked what they can answer, also where the places of the turns were looked for."""
-        traced = [map_texts(message, lambda text, _: TracedStr(text, questions)) for message in conversation.messages]
+    def _is_reusable(self, conversation: Conversation, text: str, guards: TraceGuards) -> bool:
+        """Whether `guards` describe all that the template does with the texts, in each rendering that the layout was
+        computed from."""
+        traced = [map_texts(message, lambda text, _: TracedStr(text, guards)) for message in conversation.messages]
         messages = [message.as_dict(self._content_parts) for message in traced]
         turns = [i for i, message in enumerate(traced) if message.role == "assistant"]
         try:
@@ -223,15 +243,18 @@ class LayoutCache:
                 self._template.render_traced(messages[: turn + 1], conversation.tools)
         except BadRecordError:
             return False
-        return not questions.is_data_dependent
+        return not guards.is_data_dependent
+
+
+_SENTINEL = re.compile(f"[{chr(FIRST_SENTINEL)}-{chr(LAST_SENTINEL)}]")
 
 
 def _has_no_sentinels(text: str) -> bool:
-    return text.isascii() or _UNASSIGNED_CODE_POINTS.search(text) is None
+    return text.isascii() or _SENTINEL.search(text) is None
 
 
 def _cache_key(conversation: Conversation) -> Any:
-    """What a template may treat differently, texts aside; None where there are tool calls, which are too manifold."""
+    """All that a template may branch on, apart from the texts. None with tool calls: too many different ones."""
     roles = []
     for message in conversation.messages:
         if message.tool_calls or message.tool_call_id is not None or message.name is not None:
@@ -241,5 +264,5 @@ def _cache_key(conversation: Conversation) -> Any:
 
 
 def _message_texts(conversation: Conversation) -> list[str]:
-    """The texts in the order of the slots: reasoning, then content."""
+    """The texts in the order of `text_slots`, which is slower, of messages without tool calls."""
     return [text for message in conversation.messages for text in (message.reasoning, message.content) if text]

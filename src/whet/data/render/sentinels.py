@@ -1,4 +1,9 @@
-"""Sentinel rendering: replace every character of the messages by a unique unassigned code point to see where a template puts it."""
+"""Sentinel rendering: replace each character of the messages by a unique code point and see where a template puts it.
+
+The texts of a message are its reasoning, its content, and the name and string arguments of each tool call. A sentinel
+is a code point of planes 4 to 13, where Unicode assigns no characters: in a rendering it can only come from a message,
+and its value tells from which character. `whet.data.render.renderer` explains how this becomes a loss mask.
+"""
 
 from __future__ import annotations
 
@@ -13,167 +18,174 @@ import numpy as np
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Message
 
-# Dye: every character of a conversation's texts replaced by a code point of its own, so that a rendering shows where
-# each went.
-#
-# The texts of a message are its reasoning, its content, and of each tool call the name and the texts in its arguments.
-# Unicode assigns nothing in the planes that the dye is taken from, so nothing else in a rendering looks like it.
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_FIRST_SENTINEL, _END_OF_SENTINELS = 0x40000, 0xE0000  # planes 4 to 13: no character is assigned there
-
+FIRST_SENTINEL, LAST_SENTINEL = 0x40000, 0xDFFFF  # planes 4 to 13: no character is assigned there
+_SENTINELS = LAST_SENTINEL - FIRST_SENTINEL + 1
 
 TOO_LONG_TO_MASK = "too long to mask"
-"""The ledger's reason for a conversation with more characters than there is dye for."""
+"""The ledger's reason for a conversation with more characters than there are sentinels."""
 
 TextTransform = Callable[[str, str], str]
+"""(text, kind) → text; the kind is reasoning, content, name or value."""
 
 
-def map_texts(message: Message, change: TextTransform) -> Message:
-    """The message with each of its texts changed; the second argument is the kind: reasoning, content, name, value."""
-    reasoning = change(message.reasoning, "reasoning") if message.reasoning else ""
-    content = change(message.content, "content") if message.content else ""
-    calls = tuple(
-        replace(call, name=change(call.name, "name"), arguments=_map_argument_texts(call.arguments, change))
+def map_texts(message: Message, transform: TextTransform) -> Message:
+    """Apply `transform` to each non-empty text of a message, in a fixed order."""
+    reasoning = transform(message.reasoning, "reasoning") if message.reasoning else ""
+    content = transform(message.content, "content") if message.content else ""
+    tool_calls = tuple(
+        replace(call, name=transform(call.name, "name"), arguments=_map_argument_texts(call.arguments, transform))
         for call in message.tool_calls
     )
-    return replace(message, reasoning=reasoning, content=content, tool_calls=calls)
+    return replace(message, reasoning=reasoning, content=content, tool_calls=tool_calls)
 
 
-def _map_argument_texts(value: Any, change: TextTransform) -> Any:
+def _map_argument_texts(value: Any, transform: TextTransform) -> Any:
     if isinstance(value, str):
-        return change(value, "value") if value else value
+        return transform(value, "value") if value else value
     if isinstance(value, dict):
-        return {key: _map_argument_texts(part, change) for key, part in value.items()}
-    return [_map_argument_texts(part, change) for part in value] if isinstance(value, list) else value
+        return {key: _map_argument_texts(part, transform) for key, part in value.items()}
+    return [_map_argument_texts(part, transform) for part in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
 class TextSlot:
-    """A text of a conversation: the number of its message, how many characters of it a template may leave out, and
-    whether it may write it again (a tool's result often names the tool that was called)."""
+    """One text of a conversation, and what a template may do with it."""
 
-    turn: int
+    message: int
+    """Index of its message."""
     text: str
-    may_vanish: int
+    droppable: int
+    """Number of leading characters that the template may drop."""
     may_repeat: bool
+    """The template may print it more than once, as a tool's result often repeats the tool's name."""
 
 
 def text_slots(messages: Sequence[Message]) -> list[TextSlot]:
-    """All texts in the order in which `map_texts` meets them.
+    """All texts in the order in which `map_texts` visits them.
 
-    Templates leave out the reasoning of answers to earlier questions on purpose; that of the last answer never.
+    Many templates drop the reasoning of earlier answers on purpose. That of the answer to the last user turn must stay.
     """
     slots: list[TextSlot] = []
-    asked = max((turn for turn, message in enumerate(messages) if message.role == "user"), default=0)
-    for turn, message in enumerate(messages):
-        earlier = message.role == "assistant" and turn < asked
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
+    for i, message in enumerate(messages):
+        earlier = message.role == "assistant" and i < last_user
 
-        def note(text: str, kind: str, turn: int = turn, earlier: bool = earlier) -> str:
-            thoughts = 0 if not earlier else len(text) if kind == "reasoning" else _inline_reasoning_length(text)
-            slots.append(TextSlot(turn, text, thoughts, kind == "name"))
+        def add_slot(text: str, kind: str, index: int = i, earlier: bool = earlier) -> str:
+            droppable = 0 if not earlier else len(text) if kind == "reasoning" else _inline_reasoning_length(text)
+            slots.append(TextSlot(index, text, droppable, kind == "name"))
             return text
 
-        map_texts(message, note)
+        map_texts(message, add_slot)
     return slots
 
 
 def _inline_reasoning_length(text: str) -> int:
-    """Reasoning that is written into the content: templates drop it from earlier turns as they drop a field."""
+    """Length of reasoning that is part of the content, up to and including `</think>`."""
     end = text.rfind("</think>")
     return 0 if end < 0 else end + len("</think>")
 
 
 class SentinelMessages:
-    """The messages with their texts dyed, and the way back."""
+    """The messages with sentinels in place of their characters."""
 
     def __init__(
-        self, messages: Sequence[Message], slots: Sequence[TextSlot], in_parts: bool, words: Iterable[str] | None = None
+        self,
+        messages: Sequence[Message],
+        slots: Sequence[TextSlot],
+        content_parts: bool,
+        constants: Iterable[str] | None = None,
     ) -> None:
-        """Whitespace is never dyed, because templates strip it; with `words`, neither are they and quotes."""
+        """Whitespace is never replaced, because templates strip it. With `constants`, the strings that the template
+        compares with, neither are these, quotes, backslashes and control characters."""
         texts = [slot.text for slot in slots]
         codes = _to_code_points("".join(texts))
-        if len(codes) > _END_OF_SENTINELS - _FIRST_SENTINEL:
+        if len(codes) > _SENTINELS:
             raise BadRecordError(
-                TOO_LONG_TO_MASK, f"over {_END_OF_SENTINELS - _FIRST_SENTINEL} characters cannot be masked"
+                TOO_LONG_TO_MASK, f"it has {len(codes)} characters; a loss mask is possible up to {_SENTINELS}"
             )
         if _is_sentinel(codes).any():
-            raise BadRecordError("unassigned characters", "the text holds code points that Unicode has not assigned")
-        self._plain = codes
+            raise BadRecordError("unassigned characters", "the text contains code points that Unicode does not assign")
+        kept = _kept_characters(codes, texts, constants)
+        sentinels = np.where(kept, codes, np.arange(len(codes), dtype=np.uint32) + FIRST_SENTINEL)
+        lengths = [len(text) for text in texts]
+        self._originals = codes
         self._slots = slots
-        self._slot_of = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
-        self._turn_of = np.repeat([slot.turn for slot in slots], [len(text) for text in texts]).astype(np.int64)
-        dyed = np.where(
-            _kept_characters(codes, texts, words), codes, np.arange(len(codes), dtype=np.uint32) + _FIRST_SENTINEL
-        )
-        self._starts = np.cumsum([0, *map(len, texts)])
-        self._vanishing, self._repeating = np.zeros((2, len(codes)), dtype=bool)
+        self._slot_of = np.repeat(np.arange(len(texts)), lengths)
+        self._message_of = np.repeat([slot.message for slot in slots], lengths).astype(np.int64)
+        self._starts = np.cumsum([0, *lengths])
+        self._is_replaced = _is_sentinel(sentinels)
+        self._is_droppable, self._may_repeat = np.zeros((2, len(codes)), dtype=bool)
         for slot, start in zip(slots, self._starts, strict=False):
-            self._vanishing[start : start + slot.may_vanish] = True
-            self._repeating[start : start + len(slot.text)] = slot.may_repeat
-        self._expected = _is_sentinel(dyed)
-        self._parts = [_from_code_points(dyed[a:b]) for a, b in zip(self._starts[:-1], self._starts[1:], strict=True)]
-        parts = iter(self._parts)
-        self._dyed = [map_texts(message, lambda *_: next(parts)) for message in messages]
-        self.messages = [message.as_dict(in_parts) for message in self._dyed]
+            self._is_droppable[start : start + slot.droppable] = True
+            self._may_repeat[start : start + len(slot.text)] = slot.may_repeat
+        self._texts = [_from_code_points(sentinels[a:b]) for a, b in itertools.pairwise(self._starts)]
+        replacements = iter(self._texts)
+        self._messages = [map_texts(message, lambda *_: next(replacements)) for message in messages]
+        self.messages = [message.as_dict(content_parts) for message in self._messages]
 
-    def check(self, text: str, dyed: str) -> SentinelRendering:
-        """`dyed`, once it is proven that washing the dye out gives `text` and that no character was lost.
+    def verify(self, text: str, sentinel_text: str) -> SentinelRendering:
+        """Prove that `sentinel_text`, the rendering of the sentinels, has the characters of `text` in the same places.
 
-        Only what may vanish may be missing.
+        Restoring the originals must give `text`. Each character must appear exactly once, except where its slot allows
+        otherwise.
         """
-        codes = _to_code_points(dyed)
-        where = np.flatnonzero(_is_sentinel(codes))
-        sources = codes[where] - _FIRST_SENTINEL
-        codes[where] = self._plain[sources]
+        codes = _to_code_points(sentinel_text)
+        positions = np.flatnonzero(_is_sentinel(codes))
+        sources = codes[positions] - FIRST_SENTINEL
+        codes[positions] = self._originals[sources]
         if _from_code_points(codes) != text:
-            raise BadRecordError("template rewrites", "the template changes the text itself, so no exact mask exists")
-        times = np.bincount(sources, minlength=len(self._plain))
-        if ((times > 1) & ~self._repeating).any():
             raise BadRecordError(
-                "template repeats text", "the chat template repeats a message, so no exact mask exists"
+                "template rewrites", "the chat template changes the text of a message, so no exact mask exists"
             )
-        missing = self._expected & (times == 0)
-        if (missing & ~self._vanishing).any():
-            number = int(self._turn_of[np.flatnonzero(missing & ~self._vanishing)[0]])
+        times = np.bincount(sources, minlength=len(self._originals))
+        if ((times > 1) & ~self._may_repeat).any():
+            raise BadRecordError(
+                "template repeats text", "the chat template repeats the text of a message, so no exact mask exists"
+            )
+        missing = self._is_replaced & (times == 0)
+        if (missing & ~self._is_droppable).any():
+            number = int(self._message_of[np.flatnonzero(missing & ~self._is_droppable)[0]])
             raise BadRecordError(
                 "template drops text",
-                f"the chat template leaves out message {number + 1} (role '{self.messages[number]['role']}') or part "
-                "of it (text, reasoning or tool calls that it has no place for)",
+                f"the chat template drops text, reasoning or tool calls of message {number + 1} "
+                f"(role '{self.messages[number]['role']}')",
             )
         if (times > 1).any():
-            where = _first_occurrences(_to_code_points(dyed))
-            sources = _to_code_points(dyed)[where] - _FIRST_SENTINEL
+            positions = _first_occurrences(_to_code_points(sentinel_text))
+            sources = _to_code_points(sentinel_text)[positions] - FIRST_SENTINEL
         return SentinelRendering(
-            dyed, where, self._turn_of[sources], self._slot_of[sources], sources, bool(missing.any())
+            sentinel_text,
+            positions,
+            self._message_of[sources],
+            self._slot_of[sources],
+            sources,
+            bool(missing.any()),
         )
 
-    def undyed(self, pattern: re.Pattern[str]) -> int:
-        """How often the pattern stands undyed in the texts themselves, what may vanish aside."""
+    def count_unreplaced(self, pattern: re.Pattern[str]) -> int:
+        """How often the pattern occurs in the texts although they are replaced; droppable characters do not count."""
         return sum(
-            len(pattern.findall(part, slot.may_vanish)) for slot, part in zip(self._slots, self._parts, strict=True)
+            len(pattern.findall(text, slot.droppable)) for slot, text in zip(self._slots, self._texts, strict=True)
         )
 
-    def content(self, turn: int) -> str:
-        """The dyed content of a message."""
-        return self._dyed[turn].content
+    def content_of(self, message: int) -> str:
+        return self._messages[message].content
 
-    def last_dyed(self, dyed: str) -> int:
-        """The place behind the last dyed character, 0 if there is none."""
-        where = _first_occurrences(_to_code_points(dyed))
-        return int(where[-1]) + 1 if len(where) else 0
+    def end_of_last_sentinel(self, sentinel_text: str) -> int:
+        """The position after the last sentinel that occurs for the first time; 0 if there is none."""
+        positions = _first_occurrences(_to_code_points(sentinel_text))
+        return int(positions[-1]) + 1 if len(positions) else 0
 
-    def extents(self, rendering: SentinelRendering) -> list[tuple[int, int, int]] | None:
-        """(start, end, slot) of every text in order of appearance, if each stands there whole and in one piece."""
-        slots = rendering.slots
+    def text_spans(self, rendering: SentinelRendering) -> list[tuple[int, int, int]] | None:
+        """(start, end, slot) of every text in order of appearance; None unless each is printed whole and unbroken."""
         found = []
-        for slot in dict.fromkeys(slots.tolist()):
-            mine = np.flatnonzero(slots == slot)
-            start, length = int(rendering.where[mine[0]]), len(self._slots[slot].text)
-            codes = np.arange(length) + self._starts[slot]
-            if (rendering.where[mine] - start != rendering.sources[mine] - codes[0]).any():
+        for slot in dict.fromkeys(rendering.slots.tolist()):
+            mine = np.flatnonzero(rendering.slots == slot)
+            start, length = int(rendering.positions[mine[0]]), len(self._slots[slot].text)
+            if (rendering.positions[mine] - start != rendering.sources[mine] - self._starts[slot]).any():
                 return None
             found.append((start, start + length, slot))
         if len(found) < len(self._slots) or any(a[1] > b[0] for a, b in itertools.pairwise(found)):
@@ -183,29 +195,32 @@ class SentinelMessages:
 
 @dataclass(frozen=True, slots=True)
 class SentinelRendering:
-    """A dyed rendering: where dye is, which message and which character each dyed place came from."""
+    """A verified rendering of sentinels. The arrays have one entry for each sentinel in it."""
 
     text: str
-    where: NDArray[np.int64]
-    turns: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    messages: NDArray[np.int64]
     slots: NDArray[np.int64]
     sources: NDArray[np.uint32]
+    """Index of the replaced character in all texts."""
     reasoning_dropped: bool
 
-    def extent(self, turn: int) -> tuple[int, int]:
-        """The first character of a message in the rendering, and the one behind its last."""
-        mine = np.flatnonzero(self.turns == turn)
+    def message_span(self, message: int) -> tuple[int, int]:
+        """(start, end) of a message's text in the rendering."""
+        mine = np.flatnonzero(self.messages == message)
         if not len(mine):
-            raise BadRecordError("empty turn", f"message {turn + 1} (role 'assistant') has no text to learn")
+            raise BadRecordError("empty turn", f"message {message + 1} (role 'assistant') has no text to train on")
         slots, steps = self.slots[mine], np.diff(self.sources[mine].astype(np.int64))
         if len(mine) != mine[-1] - mine[0] + 1 or (steps[slots[1:] == slots[:-1]] <= 0).any():
-            raise BadRecordError("template reorders text", f"the template reorders message {turn + 1}")
-        return int(self.where[mine[0]]), int(self.where[mine[-1]]) + 1
+            raise BadRecordError(
+                "template reorders text", f"the chat template reorders the text of message {message + 1}"
+            )
+        return int(self.positions[mine[0]]), int(self.positions[mine[-1]]) + 1
 
-    def before(self, place: int) -> int:
-        """The place behind the last dyed character before `place`."""
-        count = int(np.searchsorted(self.where, place))
-        return int(self.where[count - 1]) + 1 if count else 0
+    def end_of_previous_sentinel(self, position: int) -> int:
+        """The position after the last sentinel before `position`; 0 if there is none."""
+        count = int(np.searchsorted(self.positions, position))
+        return int(self.positions[count - 1]) + 1 if count else 0
 
 
 def _to_code_points(text: str) -> NDArray[np.uint32]:
@@ -217,31 +232,33 @@ def _from_code_points(codes: NDArray[np.uint32]) -> str:
 
 
 def _is_sentinel(codes: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    return (codes >= _FIRST_SENTINEL) & (codes < _END_OF_SENTINELS)
+    return (codes >= FIRST_SENTINEL) & (codes <= LAST_SENTINEL)
 
 
 def _first_occurrences(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Where each dyed character stands for the first time."""
-    where = np.flatnonzero(_is_sentinel(codes))
-    return np.sort(where[np.unique(codes[where], return_index=True)[1]])
+    """Where each sentinel occurs for the first time."""
+    positions = np.flatnonzero(_is_sentinel(codes))
+    return np.sort(positions[np.unique(codes[positions], return_index=True)[1]])
 
 
 _WHITESPACE_CODES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
 _QUOTE_CODES = np.array([ord(char) for char in "\"'\\"], np.uint32)
 
 
-def _kept_characters(codes: NDArray[np.uint32], texts: Sequence[str], words: Iterable[str] | None) -> NDArray[np.bool_]:
-    """Characters that stay undyed: templates strip whitespace, escape quotes and look for certain words."""
+def _kept_characters(
+    codes: NDArray[np.uint32], texts: Sequence[str], constants: Iterable[str] | None
+) -> NDArray[np.bool_]:
+    """Which characters stay as they are: templates strip whitespace, escape quotes and search for constants."""
     kept: NDArray[np.bool_] = np.isin(codes, _WHITESPACE_CODES)
-    if words is None:
+    if constants is None:
         return kept
     kept |= np.isin(codes, _QUOTE_CODES) | (codes < 0x20)
     offset = 0
     for text in texts:
-        for word in words:
-            at = text.find(word)
+        for constant in constants:
+            at = text.find(constant)
             while at >= 0:
-                kept[offset + at : offset + at + len(word)] = True
-                at = text.find(word, at + len(word))
+                kept[offset + at : offset + at + len(constant)] = True
+                at = text.find(constant, at + len(constant))
         offset += len(text)
     return kept

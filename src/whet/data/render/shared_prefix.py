@@ -1,4 +1,10 @@
-"""Tokenize the prefix that all texts share, such as a system prompt, only once."""
+"""Tokenize the prefix that all texts share, such as a system prompt, only once.
+
+A tokenizer first splits its text at special tokens and then encodes the parts independently. Where all texts begin alike
+up to a special token, only the rest has to be encoded each time: a fifth of the work for short conversations with a
+default system prompt. That the split does not change the ids is verified on the texts that the prefix was found in.
+Tokenizers that treat the first word of a text differently fail this check and encode every text whole.
+"""
 
 from __future__ import annotations
 
@@ -6,79 +12,78 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# The opening that texts share, such as a system prompt, tokenised once.
-#
-# A tokenizer cuts its text at special tokens before anything else, so what stands before one and what stands behind it
-# are tokenised apart. Where all texts begin alike up to a special token, only the rest is encoded each time: a fifth of
-# the work for short conversations below a default system prompt. That the cut changes nothing is tried on the texts it
-# was found in, once; some tokenizers treat the first word of a text otherwise, and theirs are never cut.
-
-_MIN_PREFIX_TOKENS = 4  # tokens that are worth the trouble
-_VERIFIED_TEXTS = 8  # texts that the cut is tried on
+_MIN_PREFIX_TOKENS = 4
+_VERIFIED_TEXTS = 8
 
 
 class PrefixedEncoding(NamedTuple):
-    """A text's tokens: those of the opening, then those of the rest."""
+    """The encoding of a text as those of its prefix and of the rest."""
 
-    opening: Any
+    prefix: Any
     rest: Any
-    cut: int
-    """Characters of the opening."""
+    prefix_characters: int
+    """0: the text does not start with the shared prefix, and `rest` is the whole encoding."""
 
     @property
     def ids(self) -> list[int]:
-        return [*self.opening.ids, *self.rest.ids] if self.cut else list(self.rest.ids)
+        return [*self.prefix.ids, *self.rest.ids] if self.prefix_characters else list(self.rest.ids)
 
-    def char_to_token(self, place: int) -> int | None:
+    def char_to_token(self, position: int) -> int | None:
         """The token of a character; None if it has none."""
-        if place < self.cut:
-            found = self.opening.char_to_token(place)
+        if position < self.prefix_characters:
+            found = self.prefix.char_to_token(position)
             return None if found is None else int(found)
-        found = self.rest.char_to_token(place - self.cut)
-        return None if found is None else int(found) + (len(self.opening) if self.cut else 0)
+        found = self.rest.char_to_token(position - self.prefix_characters)
+        return None if found is None else int(found) + self._prefix_tokens
 
-    def start_of(self, token: int) -> int:
-        """The first character of a token."""
-        before = len(self.opening) if self.cut else 0
-        if token < before:
-            return int(self.opening.token_to_chars(token)[0])
-        return int(self.rest.token_to_chars(token - before)[0]) + self.cut
+    def token_start(self, token: int) -> int:
+        """The position of a token's first character."""
+        if token < self._prefix_tokens:
+            return int(self.prefix.token_to_chars(token)[0])
+        return int(self.rest.token_to_chars(token - self._prefix_tokens)[0]) + self.prefix_characters
+
+    @property
+    def _prefix_tokens(self) -> int:
+        return len(self.prefix) if self.prefix_characters else 0
 
 
 class SharedPrefixEncoder:
-    """Encodes batches; the opening is found in the first one that has several texts."""
+    """Encodes batches of texts. The first batch with different texts determines the shared prefix."""
 
     def __init__(self, backend: Any, special: Sequence[str]) -> None:
-        """`special`: tokens at which texts are cut before all else."""
+        """`special`: tokens at which `backend` splits a text; without any, texts are always encoded whole."""
         self._backend = backend
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        self._text, self._encoding = "", None
-        self._is_known = not special
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._prefix, self._encoding = "", None
+        self._is_determined = not special
 
-    def encode(self, texts: Sequence[str], with_places: bool = True) -> list[PrefixedEncoding]:
-        """The tokens of each text; without places only ids may be asked for, which is faster."""
-        if not self._is_known and len(set(texts)) > 1:
-            self._find(texts)
-        cuts = [len(self._text) if self._text and text.startswith(self._text) else 0 for text in texts]
+    def encode(self, texts: Sequence[str], offsets: bool = True) -> list[PrefixedEncoding]:
+        """Encode each text. Without `offsets` it is faster, and the encodings have ids only."""
+        if not self._is_determined and len(set(texts)) > 1:
+            self._find_prefix(texts)
+        cuts = [len(self._prefix) if self._prefix and text.startswith(self._prefix) else 0 for text in texts]
         rests = [text[cut:] if cut else text for text, cut in zip(texts, cuts, strict=True)]
-        encode = self._backend.encode_batch if with_places else self._backend.encode_batch_fast
+        encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
         encodings = encode(rests, add_special_tokens=False)
         return [PrefixedEncoding(self._encoding, rest, cut) for rest, cut in zip(encodings, cuts, strict=True)]
 
-    def _find(self, texts: Sequence[str]) -> None:
-        self._is_known = True
-        *_, last = [0, *(found.end() for found in self._special.finditer(_common_prefix(min(texts), max(texts))))]
-        opening = self._backend.encode(texts[0][:last], add_special_tokens=False)
-        if len(opening) < _MIN_PREFIX_TOKENS:
+    def _find_prefix(self, texts: Sequence[str]) -> None:
+        self._is_determined = True
+        common = texts[0][: common_prefix_length(min(texts), max(texts))]  # the extremes in order bound all others
+        *_, cut = [0, *(found.end() for found in self._special.finditer(common))]
+        prefix = self._backend.encode(texts[0][:cut], add_special_tokens=False)
+        if len(prefix) < _MIN_PREFIX_TOKENS:
             return
-        tried = texts[:_VERIFIED_TEXTS]
-        whole = self._backend.encode_batch(list(tried), add_special_tokens=False)
-        rests = self._backend.encode_batch([text[last:] for text in tried], add_special_tokens=False)
-        if all([*opening.ids, *rest.ids] == all_.ids for rest, all_ in zip(rests, whole, strict=True)):
-            self._text, self._encoding = texts[0][:last], opening
+        sample = texts[:_VERIFIED_TEXTS]
+        whole = self._backend.encode_batch(list(sample), add_special_tokens=False)
+        rests = self._backend.encode_batch([text[cut:] for text in sample], add_special_tokens=False)
+        if all([*prefix.ids, *rest.ids] == full.ids for rest, full in zip(rests, whole, strict=True)):
+            self._prefix, self._encoding = texts[0][:cut], prefix
 
 
-def _common_prefix(a: str, b: str) -> str:
-    """What two texts begin with alike: of the first and the last in order, what all between them do."""
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:length]
+def common_prefix_length(a: str, b: str) -> int:
+    """How many characters two texts have in common at their start."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(i for i in range(length) if a[i] != b[i])
