@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: docs/config.md. `make docs` calls this; a test holds them current."""
+"""Generate docs/config.md from the code (`make docs`); a test fails when it is out of date."""
 
 from pathlib import Path
 
@@ -8,26 +8,26 @@ from whet.core.config import Setting, list_settings
 PAGE = Path(__file__).parent / "config.md"
 _HEAD = """# Every setting
 
-Made from the code by `make docs`; `whet config` prints the same. A recipe is a YAML file with these keys; a dot stands
-for a level. Change one on the command line with `KEY=VALUE`, for example `train.steps=100`.
+Generated from the code by `make docs`; `whet config` prints the same. A recipe is a YAML file with these keys, where a dot
+stands for a level. Override one on the command line with `KEY=VALUE`, for example `train.steps=100`.
 """
 
 
 def config_page() -> str:
-    """docs/config.md as it should be."""
+    """The content of docs/config.md."""
     parts = [_HEAD]
     section = ""
-    for knob in list_settings(Config):
-        top = knob.key.partition(".")[0]
+    for setting in list_settings(Config):
+        top = setting.key.partition(".")[0]
         if top != section:
             section = top
             parts.append(f"\n## {top}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
-        parts.append(_row(knob))
+        parts.append(_row(setting))
     return "".join(parts)
 
 
-def _row(knob: Setting) -> str:
-    cells = (f"`{knob.key}`", knob.type, f"`{knob.default}`" if knob.default else "", knob.description)
+def _row(setting: Setting) -> str:
+    cells = (f"`{setting.key}`", setting.type, f"`{setting.default}`" if setting.default else "", setting.description)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -24,8 +24,8 @@ def test_docs_config_is_current():
     assert generate.PAGE.read_text() == generate.config_page(), "run `make docs`"
 
 
-def test_every_setting_has_a_sentence():
-    assert [knob.key for knob in list_settings(Config) if not knob.description.endswith(".")] == []
+def test_every_setting_has_a_description():
+    assert [setting.key for setting in list_settings(Config) if not setting.description.endswith(".")] == []
 
 
 def test_every_recipe_is_valid():

@@ -126,7 +126,7 @@ def test_a_disk_that_fails_after_verification_is_unreadable_not_a_mismatch(
 
 def test_permission_denied_is_not_retried(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FailingDisk(monkeypatch, path / "manifest.json", times=99, error=errno.EACCES)
-    with pytest.raises(retry.UnreadableError, match=r"Permission denied\. It may be whole"):
+    with pytest.raises(retry.UnreadableError, match=r"Permission denied\. It may be intact"):
         load_checkpoint(path, *make(), ALONE)
     assert disk.left == 98
 

@@ -93,14 +93,14 @@ def test_a_misspelt_key_proposes_the_right_one(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("train.steps=many", "train.steps: 'many' does not fit: expected whole number"),
-        ("train.steps=0", "train.steps: 0 does not fit"),
+        ("train.steps=many", "train.steps: 'many' is not valid: expected integer"),
+        ("train.steps=0", "train.steps: 0 is not valid"),
         ("train.row_length=100", "shorter than data.max_length = 512"),
         ("export.at_end=adapter", "without an adapter section"),
         ("train.steps", "KEY=VALUE"),
     ],
 )
-def test_a_setting_that_cannot_be(refused: Refused, setting: str, said: str) -> None:
+def test_an_invalid_setting_is_refused(refused: Refused, setting: str, said: str) -> None:
     assert said in refused(setting)
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_does_not_exist(whet: Any, arguments: list[str], tmp_path: Pa
     assert not (tmp_path / "no-run").exists()
 
 
-def test_a_checkpoint_that_does_not_exist_is_answered_with_those_that_do(whet: Any, tiny_run: Path) -> None:
+def test_a_missing_checkpoint_lists_the_existing_ones(whet: Any, tiny_run: Path) -> None:
     ended = whet("eval", f"{tiny_run}@7")
     assert ended.code == 1
     assert "no such checkpoint. Use one of 20, 30, latest" in ended.err

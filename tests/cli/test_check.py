@@ -64,7 +64,7 @@ def test_long_conversations_that_are_split_pass(check: Any, write: Any, talk: An
     assert "40 conversations, rendered again" in found.texts("ids", "ok")
 
 
-def test_a_person_reads_one_line_for_each_finding(whet: Any, recipe: str) -> None:
+def test_each_finding_is_one_line(whet: Any, recipe: str) -> None:
     ended = whet("check", recipe)
     assert ended.out == ""
     lines = [line for line in ended.err.splitlines() if not line.startswith("preparing")]
@@ -86,7 +86,7 @@ def test_further_lines_are_indented_on_a_terminal(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_quiet_says_nothing_where_nothing_is_wrong(
+def test_quiet_prints_nothing_without_faults(
     whet: Any, recipe: str, check: Any, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "_quiet", False)
@@ -134,7 +134,7 @@ def test_bad_lines_leave_no_store_that_training_would_refuse(check: Any, write: 
     assert (tmp_path / "store/train/manifest.json").exists()
 
 
-def test_the_data_is_read_no_matter_where_it_was_first(check: Any, write: Any, tmp_path: Path) -> None:
+def test_moved_data_is_compared_with_its_store(check: Any, write: Any, tmp_path: Path) -> None:
     """A store is found by content; what is compared must be found under the new name."""
     write()
     check().passed()

@@ -27,7 +27,7 @@ def test_no_end_of_turn(check: Any, template: Any, good: Any) -> None:
     found.fault("data", "40 no end of turn")
 
 
-def test_the_end_of_turn_is_not_learned(check: Any, template: Any, good: Any) -> None:
+def test_an_unsupervised_end_of_turn_is_a_fault(check: Any, template: Any, good: Any) -> None:
     check(template(GOOD), "data.train_on=all").passed()
     found = check(template(GOOD.replace("<|im_end|>", "")), "data.train_on=all")
     found.fault("end of turn", str(good), "learned in 0.0%", "learns not to stop", "see template")

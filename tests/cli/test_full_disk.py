@@ -50,7 +50,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_first_ste
     assert list(disk.iterdir()) == []
 
 
-def test_a_disk_that_got_too_small_keeps_a_run_that_can_go_on(
+def test_a_run_on_a_disk_that_became_too_small_can_be_resumed(
     whet: Any, recipe: str, small_disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = small_disk("size=400k")

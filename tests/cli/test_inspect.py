@@ -70,7 +70,7 @@ def test_a_configuration_and_a_run_show_their_data(whet: Any, recipe: str, store
     assert other["documents"] == wanted["documents"][:1]
 
 
-def test_what_is_learned_stands_in_brackets(whet: Any, store: Store) -> None:
+def test_supervised_text_is_in_brackets(whet: Any, store: Store) -> None:
     out = whet("inspect", store.folder, "--limit", 1).out
     document = result_of(whet("inspect", store.folder, "--limit", 1, "--json"))["documents"][0]
     title, _, text = out.partition("\n")
@@ -81,7 +81,7 @@ def test_what_is_learned_stands_in_brackets(whet: Any, store: Store) -> None:
     assert document["text"].endswith(learned + "\n")
 
 
-def test_pieces_are_one_a_line(whet: Any, store: Store) -> None:
+def test_pieces_are_printed_one_per_line(whet: Any, store: Store) -> None:
     out = whet("inspect", store.folder, "--limit", 1, "--pieces").out
     rows = [line.split(maxsplit=3) for line in out.splitlines()[1:] if line.strip()]
     assert [int(row[0]) for row in rows] == list(range(len(rows)))
@@ -168,7 +168,7 @@ def test_a_batch_of_a_run_is_what_it_trained_on(whet: Any, tiny_run: Path, recip
     assert supervised == counts[30] - counts[29]
 
 
-def test_a_drawing_has_borders_and_padding(whet: Any, recipe: str) -> None:
+def test_a_drawn_batch_has_borders_and_padding(whet: Any, recipe: str) -> None:
     shown = result_of(whet("inspect", recipe, "--batch", 2, "--json"))
     out = whet("inspect", recipe, "--batch", 2).out
     title, *rows = out.splitlines()
@@ -183,7 +183,7 @@ def test_a_drawing_has_borders_and_padding(whet: Any, recipe: str) -> None:
 # What cannot be shown
 
 
-def test_what_is_not_there_is_an_error(whet: Any, recipe: str, store: Store, tmp_path: Path) -> None:
+def test_a_missing_target_is_an_error(whet: Any, recipe: str, store: Store, tmp_path: Path) -> None:
     assert f"{tmp_path}/no: no such file" in error_of(whet("inspect", tmp_path / "no"))
     assert f"{tmp_path}: neither a store" in error_of(whet("inspect", tmp_path))
     assert str(tmp_path / "no.bin") in error_of(whet("inspect", tmp_path / "no.bin")).replace("no.idx", "no.bin")

@@ -82,7 +82,7 @@ def test_chat(whet: Any, run: Path) -> None:
     assert isinstance(result["answer"], str)
 
 
-def test_config_lists_every_knob_with_a_sentence(whet: Any, recipe: str) -> None:
+def test_config_lists_every_setting_with_a_description(whet: Any, recipe: str) -> None:
     import yaml
 
     settings = only_object(whet("config", "--json").out)["settings"]
@@ -96,7 +96,7 @@ def test_config_lists_every_knob_with_a_sentence(whet: Any, recipe: str) -> None
             assert any(key.startswith(f"{section}.{knob}") for key in keys), f"{section}.{knob}"
 
 
-def test_config_shows_the_keys_that_start_so(whet: Any) -> None:
+def test_config_filters_by_prefix(whet: Any) -> None:
     ended = whet("config", "train.optimizer")
     assert "train.optimizer.lr" in ended.out
     assert "model.path" not in ended.out
@@ -125,7 +125,7 @@ def test_an_error_is_one_object_too(whet: Any, recipe: str, arguments: list[str]
     assert result["error"] in " ".join(ended.err.split("\n"))
 
 
-def test_without_json_stdout_stays_empty_or_holds_the_answer_alone(whet: Any, recipe: str, run: Path) -> None:
+def test_without_json_stdout_is_empty_or_holds_the_answer_only(whet: Any, recipe: str, run: Path) -> None:
     assert whet("prepare", recipe).out == ""
     assert whet("eval", run).out.startswith(f"run: {run}\nstep: 30\n")
     as_json = only_object(whet("chat", run, "--prompt", "Hello", "--max-new-tokens", "5", "--json").out)
@@ -140,7 +140,7 @@ def test_the_real_command_keeps_its_streams_apart(run: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["train", "--bogus"], ["eval"], ["train", "x.yaml", "--until", "0"], ["trian"]])
-def test_wrong_usage_too_is_one_object(arguments: list[str]) -> None:
+def test_a_usage_error_is_one_object(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "whet", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -148,7 +148,7 @@ def test_wrong_usage_too_is_one_object(arguments: list[str]) -> None:
     assert only_object(done.stdout)["error"] in done.stderr
 
 
-def test_wrong_usage_ends_with_2(whet: Any) -> None:
+def test_a_usage_error_exits_with_2(whet: Any) -> None:
     assert whet("train").code == 2
     assert whet("trian").code == 2
     assert whet("export", "run", "--to", "gif").code == 2

@@ -100,7 +100,7 @@ def test_the_result(whet: Any, recipe: str, cache: Path, write_data: Callable[..
     assert (cut["conversations"]["truncated"], cut["conversations"]["kept"]) == (1, 4)
 
 
-def test_finding_a_store_takes_no_time_and_no_heavy_library(arguments: list[str], whet: Any) -> None:
+def test_reusing_a_store_imports_neither_torch_nor_transformers(arguments: list[str], whet: Any) -> None:
     first = result_of(whet("prepare", *arguments, "--json"))
     began = time.monotonic()
     command = [sys.executable, "-c", TELL, "prepare", *arguments, "--quiet", "--json"]
@@ -133,7 +133,7 @@ def test_shards_and_merge(arguments: list[str], whet: Any, cache: Path, monkeypa
 
 
 @pytest.mark.parametrize("shard", ["3/3", "1", "a/b", "-1/3", "0/0"])
-def test_a_shard_that_cannot_be_is_refused(arguments: list[str], whet: Any, cache: Path, shard: str) -> None:
+def test_an_invalid_shard_is_refused(arguments: list[str], whet: Any, cache: Path, shard: str) -> None:
     ended = whet("prepare", *arguments, "--shard", shard)
     assert ended.code == 1
     assert f"--shard {shard}: write I/N with I from 0 to N − 1" in ended.err

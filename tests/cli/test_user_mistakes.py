@@ -31,14 +31,14 @@ def prepare(whet: Any, recipe: str, tmp_path: Path) -> Prepare:
     return run
 
 
-def test_tools_that_the_template_does_not_show_are_told(prepare: Prepare) -> None:
+def test_tools_that_the_template_ignores_are_reported(prepare: Prepare) -> None:
     code, result = prepare([{"messages": TURNS}, {"messages": TURNS, "tools": [TOOL]}])
     assert code == 0
     assert result["notes"] == {"tools left out by the template": 1}
     assert result["first"]["tools left out by the template"][0].endswith("own.jsonl:2")
 
 
-def test_a_misspelt_field_in_a_filter_is_no_filter(prepare: Prepare) -> None:
+def test_a_field_that_a_record_lacks_is_not_a_filter(prepare: Prepare) -> None:
     records = [{"messages": TURNS, "lang": "de"}, {"messages": TURNS}]
     _, result = prepare(records, "data.on_bad=skip", "data.sources.0.where=lang == 'de'")
     assert result["reasons"] == {"where": 1}
@@ -46,7 +46,7 @@ def test_a_misspelt_field_in_a_filter_is_no_filter(prepare: Prepare) -> None:
     assert result["reasons"] == {"filter": 1}
 
 
-def test_a_very_long_conversation_is_left_out_as_data_too_long_says(prepare: Prepare) -> None:
+def test_a_very_long_conversation_follows_data_too_long(prepare: Prepare) -> None:
     long = [TURNS[0] | {"content": "a" * 700_000}, TURNS[1]]
     code, result = prepare([{"messages": TURNS}, {"messages": long}], "data.too_long=drop")
     assert code == 0
@@ -56,13 +56,13 @@ def test_a_very_long_conversation_is_left_out_as_data_too_long_says(prepare: Pre
     assert "own.jsonl:2" in result["error"]
 
 
-def test_a_calculator_is_asked_for_where_there_is_none(prepare: Prepare) -> None:
+def test_calculator_calls_need_a_format_that_has_them(prepare: Prepare) -> None:
     code, result = prepare([{"messages": TURNS}], "data.sources.0.calculator=calls")
     assert code == 1
     assert "gsm8k" in result["error"]
 
 
-def test_standard_input_by_its_sign(recipe: str, tmp_path: Path) -> None:
+def test_a_dash_is_standard_input(recipe: str, tmp_path: Path) -> None:
     own = ["data.sources.0.path=-", "data.sources.0.max_samples=null", "data.validation=null", "--json"]
     ended = subprocess.run(
         [sys.executable, "-m", "whet", "prepare", recipe, *own],
@@ -80,7 +80,7 @@ def test_data_in_place_of_a_recipe(whet: Any, tmp_path: Path) -> None:
     assert "data.sources" in json.loads(ended.out)["error"]
 
 
-def test_counts_into_a_folder_that_is_not_there(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_counts_into_a_missing_folder_are_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet("inspect", recipe, "--count", tmp_path / "no" / "x.csv", "--json")
     assert ended.code == 1
     assert str(tmp_path / "no") in json.loads(ended.out)["error"]

@@ -109,7 +109,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(recipe_file: Write) -> Non
     assert fault(path) == f"{path}:3: unknown key train.stepz (value 3). Did you mean train.steps?"
 
 
-def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(recipe_file: Write) -> None:
+def test_a_key_in_the_wrong_section_names_the_right_one(recipe_file: Write) -> None:
     path = recipe_file("name: x", "lr: 1e-4")
     assert fault(path) == f"{path}:2: unknown key lr (value 0.0001). Did you mean train.optimizer.lr?"
 
@@ -119,7 +119,7 @@ def test_a_key_that_has_several_right_places_names_them_all(recipe_file: Write) 
     assert fault(path).endswith("Did you mean leaves[].a or leaf.a or more[].a?")
 
 
-def test_a_key_like_no_other_is_answered_with_those_there_are(recipe_file: Write) -> None:
+def test_a_key_like_no_other_lists_the_known_ones(recipe_file: Write) -> None:
     path = recipe_file("name: x", "train:", "  optimizer:", "    zzz: 3")
     assert (
         fault(path)
@@ -140,29 +140,29 @@ def test_a_missing_key_is_explained(recipe_file: Write) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("train: {steps: many}", "train.steps: 'many' does not fit: expected whole number. How many steps."),
-        ("train: {steps: 1.5}", "train.steps: 1.5 does not fit: expected whole number. How many steps."),
-        ("train: {steps: '3'}", "train.steps: '3' does not fit: expected whole number. How many steps."),
-        ("train: {steps: true}", "train.steps: True does not fit: expected whole number. How many steps."),
-        ("train: {steps: [1]}", "train.steps: [1] does not fit: expected whole number. How many steps."),
+        ("train: {steps: many}", "train.steps: 'many' is not valid: expected integer. How many steps."),
+        ("train: {steps: 1.5}", "train.steps: 1.5 is not valid: expected integer. How many steps."),
+        ("train: {steps: '3'}", "train.steps: '3' is not valid: expected integer. How many steps."),
+        ("train: {steps: true}", "train.steps: True is not valid: expected integer. How many steps."),
+        ("train: {steps: [1]}", "train.steps: [1] is not valid: expected integer. How many steps."),
         (
             "train: {optimizer: {lr: fast}}",
-            "train.optimizer.lr: 'fast' does not fit: expected number. The learning rate.",
+            "train.optimizer.lr: 'fast' is not valid: expected number. The learning rate.",
         ),
-        ("train: 3", "train: 3 does not fit: expected a section with steps, epochs, tokens, optimizer, warmup."),
-        ("train:", "train: None does not fit: expected a section with"),
-        ("kind: three", "kind: 'three' does not fit: expected one | two. Which of two."),
-        ("on: yes", "on: 'yes' does not fit: expected true or false. Whether."),
-        ("on: 1", "on: 1 does not fit: expected true or false. Whether."),
-        ("tags: word", "tags: 'word' does not fit: expected list of text. Words."),
-        ("tags: [1]", "tags.0: 1 does not fit: expected list of text. Words."),
-        ("pair: [1, b]", "pair.1: 'b' does not fit: expected [number, number]. Two numbers."),
-        ("leaves: {a: 1}", "leaves: {'a': 1} does not fit: expected list of a section with a, b. Many of them."),
-        ("leaves: [3]", "leaves.0: 3 does not fit: expected list of a section with a, b. Many of them."),
-        ("train: {warmup: x}", "train.warmup: 'x' does not fit: expected whole number | number. Rise."),
+        ("train: 3", "train: 3 is not valid: expected a section with steps, epochs, tokens, optimizer, warmup."),
+        ("train:", "train: None is not valid: expected a section with"),
+        ("kind: three", "kind: 'three' is not valid: expected one | two. Which of two."),
+        ("on: yes", "on: 'yes' is not valid: expected true or false. Whether."),
+        ("on: 1", "on: 1 is not valid: expected true or false. Whether."),
+        ("tags: word", "tags: 'word' is not valid: expected list of strings. Words."),
+        ("tags: [1]", "tags.0: 1 is not valid: expected list of strings. Words."),
+        ("pair: [1, b]", "pair.1: 'b' is not valid: expected [number, number]. Two numbers."),
+        ("leaves: {a: 1}", "leaves: {'a': 1} is not valid: expected list of sections with a, b. Many of them."),
+        ("leaves: [3]", "leaves.0: 3 is not valid: expected list of sections with a, b. Many of them."),
+        ("train: {warmup: x}", "train.warmup: 'x' is not valid: expected integer | number. Rise."),
     ],
 )
-def test_a_value_of_the_wrong_type_says_what_is_expected(recipe_file: Write, line: str, says: str) -> None:
+def test_a_value_of_the_wrong_type_is_an_error_with_the_type_expected(recipe_file: Write, line: str, says: str) -> None:
     path = recipe_file("name: x", line)
     assert fault(path).startswith(f"{path}:2: {says}")
 
@@ -170,12 +170,12 @@ def test_a_value_of_the_wrong_type_says_what_is_expected(recipe_file: Write, lin
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("train: {steps: 0}", "train.steps: 0 does not fit (input should be greater than or equal to 1)"),
-        ("train: {steps: 101}", "train.steps: 101 does not fit (input should be less than or equal to 100)"),
-        ("train: {optimizer: {lr: 0.0}}", "train.optimizer.lr: 0.0 does not fit (input should be greater than 0)"),
-        ("train: {warmup: 1.5}", "train.warmup: 1.5 does not fit (input should be less than or equal to 1)"),
-        ("leaves: [{}, {}, {}, {}]", "leaves: [{}, {}, {}, {}] does not fit (list should have at most 3 items"),
-        ("pair: [1, 2, 3]", "pair: [1, 2, 3] does not fit (tuple should have at most 2 items"),
+        ("train: {steps: 0}", "train.steps: 0 is not valid (input should be greater than or equal to 1)"),
+        ("train: {steps: 101}", "train.steps: 101 is not valid (input should be less than or equal to 100)"),
+        ("train: {optimizer: {lr: 0.0}}", "train.optimizer.lr: 0.0 is not valid (input should be greater than 0)"),
+        ("train: {warmup: 1.5}", "train.warmup: 1.5 is not valid (input should be less than or equal to 1)"),
+        ("leaves: [{}, {}, {}, {}]", "leaves: [{}, {}, {}, {}] is not valid (list should have at most 3 items"),
+        ("pair: [1, 2, 3]", "pair: [1, 2, 3] is not valid (tuple should have at most 2 items"),
     ],
 )
 def test_a_value_out_of_range_names_the_range(recipe_file: Write, line: str, says: str) -> None:
@@ -183,12 +183,12 @@ def test_a_value_out_of_range_names_the_range(recipe_file: Write, line: str, say
     assert f"{path}:2: {says}" in fault(path).splitlines()[0] or f"{path}:2: {says}" in fault(path)
 
 
-def test_values_that_are_impossible_together_are_placed(recipe_file: Write) -> None:
+def test_values_that_are_invalid_together_are_reported_at_a_key(recipe_file: Write) -> None:
     path = recipe_file("name: x", "on: true", "kind: two")
     assert fault(path) == f"{path}:3: kind: two cannot be on"
 
 
-def test_all_faults_are_listed_at_once_each_with_its_line(recipe_file: Write) -> None:
+def test_all_errors_are_listed_at_once_each_with_its_line(recipe_file: Write) -> None:
     path = recipe_file("nam: x", "kind: three", "train:", "  steps: 0")
     told = fault(path).splitlines()
     assert sorted(re.findall(r":(\d+): ", line)[0] for line in told) == ["1", "1", "2", "4"]
@@ -243,7 +243,7 @@ def test_two_alternatives_in_a_child_are_still_an_error(recipe_file: Write) -> N
 # Extending
 
 
-def test_a_chain_of_recipes_merges_key_by_key_and_places_point_to_the_writer(recipe_file: Write) -> None:
+def test_a_chain_of_recipes_merges_key_by_key_and_errors_name_the_right_file(recipe_file: Write) -> None:
     recipe_file("name: x", "kind: two", "train: {steps: 3, warmup: 2}", "tags: [p, q]", file="a.yaml")
     recipe_file("extends: a.yaml", "train: {steps: 5}", "tags: [r]", file="b.yaml")
     path = recipe_file("extends: b.yaml", "name: y")
@@ -252,7 +252,7 @@ def test_a_chain_of_recipes_merges_key_by_key_and_places_point_to_the_writer(rec
     assert config.tags == ["r"], "lists are replaced, not joined"
 
 
-def test_a_fault_in_a_parent_is_placed_in_the_parent(recipe_file: Write) -> None:
+def test_an_error_in_a_parent_names_the_parent(recipe_file: Write) -> None:
     base = recipe_file("name: x", "train:", "  steps: 0", file="base.yaml")
     child = recipe_file("extends: base.yaml", "kind: two")
     assert fault(child).startswith(f"{base.resolve()}:3: train.steps: 0")
@@ -276,22 +276,22 @@ def test_parents_are_found_beside_the_recipe(
     assert load_config(Root, child).name == "x"
 
 
-def test_the_same_parent_twice_is_no_circle(recipe_file: Write) -> None:
+def test_the_same_parent_twice_is_not_circular(recipe_file: Write) -> None:
     recipe_file("name: x", file="base.yaml")
     recipe_file("extends: base.yaml", "kind: two", file="a.yaml")
     recipe_file("extends: base.yaml", file="b.yaml")
     assert load_config(Root, recipe_file("extends: [a.yaml, b.yaml]")).kind == "two"
 
 
-def test_a_circle_is_an_error(recipe_file: Write) -> None:
+def test_circular_extends_are_an_error(recipe_file: Write) -> None:
     a = recipe_file("name: x", "extends: b.yaml", file="a.yaml")
     b = recipe_file("extends: a.yaml", file="b.yaml")
-    assert fault(a) == f"{b.resolve()}:1: a.yaml extends itself in a circle"
+    assert fault(a) == f"{b.resolve()}:1: circular extends: a.yaml extends itself"
     own = recipe_file("name: x", "extends: r.yaml")
-    assert fault(own) == f"{own}:2: r.yaml extends itself in a circle"
+    assert fault(own) == f"{own}:2: circular extends: r.yaml extends itself"
 
 
-def test_a_missing_parent_is_an_error_that_says_where_it_was_looked_for(recipe_file: Write, tmp_path: Path) -> None:
+def test_a_missing_parent_is_an_error_with_its_full_path(recipe_file: Write, tmp_path: Path) -> None:
     path = recipe_file("name: x", "extends: nope.yaml")
     assert fault(path).startswith(f"{path}:2: extends nope.yaml: no such file ({(tmp_path / 'nope.yaml').resolve()})")
 
@@ -310,10 +310,10 @@ def test_an_override_without_key_or_value_is_an_error(text: str) -> None:
     assert fault(None, text).startswith(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100")
 
 
-def test_a_fault_in_an_override_is_placed_on_the_command_line(recipe_file: Write) -> None:
+def test_an_error_in_an_override_names_the_command_line(recipe_file: Write) -> None:
     path = recipe_file("name: x")
     assert fault(path, "train.stepz=3").startswith("command line, train.stepz=3: unknown key train.stepz (value 3)")
-    assert fault(path, "train.steps=x").startswith("command line, train.steps=x: train.steps: 'x' does not fit")
+    assert fault(path, "train.steps=x").startswith("command line, train.steps=x: train.steps: 'x' is not valid")
     assert fault(path, "tags=[a").startswith("command line, tags=[a: not valid YAML")
 
 
@@ -347,15 +347,15 @@ def test_variables_are_expanded_in_overrides_too(recipe_file: Write, monkeypatch
 # Describing
 
 
-def test_every_knob_is_listed_in_order_with_type_default_and_sentence() -> None:
-    listed = {knob.key: knob for knob in list_settings(Root)}
+def test_every_setting_is_listed_in_order_with_type_default_and_description() -> None:
+    listed = {setting.key: setting for setting in list_settings(Root)}
     assert list(listed) == [
         "name", "kind", "train.steps", "train.epochs", "train.tokens", "train.optimizer.lr", "train.warmup", "leaves",
         "leaves[].a", "leaves[].b", "leaf.a", "leaf.b", "more", "more[].a", "more[].b", "on", "pair", "tags",
     ]  # fmt: skip
     assert (listed["name"].default, listed["name"].description) == ("required", "What it is called.")
     assert (listed["kind"].type, listed["kind"].default) == ("one | two", "one")
-    assert (listed["train.steps"].type, listed["train.steps"].default) == ("whole number", "")
+    assert (listed["train.steps"].type, listed["train.steps"].default) == ("integer", "")
     assert (listed["on"].type, listed["on"].default) == ("true or false", "false")
     assert (listed["pair"].type, listed["pair"].default) == ("[number, number]", "[0.0, 1.0]")
     assert (listed["leaves"].type, listed["leaves"].default) == ("list of sections", "[]")
@@ -364,18 +364,19 @@ def test_every_knob_is_listed_in_order_with_type_default_and_sentence() -> None:
 @pytest.mark.parametrize(
     ("annotation", "words"),
     [
-        (str, "text"),
-        (int | None, "whole number"),
-        (Literal["auto"] | int, "auto | whole number"),
-        (list[str], "list of text"),
-        (tuple[int, float], "[whole number, number]"),
-        (Annotated[int, Field(ge=1)], "whole number"),
+        (str, "string"),
+        (int | None, "integer"),
+        (Literal["auto"] | int, "auto | integer"),
+        (list[str], "list of strings"),
+        (dict[str, Annotated[int, Field(ge=1)]], "mapping of names to integers"),
+        (tuple[int, float], "[integer, number]"),
+        (Annotated[int, Field(ge=1)], "integer"),
         (Optimizer, "a section with lr"),
         (Optimizer | None, "a section with lr"),
         (bytes, "<class 'bytes'>"),
     ],
 )
-def test_types_are_told_in_a_persons_words(annotation: object, words: str) -> None:
+def test_types_are_named_in_the_words_of_the_docs(annotation: object, words: str) -> None:
     assert describe_type(annotation) == words
 
 
@@ -384,8 +385,8 @@ def test_types_are_told_in_a_persons_words(annotation: object, words: str) -> No
 SMALL = ("model: {path: builtin:tiny}", "data: {sources: [{path: builtin:orders}], max_length: 64}")
 
 
-def test_every_knob_of_the_real_tree_has_a_sentence() -> None:
-    assert [knob.key for knob in list_settings(Config) if not knob.description] == []
+def test_every_setting_of_the_real_tree_has_a_description() -> None:
+    assert [setting.key for setting in list_settings(Config) if not setting.description] == []
 
 
 def test_misplaced_and_misspelt_keys_of_the_real_tree(recipe_file: Write) -> None:
@@ -398,7 +399,7 @@ def test_misplaced_and_misspelt_keys_of_the_real_tree(recipe_file: Write) -> Non
     }
 
 
-def test_a_run_is_called_after_its_recipe(recipe_file: Write, tmp_path: Path) -> None:
+def test_a_run_is_named_after_its_recipe(recipe_file: Write, tmp_path: Path) -> None:
     assert read_config(recipe_file(*SMALL, file="orders.yaml")).folder == Path("runs/orders")
     (tmp_path / "old").mkdir()
     assert read_config(recipe_file(*SMALL, file="old/config.yaml")).run.name == "old"
@@ -453,7 +454,7 @@ def test_the_same_run_in_another_folder_differs_in_nothing_else(recipe_file: Wri
     assert moved.model_copy(update={"run": config.run}) == config
 
 
-def test_a_settled_config_names_files_by_their_full_path(
+def test_a_resolved_config_has_absolute_paths(
     recipe_file: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

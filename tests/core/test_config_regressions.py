@@ -23,7 +23,7 @@ def test_an_index_reaches_into_a_list_that_is_one_of_alternatives(tmp_path: Path
 def test_an_empty_mapping_is_not_a_list(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(SMALL)
-    with pytest.raises(WhetError, match=r"data\.sources: {} does not fit"):
+    with pytest.raises(WhetError, match=r"data\.sources: {} is not valid"):
         read_config(path, ["data.sources={}"])
 
 
@@ -61,14 +61,14 @@ def test_keys_survive_the_round_trip() -> None:
 
 
 @pytest.mark.parametrize("key", ["train.epochs", "train.optimizer.lr", "train.clip_norm"])
-def test_infinity_is_no_setting(tmp_path: Path, key: str) -> None:
+def test_infinity_is_not_a_valid_value(tmp_path: Path, key: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(SMALL)
     with pytest.raises(WhetError, match=key):
         read_config(path, [f"{key}=.inf"])
 
 
-def test_a_fault_between_sections_is_placed_at_the_key_that_was_given(tmp_path: Path) -> None:
+def test_an_error_between_sections_is_reported_at_the_key_that_was_set(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(SMALL + "train:\n  steps: 3\n")
     with pytest.raises(WhetError, match=r"^command line, train\.row_length=3: "):

@@ -20,7 +20,7 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("spoken")
-def test_sayings_and_warnings_go_to_stderr_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_and_warnings_go_to_stderr_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     console.info("a [bold]b[/bold] [1, 2]")
     console.warn("look [here]")
     out, err = capsys.readouterr()
@@ -28,13 +28,13 @@ def test_sayings_and_warnings_go_to_stderr_as_they_are(capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("spoken")
-def test_markup_is_for_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_markup_is_off_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     console.info("a [bold]b[/bold]", markup=True)
     assert capsys.readouterr().err == "a b\n"
 
 
 @pytest.mark.usefixtures("spoken")
-def test_a_quiet_process_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_quiet()
     console.info("a")
     console.warn("b")
@@ -64,7 +64,7 @@ def test_a_result_that_is_not_json_is_refused() -> None:
         console.print_json({"loss": float("nan")})
 
 
-def test_the_console_is_stderr_and_speaks_by_default() -> None:
+def test_the_console_is_stderr_and_not_quiet_by_default() -> None:
     assert console._console.stderr
     found = subprocess.run(
         [sys.executable, "-c", "from whet.core.console import info; info('a', 1)"],
@@ -76,7 +76,7 @@ def test_the_console_is_stderr_and_speaks_by_default() -> None:
 
 
 @pytest.mark.usefixtures("spoken")
-def test_progress_starts_at_nothing_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_starts_at_zero_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     with console.progress("work", 5) as bar:
         bar.advance()
     assert "1/5" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_progress_leaves_one_line_in_a_log(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("spoken")
-def test_a_log_says_how_long_it_took_and_what_is_left(
+def test_a_log_line_has_elapsed_time_and_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]

@@ -47,9 +47,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(("content", "written"), [("é\n", "é\n".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")])
-def test_a_file_is_written_as_it_is_and_leaves_nothing_beside_it(
-    tmp_path: Path, content: str | bytes, written: bytes
-) -> None:
+def test_an_atomic_write_leaves_no_temporary_file(tmp_path: Path, content: str | bytes, written: bytes) -> None:
     file = tmp_path / "f"
     file.write_text("old and longer")
     atomic_write(file, content)
@@ -106,7 +104,7 @@ def test_files_are_on_the_disk_before_their_folder_has_its_name(
 
 
 @pytest.mark.parametrize("error", [_BreakError, KeyboardInterrupt])
-def test_a_folder_whose_block_fails_vanishes(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_folder_whose_block_fails_is_deleted(tmp_path: Path, error: type[BaseException]) -> None:
     def fill() -> None:
         with atomic_dir(tmp_path / "store") as temporary:
             (temporary / "f").write_text("x")
@@ -117,7 +115,7 @@ def test_a_folder_whose_block_fails_vanishes(tmp_path: Path, error: type[BaseExc
     assert names(tmp_path) == []
 
 
-def test_a_folder_is_replaced_whole_and_kept_when_its_successor_fails(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_atomically_and_kept_when_its_successor_fails(tmp_path: Path) -> None:
     target = tmp_path / "store"
     with atomic_dir(target) as temporary:
         (temporary / "old").touch()
@@ -130,7 +128,7 @@ def test_a_folder_is_replaced_whole_and_kept_when_its_successor_fails(tmp_path: 
     assert names(tmp_path) == ["store"]
 
 
-def test_leavings_of_a_process_that_was_killed_do_not_get_into_the_folder(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_do_not_get_into_the_folder(tmp_path: Path) -> None:
     left = tmp_path / f".store.{os.getpid()}"
     left.mkdir()
     (left / "junk").touch()
@@ -200,7 +198,7 @@ def test_lines_are_appended_and_readable_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
-def test_reopening_at_a_recorded_size_undoes_what_came_after(tmp_path: Path, keep: int) -> None:
+def test_reopening_with_an_earlier_size_truncates_the_file(tmp_path: Path, keep: int) -> None:
     file = tmp_path / "m.jsonl"
     lines = JsonLinesWriter(file)
     sizes = [lines.size()]
@@ -217,7 +215,7 @@ def test_reopening_at_a_recorded_size_undoes_what_came_after(tmp_path: Path, kee
     assert [record["step"] for record in read_json_lines(file)] == [*range(keep), "new"]
 
 
-def test_a_file_shorter_than_recorded_is_continued_where_it_ends(tmp_path: Path) -> None:
+def test_a_file_shorter_than_that_size_is_continued_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     file.write_text('{"step": 1}\n')
     lines = JsonLinesWriter(file, keep=1000)
@@ -319,7 +317,7 @@ def test_hashes_are_the_same_in_every_version(tmp_path: Path) -> None:
     assert hash_json({"a": [1, "é"]}) == "72ef2862b9ca894d0a6fcf3d8523d87bf4944beb"
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whet_cache_sets_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_CACHE", "/some/where")
     assert cache_dir() == Path("/some/where")
     monkeypatch.setenv("WHET_CACHE", "")

@@ -23,27 +23,27 @@ def system(root: Path, groups: str, **files: object) -> Path:
     return root
 
 
-def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+def test_without_control_groups_the_machines_memory_counts(tmp_path: Path) -> None:
     assert available_memory(system(tmp_path, "")) == 8_192_000
 
 
-def test_where_the_system_does_not_tell_nothing_is_known(tmp_path: Path) -> None:
+def test_memory_is_unknown_where_the_system_does_not_report_it(tmp_path: Path) -> None:
     assert available_memory(tmp_path) is None
 
 
 @pytest.mark.parametrize(("limit", "free"), [("max", 8_192_000), ("5000000", 4_000_000), ("90000000", 8_192_000)])
-def test_version_2(tmp_path: Path, limit: str, free: int) -> None:
+def test_cgroup_version_2(tmp_path: Path, limit: str, free: int) -> None:
     files = {"memory.max": limit, "memory.current": 1_000_000}
     assert available_memory(system(tmp_path, "0::/\n", **files)) == free
 
 
-def test_pages_of_files_are_not_gone(tmp_path: Path) -> None:
+def test_cached_file_pages_count_as_free(tmp_path: Path) -> None:
     stat = "anon 1\ninactive_file 300\nactive_file 50\nshmem 9000"
     files = {"memory.max": 1000, "memory.current": 900, "memory.stat": stat}
     assert available_memory(system(tmp_path, "0::/\n", **files)) == 450
 
 
-def test_a_limit_further_out_holds_for_all_inside(tmp_path: Path) -> None:
+def test_the_limit_of_an_outer_group_holds(tmp_path: Path) -> None:
     files = {
         "job__step__memory.max": "max", "job__step__memory.current": 700,
         "job__memory.max": 2000, "job__memory.current": 1700,
@@ -51,12 +51,12 @@ def test_a_limit_further_out_holds_for_all_inside(tmp_path: Path) -> None:
     assert available_memory(system(tmp_path, "0::/job/step\n", **files)) == 300
 
 
-def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+def test_a_group_over_its_limit_has_no_free_memory(tmp_path: Path) -> None:
     assert available_memory(system(tmp_path, "0::/\n", **{"memory.max": 10, "memory.current": 11})) == 0
 
 
 @pytest.mark.parametrize("path", ["/", "/slurm/job", "/docker/not-seen-from-inside"])
-def test_version_1_also_by_the_hosts_path(tmp_path: Path, path: str) -> None:
+def test_cgroup_version_1_also_with_the_hosts_path(tmp_path: Path, path: str) -> None:
     files = {
         "memory__memory.limit_in_bytes": 4000, "memory__memory.usage_in_bytes": 3000,
         "memory__memory.stat": "inactive_file 1\ntotal_inactive_file 200\ntotal_active_file 5",
@@ -66,6 +66,6 @@ def test_version_1_also_by_the_hosts_path(tmp_path: Path, path: str) -> None:
     assert available_memory(system(tmp_path, groups, **files)) == 1205
 
 
-def test_this_machine_has_some() -> None:
+def test_this_machine_has_free_memory() -> None:
     free = available_memory()
     assert free is None or free > 0

@@ -25,7 +25,7 @@ def test_a_folder_is_made_and_owned(tmp_path: Path) -> None:
     RunFolder(tmp_path / "runs" / "a").close()
 
 
-def test_a_folder_in_use_names_its_owner_since_when_and_its_last_sign_of_life(tmp_path: Path) -> None:
+def test_a_folder_in_use_names_its_owner_and_the_last_heartbeat(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     owner = rf"in use by {socket.gethostname()} pid {os.getpid()} since \d{{4}}-\d\d-\d\dT[\d:]+\+00:00 \(\d s ago\)"
     with pytest.raises(WhetError, match=rf"{owner}\. .*touch {tmp_path}/stop.*run\.dir=FOLDER"):
@@ -45,7 +45,7 @@ def test_a_lock_that_a_dead_process_left_is_taken_over(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_a_failure_can_be_noted_by_one_that_does_not_own_the_folder(tmp_path: Path) -> None:
+def test_a_process_that_does_not_own_the_folder_can_record_a_failure(tmp_path: Path) -> None:
     record_failure(tmp_path, "rank 1 hangs", 3)
     assert read_status(tmp_path) == {}
     folder = RunFolder(tmp_path)
@@ -91,7 +91,7 @@ def test_a_folder_with_other_files_is_refused_and_some_are_named(tmp_path: Path)
     folder.close()
 
 
-def test_a_status_says_who_runs_where_and_how_far(tmp_path: Path) -> None:
+def test_a_status_has_state_step_host_and_pid(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert read_status(tmp_path) == {}
     folder.set_status("running", 3, 10)
@@ -104,7 +104,7 @@ def test_a_status_says_who_runs_where_and_how_far(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_the_first_start_is_remembered_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_the_first_start_survives_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = RunFolder(tmp_path)
     first.set_status("running", 1, 2)
     first.close()
@@ -117,7 +117,7 @@ def test_the_first_start_is_remembered_over_restarts(tmp_path: Path, monkeypatch
     assert read_status(tmp_path)["heartbeat"] == started + 1000
 
 
-def test_signs_of_life_come_every_few_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_are_written_every_few_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(run_module.time, "time", lambda: now)
     folder = RunFolder(tmp_path)
@@ -141,14 +141,14 @@ def test_the_end_is_written_at_the_last_step_that_was_reached(tmp_path: Path) ->
     assert (status["state"], status["step"], status["steps"], status["exit_code"]) == ("stopped", 4, 9, 75)
 
 
-def test_a_run_that_never_began_has_no_end(tmp_path: Path) -> None:
+def test_a_run_that_never_began_gets_no_status(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.set_ended("failed", 1)
     folder.close()
     assert read_status(tmp_path) == {}
 
 
-def test_a_stop_file_is_a_request_and_is_taken_away_at_the_end(tmp_path: Path) -> None:
+def test_a_stop_file_requests_a_stop_and_is_deleted_at_the_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert not folder.stop_requested()
     (tmp_path / "stop").touch()
@@ -168,7 +168,7 @@ def begun(path: Path) -> RunFolder:
     return folder
 
 
-def test_a_run_that_had_not_begun_to_learn_leaves_no_trace(tmp_path: Path) -> None:
+def test_an_abandoned_run_without_a_step_is_deleted(tmp_path: Path) -> None:
     begun(tmp_path / "runs" / "a").abandon()
     assert list(tmp_path.iterdir()) == []
 
@@ -186,7 +186,7 @@ def test_runs_beside_an_abandoned_one_stay(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["b"]
 
 
-def test_a_run_that_has_learned_something_stays_when_abandoned(tmp_path: Path) -> None:
+def test_an_abandoned_run_with_a_step_stays(tmp_path: Path) -> None:
     folder = begun(tmp_path / "a")
     (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
     folder.abandon()
@@ -202,7 +202,7 @@ def test_an_earlier_run_stays_when_its_successor_is_abandoned(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "plan", "metrics.jsonl"])
-def test_files_called_like_a_runs_are_still_someone_elses(tmp_path: Path, name: str) -> None:
+def test_files_with_the_names_of_a_runs_files_are_not_deleted(tmp_path: Path, name: str) -> None:
     """A typing error in a recipe must not cost anyone their checkpoints."""
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious.pt").touch()
@@ -213,7 +213,7 @@ def test_files_called_like_a_runs_are_still_someone_elses(tmp_path: Path, name: 
     assert (tmp_path / name / "precious.pt").exists()
 
 
-def test_files_of_someone_elses_stay_when_a_run_is_abandoned(tmp_path: Path) -> None:
+def test_other_files_stay_when_a_run_is_abandoned(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     begun(tmp_path).abandon()
     assert (tmp_path / "thesis.tex").exists()

@@ -17,7 +17,7 @@ def send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_schedulers_signals_end_like_ctrl_c_and_only_once(number: signal.Signals) -> None:
+def test_stop_signals_raise_like_ctrl_c_and_only_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with raise_on_stop_signals():
         with pytest.raises(KeyboardInterrupt):
@@ -27,7 +27,7 @@ def test_schedulers_signals_end_like_ctrl_c_and_only_once(number: signal.Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signals_are_noted_and_a_second_ctrl_c_interrupts(number: signal.Signals) -> None:
+def test_signals_are_collected_and_a_second_ctrl_c_interrupts(number: signal.Signals) -> None:
     signals: list[int] = []
     told: list[int] = []
     with raise_on_stop_signals(), collect_stop_signals(signals, lambda: told.append(1)):
@@ -39,7 +39,7 @@ def test_signals_are_noted_and_a_second_ctrl_c_interrupts(number: signal.Signals
             send(signal.SIGINT)
 
 
-def test_who_is_stopping_is_not_disturbed_while_it_writes_down_how() -> None:
+def test_signals_are_ignored_while_an_error_is_written_down() -> None:
     with raise_on_stop_signals():
         with pytest.raises(StoppedError), collect_stop_signals([], lambda: None):
             raise StoppedError("stopped")
@@ -48,14 +48,14 @@ def test_who_is_stopping_is_not_disturbed_while_it_writes_down_how() -> None:
         send(signal.SIGTERM)
 
 
-def test_nothing_is_left_behind_without_the_frame_around() -> None:
+def test_handlers_are_restored_without_an_outer_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(StoppedError), collect_stop_signals([], lambda: None):
         raise StoppedError("stopped")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_after_a_good_end_signals_interrupt_again() -> None:
+def test_signals_raise_again_after_a_normal_end() -> None:
     with raise_on_stop_signals():
         with collect_stop_signals([], lambda: None):
             pass
@@ -63,7 +63,7 @@ def test_after_a_good_end_signals_interrupt_again() -> None:
             send(signal.SIGTERM)
 
 
-def test_a_signal_whose_exception_was_lost_is_noted_all_the_same() -> None:
+def test_a_signal_whose_exception_was_swallowed_is_collected() -> None:
     signals: list[int] = []
     with raise_on_stop_signals():
         with contextlib.suppress(BaseException):  # as some libraries do
@@ -77,7 +77,7 @@ def test_a_signal_whose_exception_was_lost_is_noted_all_the_same() -> None:
     assert later == []
 
 
-def test_what_programs_ask_for_is_told_from_ctrl_c() -> None:
+def test_a_stop_request_is_distinguished_from_ctrl_c() -> None:
     with pytest.raises(StopRequested), raise_on_stop_signals(), raise_on_stop_signals():
         send(signal.SIGUSR1)
     with pytest.raises(KeyboardInterrupt) as raised, raise_on_stop_signals():
@@ -85,7 +85,7 @@ def test_what_programs_ask_for_is_told_from_ctrl_c() -> None:
     assert raised.type is KeyboardInterrupt
 
 
-def test_inside_another_one_that_is_ending_nothing_is_disturbed() -> None:
+def test_a_nested_block_ignores_signals_while_the_outer_one_ends() -> None:
     with raise_on_stop_signals():
         with pytest.raises(StoppedError), raise_on_stop_signals(), collect_stop_signals([], lambda: None):
             raise StoppedError("stopped")

@@ -21,7 +21,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     return store
 
 
-def test_all_wait_for_the_last_and_those_who_wait_are_told(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_barrier_blocks_until_the_last_rank_and_reports_the_missing(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meeting, "_LOG_AFTER_S", 0.2)
     told, came = list[int](), list[int]()
 
@@ -40,7 +42,7 @@ def test_all_wait_for_the_last_and_those_who_wait_are_told(store: TCPStore, monk
     assert sorted(came) == [0, 1]
 
 
-def test_meetings_of_other_names_are_other_meetings(store: TCPStore) -> None:
+def test_barriers_of_different_names_are_independent(store: TCPStore) -> None:
     store_barrier("one", 0, 1)
     late = threading.Thread(target=store_barrier, args=("two", 0, 2), daemon=True)
     late.start()
@@ -51,7 +53,7 @@ def test_meetings_of_other_names_are_other_meetings(store: TCPStore) -> None:
     assert not late.is_alive()
 
 
-def test_only_torchrun_keeps_a_store_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_store_is_detected_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert not has_agent_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

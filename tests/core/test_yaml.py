@@ -41,7 +41,7 @@ def test_not_a_number_is_one() -> None:
     assert math.isnan(plain(".nan"))
 
 
-def test_every_value_knows_its_line() -> None:
+def test_every_value_has_its_line() -> None:
     node = parse_yaml("a: 1\nb:\n  c: [x,\n    y]\n  d:\n    - e: 2\n", "f.yaml")
     places = {
         (): 1, ("a",): 1, ("b",): 2, ("b", "c"): 3, ("b", "c", 0): 3, ("b", "c", 1): 4, ("b", "d"): 5, ("b", "d", 0): 6,
@@ -51,7 +51,7 @@ def test_every_value_knows_its_line() -> None:
         assert node.at(path).place == f"f.yaml:{line}", path
 
 
-def test_a_path_that_does_not_exist_leads_to_the_deepest_node_on_the_way() -> None:
+def test_a_path_that_does_not_exist_gives_its_deepest_ancestor() -> None:
     node = parse_yaml("a:\n  b: [1]\n", "f.yaml")
     assert node.at(("a", "x", "y")) == node.at(("a",))
     assert node.at(("a", "x", "b")) == node.at(("a",)), "what comes after a missing key is not looked for"
@@ -153,8 +153,8 @@ def test_a_file_is_read_with_its_name_as_place(tmp_path: Path) -> None:
     [
         (b"", "the file is empty"),
         (b"# only a comment\n", "the file is empty"),
-        (b"- a\n", "a recipe is a mapping of keys to values, this is ['a']"),
-        (b"hello\n", "this is 'hello'"),
+        (b"- a\n", "a recipe is a mapping of keys to values, not ['a']"),
+        (b"hello\n", "keys to values, not 'hello'"),
         (b"a: \xff\n", "not a text file"),
     ],
 )

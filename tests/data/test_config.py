@@ -42,7 +42,7 @@ def test_validation_is_a_fraction_or_sources() -> None:
 
 @pytest.mark.parametrize("bad", ["sources=[]", "max_length=1", "validation.fraction=0", "validation.fraction=1.0"])
 def test_limits_are_held(bad: str) -> None:
-    with pytest.raises(WhetError, match="does not fit"):
+    with pytest.raises(WhetError, match="is not valid"):
         load(bad)
 
 

@@ -184,7 +184,7 @@ def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_p
     assert "two tasks are called own" in refused(run, "--tasks", f"{material}/own.jsonl,{material}/own.jsonl:number")
     assert "no such file" in refused(run, "--tasks", "no/such.jsonl")
     unknown = refused(run, "--tasks", f"{material}/own.jsonl:nubmer")
-    assert "own.jsonl:nubmer' does not fit: expected exact | number | contains" in unknown
+    assert "own.jsonl:nubmer' is not valid: expected exact | number | contains" in unknown
     assert "eval.tasks.0.scorer" in unknown
     assert "--against compares by tasks" in refused("builtin:tiny", "--against", run)
     assert "nothing to measure" in refused("builtin:tiny")

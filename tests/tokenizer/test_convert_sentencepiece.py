@@ -64,7 +64,7 @@ TEXT = st.lists(ODD | st.text(max_size=4) | st.sampled_from([U, A, "<|endoftext|
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: "-".join(map(str, options.values())))
-def test_the_ids_are_sentencepiece_s_own(pieces: Train, kind: str, options: dict[str, Any]) -> None:
+def test_ids_equal_sentencepieces(pieces: Train, kind: str, options: dict[str, Any]) -> None:
     path = pieces(kind, **options)
     tokenizer, processor = to_fast_tokenizer(path, TURNS), load_processor(path)
 
@@ -77,7 +77,7 @@ def test_the_ids_are_sentencepiece_s_own(pieces: Train, kind: str, options: dict
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_saved_and_loaded_it_is_the_same(pieces: Train, kind: str, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_as_the_same(pieces: Train, kind: str, tmp_path: Path) -> None:
     path = pieces(kind, byte_fallback=True, user_defined_symbols=["<br>"], control_symbols=[
         "<|endoftext|>", "r4", "<|user|>", "<|assistant|>",
     ])  # fmt: skip
@@ -100,7 +100,7 @@ def talk(tokenizer: PreTrainedTokenizerFast, *turns: tuple[str, str], prompt: bo
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
 
-def test_the_chat_template_says_what_marked_text_says(pieces: Train) -> None:
+def test_the_chat_template_gives_the_ids_of_marked_text(pieces: Train) -> None:
     tokenizer = to_fast_tokenizer(pieces("bpe"), TURNS)
     turns = (("user", "a"), ("assistant", "b"), ("user", " "), ("assistant", "'c\\"))
     assert talk(tokenizer, *turns) == f"{U}a{U}{A}b{A}{U}{U}{A}'c\\{A}<|endoftext|>"
@@ -127,7 +127,7 @@ def test_rules_that_rewrite_characters_are_refused(pieces: Train, rules: str) ->
         to_fast_tokenizer(pieces("bpe", normalization_rule_name=rules), TURNS)
 
 
-def test_and_rightly_so(pieces: Train) -> None:
+def test_tokenizers_precompiled_normalizer_gives_other_ids(pieces: Train) -> None:
     """What tokenizers makes of the same rules. When this fails, they can be served."""
     path = pieces("bpe", normalization_rule_name="nmt_nfkc")
     found = re.search(rb"\x0a\x08nmt_nfkc\x12(.)(.)(.)", path.read_bytes(), re.DOTALL)
@@ -147,12 +147,12 @@ def test_and_rightly_so(pieces: Train) -> None:
         ({"byte_fallback": True, "user_defined_symbols": ["<0", "x4"]}, "cannot be told from the byte pieces"),
     ],
 )
-def test_what_fast_tokenizers_have_not_is_refused(pieces: Train, options: dict[str, Any], says: str) -> None:
+def test_unsupported_features_are_refused(pieces: Train, options: dict[str, Any], says: str) -> None:
     with pytest.raises(WhetError, match=says):
         to_fast_tokenizer(pieces("bpe", **options), TURNS)
 
 
-def test_a_tokenizer_that_comes_out_different_is_refused(pieces: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_with_other_ids_is_refused(pieces: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert_sentencepiece, "_SPACE", "_")
     with pytest.raises(WhetError, match=r"no fast tokenizer gives the same ids.*by SentencePiece and"):
         to_fast_tokenizer(pieces("bpe", byte_fallback=True), TURNS)
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_comes_out_different_is_refused(pieces: Train, monkeypa
         (TurnMarker("r4", 7), r"data\.markers\.user: r4 cannot be id 7, .*it is piece 4 already"),
     ],
 )
-def test_a_marker_that_cannot_be_one_is_refused(pieces: Train, mark: TurnMarker, says: str) -> None:
+def test_an_invalid_marker_is_refused(pieces: Train, mark: TurnMarker, says: str) -> None:
     with pytest.raises(WhetError, match=says):
         to_fast_tokenizer(pieces("bpe"), TurnMarkers({"user": mark, "assistant": TurnMarker(A, 8)}))
 
@@ -176,7 +176,7 @@ def test_a_marker_that_cannot_be_one_is_refused(pieces: Train, mark: TurnMarker,
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_the_file_is_read_as_the_library_reads_it(pieces: Train, kind: str) -> None:
+def test_the_parser_agrees_with_the_library(pieces: Train, kind: str) -> None:
     path = pieces(kind, byte_fallback=True, add_dummy_prefix=False, user_defined_symbols=["<br>"])
     model, processor = read_sentencepiece_model(path), load_processor(path)
     asked = range(processor.get_piece_size())
@@ -191,20 +191,20 @@ def test_the_file_is_read_as_the_library_reads_it(pieces: Train, kind: str) -> N
     assert (model.normalizer_name, model.eod_id) == ("", 3)
 
 
-def test_the_end_of_document_is_the_end_of_sentence_where_there_is_no_other(pieces: Train) -> None:
+def test_end_of_document_falls_back_to_end_of_sentence(pieces: Train) -> None:
     assert read_sentencepiece_model(pieces("bpe", control_symbols=[])).eod_id == 2
     with pytest.raises(WhetError, match=r"neither <\|endoftext\|> nor </s>"):
         _ = read_sentencepiece_model(pieces("bpe", control_symbols=[], eos_id=-1)).eod_id
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\x0a\xff\xff", b'{"a": 1}'])
-def test_another_file_is_no_model(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.model").write_bytes(content)
     with pytest.raises(WhetError, match=r"x\.model: not a SentencePiece model"):
         to_fast_tokenizer(tmp_path / "x.model", None)
 
 
-def test_without_the_library_it_says_how_to_get_it(pieces: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_extra(pieces: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(WhetError, match=r"pip install 'whet\[data\]'"):
         to_fast_tokenizer(pieces("bpe"), None)
@@ -213,7 +213,7 @@ def test_without_the_library_it_says_how_to_get_it(pieces: Train, monkeypatch: p
 # model.tokenizer
 
 
-def test_model_tokenizer_is_taken_instead_of_the_model_s(pieces: Train, tmp_path: Path) -> None:
+def test_model_tokenizer_overrides_the_models_own(pieces: Train, tmp_path: Path) -> None:
     path = pieces("bpe")
     config = ModelConfig(path="builtin:tiny", tokenizer=str(path))
     assert sentencepiece_file(config) == path
@@ -226,7 +226,7 @@ def test_model_tokenizer_is_taken_instead_of_the_model_s(pieces: Train, tmp_path
     assert load_tokenizer(folder).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
 
-def test_a_folder_with_a_tokenizer_model_alone_gives_the_derived_one(pieces: Train, tmp_path: Path) -> None:
+def test_a_folder_with_only_tokenizer_model_is_converted(pieces: Train, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(pieces("bpe").read_bytes())
     config = ModelConfig(path="builtin:tiny", tokenizer=str(tmp_path))
     assert sentencepiece_file(config) == tmp_path / "tokenizer.model"
@@ -236,13 +236,13 @@ def test_a_folder_with_a_tokenizer_model_alone_gives_the_derived_one(pieces: Tra
 
 
 @pytest.mark.parametrize("name", ["absent", "absent.model", "config.yaml"])
-def test_a_model_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_model_tokenizer_that_is_not_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(WhetError, match=rf"model\.tokenizer: .*{name}: no folder and no \.model file"):
         load_tokenizer(ModelConfig(path="builtin:tiny", tokenizer=str(tmp_path / name)))
 
 
-def test_a_tokenizer_of_transformers_speaks_between_its_own_special_tokens() -> None:
+def test_special_tokens_of_a_fast_tokenizer_can_be_markers() -> None:
     tiny = ModelConfig(path="builtin:tiny")
     start, pad = (load_tokenizer(tiny).convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|endoftext|>"))
     tokenizer = load_tokenizer(tiny, TurnMarkers({"user": TurnMarker(U, start), "assistant": TurnMarker(A, pad)}))

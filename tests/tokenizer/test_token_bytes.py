@@ -37,7 +37,7 @@ def test_byte_level_tokens_have_the_bytes_of_their_text(name: str, text: str) ->
         assert bytes_[ids].sum() == len(text.encode())
 
 
-def test_text_is_rarely_lost() -> None:
+def test_no_byte_of_text_is_lost() -> None:
     tokenizer, bytes_ = builtin("builtin:smollm2")
     for text in (
         "Ärger, naïve, œuvre",
@@ -72,7 +72,7 @@ def test_sentencepiece_tokens_have_the_bytes_of_their_text(
     check()
 
 
-def test_special_tokens_have_none_and_added_words_their_own() -> None:
+def test_special_tokens_have_no_bytes_and_added_tokens_their_own() -> None:
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     tokenizer.add_tokens(["größer"])
     bytes_ = bytes_per_token(tokenizer, 1000)
@@ -87,7 +87,7 @@ def test_special_tokens_have_none_and_added_words_their_own() -> None:
     assert bytes_[named].sum() == 0
 
 
-def test_a_tokenizer_that_loses_text_is_not_understood() -> None:
+def test_a_tokenizer_that_loses_text_has_no_byte_counts() -> None:
     words = {"[UNK]": 0, "hello": 1, "world": 2, "##s": 3}
     backend = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

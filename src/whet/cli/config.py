@@ -22,18 +22,19 @@ def config(
     from whet.core.config import list_settings
     from whet.core.errors import WhetError
 
-    found = [knob for knob in list_settings(Config) if knob.key.startswith(prefix)]
+    found = [setting for setting in list_settings(Config) if setting.key.startswith(prefix)]
     if not found:
         raise WhetError(f"no setting starts with '{prefix}'; `whet config` lists them all")
     if not as_json:
         table = Table(box=None, pad_edge=False, header_style="bold", highlight=False)
         for title in ("key", "type", "default", "meaning"):
             table.add_column(title, overflow="fold")
-        for knob in found:
-            table.add_row(knob.key, knob.type, knob.default, knob.description)
+        for setting in found:
+            table.add_row(setting.key, setting.type, setting.default, setting.description)
         Console().print(table, markup=False)
     return {
         "settings": [
-            {"key": knob.key, "type": knob.type, "default": knob.default, "meaning": knob.description} for knob in found
+            {"key": setting.key, "type": setting.type, "default": setting.default, "meaning": setting.description}
+            for setting in found
         ]
     }

@@ -1,6 +1,6 @@
 """Configuration: typed sections, recipes that extend recipes, KEY=VALUE overrides, errors with file and line.
 
-Each package declares its own sections (`Section`) with one sentence for each knob; `whet/config.py` joins them.
+Each package declares its own sections (`Section`), one sentence per setting; `whet/config.py` joins them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from whet.core.yaml import Node, parse_yaml, read_yaml
 
 
 class Section(BaseModel):
-    """A group of knobs. Unknown keys are errors, types are not coerced, and values cannot be changed later."""
+    """A group of settings. Unknown keys are errors, types are not coerced, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Keys of which one may be given. A recipe that gives one replaces another that it inherited."""
+    """Groups of keys of which at most one may be set. A recipe that sets one drops the others that it inherits."""
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> typing.Self:
@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 
 def config_error(key: str, reason: str) -> PydanticCustomError:
-    """The error of a validator: values that are fine alone and impossible together. `key` is where to look."""
+    """For validators: values that are valid alone and invalid together. `key` is where the error is reported."""
     return PydanticCustomError("impossible", "{reason}", {"key": key, "reason": reason})
 
 
@@ -47,21 +47,21 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
-    """Read a recipe and what it extends, apply KEY=VALUE overrides, validate."""
+    """Read a recipe and the recipes it extends, apply KEY=VALUE overrides, validate."""
     tree = _read_with_parents(path, root, ()) if path else Node({}, "defaults")
     given = Node({}, "command line")
-    for text in overrides:  # joined first: two alternatives on one command line are an error, not the last one's win
+    for text in overrides:  # merged first: two alternatives on one command line are an error, the last does not win
         given = _merge_nodes(given, _parse_override(text), None)
     return validate_config(root, _merge_nodes(tree, given, root))
 
 
 def validate_config(root: type[AnySection], tree: Node) -> AnySection:
-    """The typed section for a tree, or one WhetError that lists every fault with its place."""
+    """The typed section of a tree, or one WhetError that lists every error with its file and line."""
     try:
         return root.model_validate(tree.plain())
     except ValidationError as error:
-        faults = dict.fromkeys(_describe_error(root, tree, detail) for detail in error.errors(include_url=False))
-        raise WhetError("\n".join(faults)) from None
+        found = dict.fromkeys(_describe_error(root, tree, detail) for detail in error.errors(include_url=False))
+        raise WhetError("\n".join(found)) from None
 
 
 def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...]) -> Node:
@@ -77,7 +77,7 @@ def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...]) 
             raise WhetError(f"{parents.place}: extends takes the path of a recipe, or a list of them, not {name!r}")
         parent = (path.parent / name).resolve()
         if parent in (*seen, path.resolve()):
-            raise WhetError(f"{parents.place}: {name} extends itself in a circle")
+            raise WhetError(f"{parents.place}: circular extends: {name} extends itself")
         if not parent.exists():
             raise WhetError(f"{parents.place}: extends {name}: no such file ({parent}). Paths are relative to {path}")
         base = _merge_nodes(base, _read_with_parents(parent, root, (*seen, path.resolve())), root)
@@ -97,7 +97,7 @@ def _parse_override(text: str) -> Node:
 
 
 def _merge_nodes(base: Node, over: Node, section: type[Section] | None) -> Node:
-    """`over` laid on `base`: mappings merge key by key, all else is replaced; numbers index into lists."""
+    """`base` updated with `over`: mappings merge key by key, other values are replaced, integer keys index lists."""
     if isinstance(base.value, list) and isinstance(over.value, dict) and _are_indices(over.value):
         items = list(base.value)
         for key, node in over.value.items():
@@ -122,7 +122,7 @@ def _are_indices(keys: dict[str, Node]) -> bool:
 
 
 def _section_type(field: FieldInfo | None) -> type[Section] | None:
-    """The section type of a field: of itself, of the optional, or of the items of the list."""
+    """The section type of a field, also inside an optional or a list."""
     options = [field.annotation] if field else []
     while options:
         option = options.pop()
@@ -132,7 +132,7 @@ def _section_type(field: FieldInfo | None) -> type[Section] | None:
     return None
 
 
-# Explaining what is wrong
+# Error messages
 
 
 def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> str:
@@ -145,14 +145,17 @@ def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> st
         return f"{tree.at(path).place}: {_format_path(path)} is missing. {_description(_find_field(root, path))}"
     section = _section_at(root, path[:-1])
     if detail["type"] == "extra_forbidden" and section is not None:
-        value = tree.at(path).plain()
-        return f"{tree.at(path).place}: unknown key {_format_path(path)} (value {value!r}). {_suggest_key(root, section, path)}"
+        node, hint = tree.at(path), _suggest_key(root, section, path)
+        return f"{node.place}: unknown key {_format_path(path)} (value {node.plain()!r}). {hint}"
     while path and _find_field(root, path) is None:  # pydantic adds the branch of a union to the path
         path = path[:-1]
     field, node = _find_field(root, path), tree.at(path)
-    wanted = describe_type(field.annotation) if field else "something else"
+    expected = describe_type(field.annotation) if field else "something else"
     limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_range_error(detail["type"]) else ""
-    return f"{node.place}: {_format_path(path)}: {node.plain()!r} does not fit{limit}: expected {wanted}. {_description(field)}"
+    return (
+        f"{node.place}: {_format_path(path)}: {node.plain()!r} is not valid{limit}: expected {expected}. "
+        f"{_description(field)}"
+    )
 
 
 def _is_range_error(kind: str) -> bool:
@@ -188,7 +191,7 @@ def _suggest_key(root: type[Section], section: type[Section], path: tuple[str | 
     close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
     if close:
         return f"Did you mean {_format_path((*above, close[0]))}?"
-    elsewhere = [knob.key for knob in list_settings(root) if knob.key.rpartition(".")[2] == wrong]
+    elsewhere = [setting.key for setting in list_settings(root) if setting.key.rpartition(".")[2] == wrong]
     if elsewhere:
         return f"Did you mean {' or '.join(elsewhere)}?"
     if not section.model_fields:
@@ -196,12 +199,12 @@ def _suggest_key(root: type[Section], section: type[Section], path: tuple[str | 
     return f"Known here: {', '.join(section.model_fields)}. `whet config` explains them all."
 
 
-# Describing what there is
+# Reference: what `whet config` and docs/config.md list
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of the configuration, for `whet config` and the docs."""
+    """One key of the configuration."""
 
     key: str
     type: str
@@ -210,7 +213,7 @@ class Setting:
 
 
 def list_settings(root: type[Section], above: str = "") -> Iterator[Setting]:
-    """Every knob below `root` in the order of declaration; lists show their items under `[]`."""
+    """Every setting below `root`, in order of declaration; the items of lists are listed under `[]`."""
     for name, field in root.model_fields.items():
         key, sub = f"{above}{name}", _section_type(field)
         if sub is None:
@@ -241,11 +244,11 @@ def _without_none(annotation: Any) -> Any:
     return options[0] if is_union and len(options) == 1 else annotation
 
 
-_TYPE_NAMES: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+_TYPE_NAMES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 
 def describe_type(annotation: Any) -> str:
-    """A type in a person's words: `auto | whole number`."""
+    """A type in the words of the docs: `auto | integer`."""
     if annotation in _TYPE_NAMES:
         return _TYPE_NAMES[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -254,9 +257,9 @@ def describe_type(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(describe_type(option) for option in arguments if option is not type(None))
     if origin is list:
-        return f"list of {describe_type(arguments[0])}"
+        return f"list of {_describe_types(arguments[0])}"
     if origin is dict:
-        return f"names, each with a {describe_type(arguments[1])}"
+        return f"mapping of names to {_describe_types(arguments[1])}"
     if origin is tuple:
         return "[" + ", ".join(describe_type(argument) for argument in arguments) + "]"
     if origin is typing.Annotated:
@@ -264,3 +267,9 @@ def describe_type(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"a section with {', '.join(annotation.model_fields)}"
     return str(annotation)
+
+
+def _describe_types(annotation: Any) -> str:
+    """The plural of `describe_type`, for the items of lists and mappings."""
+    text = describe_type(annotation)
+    return f"{text}s" if text in ("string", "integer", "number") else text.replace("a section with", "sections with")

@@ -1,4 +1,4 @@
-"""What whet says while it works. All of it goes to stderr: stdout belongs to results."""
+"""Messages, warnings and progress bars on stderr; stdout is for results."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from rich.text import Text
 
 _console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 _quiet = False
-_LOG_INTERVAL_S = 20.0  # in a log file
+_LOG_INTERVAL_S = 20.0
 
 
 def set_quiet() -> None:
-    """Say nothing from now on (another rank speaks, or the user asked for silence); errors are still shown."""
+    """Suppress messages from now on: --quiet, or a rank other than 0. Errors are still printed."""
     global _quiet
     _quiet = True
 
 
 def info(*parts: Any, style: str | None = None, markup: bool = False) -> None:
-    """One line, or one rich renderable, to the person watching."""
+    """Print a line or a rich renderable."""
     if not _quiet:
         _console.print(*parts, style=style, markup=markup)
 
 
 def info_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
-    """A line with a sign and a title in `style`; on a terminal its further lines are indented. `always`: also to those
-    who asked for silence."""
+    """Print a line with a sign and a title in `style`; a terminal wraps it with an indent. `always`: despite --quiet."""
     if _quiet and not always:
         return
     line = Text.assemble((f"{title}: ", style), text)
@@ -49,47 +48,46 @@ def info_item(sign: str, title: str, text: str, style: str = "", always: bool = 
 
 
 def warn(text: str) -> None:
-    """Something that the user should know and that does not stop the work."""
+    """Print a warning."""
     if not _quiet:
         _console.print(f"warning: {text}", style="yellow", markup=False)
 
 
 def print_error(text: str) -> None:
-    """The paragraph a person reads when whet gives up; it is shown even to those who asked for silence."""
+    """Print the error that a command ends with, despite --quiet."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="bold red", markup=False)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """The one JSON object of a command called with --json."""
+    """Print the result of a command called with --json: one JSON object on one line of stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 class ProgressBar:
-    """A progress bar with a note behind it."""
+    """A progress bar followed by a note."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
-        self._began = self._said = time.monotonic()
+        self._began = self._logged = time.monotonic()
         self._at_start = progress.tasks[task].completed
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self._progress.update(self._task, advance=n, note=note)
-        if not _console.is_terminal and not _quiet and time.monotonic() - self._said > _LOG_INTERVAL_S:
-            self._said = time.monotonic()
+        if not _console.is_terminal and not _quiet and time.monotonic() - self._logged > _LOG_INTERVAL_S:
+            self._logged = time.monotonic()
             task = self._progress.tasks[self._task]
             of = f"/{task.total:g}" if task.total else ""
-            times = self._times(task.completed, task.total)
+            times = self._format_times(task.completed, task.total)
             _console.print(
                 f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}", markup=False
             )
 
-    def _times(self, done: float, total: float | None) -> str:
-        """Since this process began, and what is left at the pace so far."""
-        gone = self._said - self._began
-        since = done - self._at_start
-        left = f", {_format_duration(gone / since * (total - done))} left" if total and since else ""
-        return f"{_format_duration(gone)}{left}"
+    def _format_times(self, done: float, total: float | None) -> str:
+        """Time since the start of this process, and an estimate of the time left."""
+        elapsed, advanced = self._logged - self._began, done - self._at_start
+        left = f", {_format_duration(elapsed / advanced * (total - done))} left" if total and advanced else ""
+        return f"{_format_duration(elapsed)}{left}"
 
 
 def _format_duration(seconds: float) -> str:
@@ -101,7 +99,7 @@ def _format_duration(seconds: float) -> str:
 
 @contextmanager
 def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressBar]:
-    """A bar for long work; on a terminal it moves and vanishes, in a log file it leaves a line now and then."""
+    """A progress bar on a terminal, removed at the end; in a log file, a line every 20 seconds."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -114,7 +112,7 @@ def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressB
 
 
 def silence_libraries() -> None:
-    """Progress bars and advice of the libraries below would drown what whet has to say."""
+    """Turn off progress bars, advice and deprecation warnings of transformers, torch, peft and bitsandbytes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, content hashes, JSON lines, the lock of a folder."""
+"""Files: atomic writes, content hashes, JSON lines, locks, disk space. A file is either complete or absent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from whet.core.errors import WhetError
 
 
 def cache_dir() -> Path:
-    """Where prepared data and converted models are kept: $WHET_CACHE, else ~/.cache/whet."""
+    """The folder of prepared data and converted models: $WHET_CACHE, else ~/.cache/whet."""
     return Path(os.environ.get("WHET_CACHE") or Path.home() / ".cache" / "whet")
 
 
 def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
-    """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write `path` atomically: a reader, or a crash, sees the old content or the new one, never a part."""
     data = content.encode() if isinstance(content, str) else content
     temporary = _temporary_path(path)
     try:
@@ -38,12 +38,12 @@ def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` atomically as readable JSON; NaN and infinity are refused, because JSON has neither."""
+    """Write `value` atomically as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file, or a WhetError that names the file and the line."""
+    """The content of a JSON file, or a WhetError with the file and the line."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def read_json(path: Path) -> Any:
 
 
 def _temporary_path(path: Path) -> Path:
-    """A name beside `path` that tells host and process, after clearing away what dead processes of this host left."""
+    """A temporary name beside `path` with host and pid, after deleting those that dead processes of this host left."""
     mine = f".{path.name}.{socket.gethostname()}-"
     for left in path.parent.glob(f"{glob.escape(mine)}*"):
         pid = left.name.removeprefix(mine)
@@ -70,7 +70,7 @@ def _temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """A temporary sibling folder that becomes `path` if the block succeeds and vanishes if it does not."""
+    """A temporary folder that is renamed to `path` if the block succeeds and deleted if it raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_path(path)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -84,7 +84,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(temporary: Path, path: Path) -> None:
-    """Rename a finished folder to its name, replacing an older one."""
+    """Sync a complete folder to the disk and rename it to `path`, replacing an older one."""
     for file in temporary.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
@@ -102,7 +102,7 @@ def replace_folder(temporary: Path, path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk too: a power cut after a rename would undo it. Some systems cannot."""
+    """Sync a folder's entries to the disk, so that a power cut cannot undo a rename. Some file systems do not support it."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -112,21 +112,23 @@ def fsync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path, now_waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Only one process at a time is inside; the others wait, after `now_waiting` was called. Ranks need no collective
-    to share one preparation."""
+def file_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold an exclusive lock on `path` inside the block. A process that has to wait calls `on_wait` first.
+
+    Processes share one preparation of data this way without a collective.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = path.open("a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            now_waiting()
+            on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 break
-        file.close()  # the one before us removed it: lock the file that is there now
+        file.close()  # its last owner deleted it: lock the new file
     try:
         yield
     finally:
@@ -135,11 +137,11 @@ def file_lock(path: Path, now_waiting: Callable[[], None] = lambda: None) -> Ite
 
 
 def require_disk_space(path: Path, size: int, doing: str) -> None:
-    """Refuse early, with the numbers, when the disk under `path` has no room for `size` bytes."""
-    there = path
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    """Raise a WhetError if the disk under `path` has less than `size` bytes free."""
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < size:
         raise WhetError(
             f"{path}: the disk is too full for {doing}: {size / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free. "
@@ -149,7 +151,7 @@ def require_disk_space(path: Path, size: int, doing: str) -> None:
 
 
 def hash_file(path: Path, sha256: bool = False) -> str:
-    """The BLAKE2 hash of a file's content; SHA-256 is three times as fast where processors know it, for large files."""
+    """The BLAKE2 hash of a file. For large files, SHA-256: three times as fast on CPUs with instructions for it."""
     with path.open("rb") as file:
         if sha256:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -157,33 +159,33 @@ def hash_file(path: Path, sha256: bool = False) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """The hash of a JSON value; key order does not matter."""
+    """The hash of a JSON value, independent of key order."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
 
 class JsonLinesWriter:
-    """An append-only file of JSON objects, one a line, whose length can be recorded and restored."""
+    """An append-only file of JSON objects, one per line, that can be truncated to an earlier size."""
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
-        """Open for appending. `keep` cuts the file to that many bytes first: what came after is undone."""
+        """Open for appending; with `keep`, truncate to that many bytes first."""
         self._file: IO[bytes] = path.open("ab")
         if keep is not None:
             self.truncate(keep)
 
     def truncate(self, keep: int) -> None:
-        """Undo all that was written after the first `keep` bytes."""
+        """Drop everything after the first `keep` bytes."""
         if self._file.seek(0, os.SEEK_END) > keep:
             self._file.truncate(keep)
             self._file.seek(keep)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one object and hand it to the operating system."""
+        """Append one object and flush it."""
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def size(self) -> int:
-        """Bytes written so far."""
+        """The size of the file in bytes."""
         return self._file.tell()
 
     def close(self) -> None:
@@ -191,7 +193,7 @@ class JsonLinesWriter:
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one object to a file that others append to as well: in one write, so that lines are not mixed up."""
+    """Append one object in a single write, so that lines of several writers do not mix."""
     line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -201,7 +203,7 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete objects of a JSON-lines file; a last line cut by a crash is left out."""
+    """All objects of a JSON-lines file, without a last line that a crash left incomplete."""
     if not path.exists():
         return []
     records = []

@@ -1,4 +1,4 @@
-"""Importing large libraries a little faster, and whether one is there."""
+"""Faster imports of large libraries, and whether Triton is installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def import_without_gc() -> Iterator[None]:
-    """Nothing that an import makes is garbage, so nobody looks for garbage in it: neither now, which saves a sixth of
-    the time that torch and transformers take, nor at any later collection, which would take a quarter of a second."""
+    """Turn off garbage collection while importing, and freeze what was imported.
+
+    Imports create no garbage. This saves a sixth of the import time of torch and transformers, and a quarter of a
+    second in every later collection.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -25,5 +28,5 @@ def import_without_gc() -> Iterator[None]:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether whet's own kernels can be compiled. CUDA's torch brings Triton along, others do not."""
+    """Whether whet's Triton kernels can be compiled. Only torch for CUDA depends on Triton."""
     return importlib.util.find_spec("triton") is not None

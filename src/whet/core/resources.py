@@ -9,28 +9,23 @@ from pathlib import Path
 
 from whet.core.launch_env import local_world_size
 
-# The processor cores that this process may use.
-
 
 def available_cores() -> int:
-    """Fewer than the machine has, where a scheduler or a container has given out only some."""
+    """CPU cores that this process may use, as limited by the scheduler or the container."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cores_per_process(processes: int = 1) -> int:
-    """This process's share of them: all processes of this machine, `processes` where the launcher does not say."""
+    """This process's share of the cores. `processes` on this machine, where the launcher does not set their number."""
     return max(1, available_cores() // local_world_size(processes))
 
 
-# The memory that this process may still take.
-
-
 def available_memory(system: Path = Path("/")) -> int | None:
-    """Bytes that programs can still take: of the machine, or less where a container or a scheduler has set a limit.
+    """Bytes of memory that are free, within the limits of containers and schedulers; None if unknown.
 
-    None where the system does not tell. `system`: where its files (/proc, /sys) are.
+    `system` is the root of /proc and /sys.
     """
     known = [free for free in (_machine_memory(system), *_cgroup_memory(system)) if free is not None]
     return max(0, min(known)) if known else None
@@ -45,7 +40,7 @@ def _machine_memory(system: Path) -> int | None:
 
 
 def _cgroup_memory(system: Path) -> Iterator[int | None]:
-    """Of each control group around this process: the limit of an outer one holds for all inside."""
+    """Free bytes of each control group around this process: an outer limit holds for all groups inside."""
     groups: list[str] = []
     with contextlib.suppress(OSError):
         groups = (system / "proc/self/cgroup").read_text().splitlines()
@@ -59,16 +54,16 @@ def _cgroup_memory(system: Path) -> Iterator[int | None]:
 
 
 def _cgroup_folders(mount: Path, path: str) -> Iterator[Path]:
-    """A group's folder and those above it. Inside a container its path may be the host's, which is not seen there."""
+    """A group's folder and its parents. Inside a container the path may be the host's, which does not exist there."""
     inside = Path(path.lstrip("/"))
     for part in (inside, *inside.parents):
         yield mount / part
 
 
 def _cgroup_available(folder: Path, limit: str, used: str, prefix: str) -> int | None:
-    """What is used counts pages of files too, which are given up when programs want them: a checkpoint that was just
-    written would else look like memory that is gone."""
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max", which is no number
+    """Limit − usage + page cache. The kernel counts cached file pages as used but reclaims them on demand; without them
+    a checkpoint just written would look like lost memory."""
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         free = int((folder / limit).read_text()) - int((folder / used).read_text())
         with contextlib.suppress(OSError, ValueError):
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

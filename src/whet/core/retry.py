@@ -13,7 +13,7 @@ from whet.core.errors import WhetError
 T = TypeVar("T")
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each further attempt."""
+"""The pause before each further attempt."""
 
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT_ERRNOS = (
@@ -23,12 +23,12 @@ _TRANSIENT_ERRNOS = (
 
 
 class UnreadableError(WhetError):
-    """A file is there and cannot be read. Nothing is known about its content."""
+    """A file exists and cannot be read; its content may be intact."""
 
 
 def read_with_retries(read: Callable[[], T], path: Path) -> T:
-    """What `read` gives. Where the disk fails it is tried again, and in the end the file is named; a file that is not
-    there is the caller's to judge."""
+    """Call `read`, again after transient I/O errors, and raise an UnreadableError when they persist. A missing file is
+    not retried: FileNotFoundError reaches the caller."""
     for wait_s in (*RETRY_DELAYS_S, None):
         try:
             return read()
@@ -44,6 +44,6 @@ def read_with_retries(read: Callable[[], T], path: Path) -> T:
 def _make_unreadable_error(path: Path, error: OSError, tries: int) -> UnreadableError:
     often = f" (tried {tries} times in {sum(RETRY_DELAYS_S):g} s)" if tries > 1 else ""
     return UnreadableError(
-        f"{error.filename or path}: cannot be read: {error.strerror or error}{often}. It may be whole: see to the "
-        "disk, the network or the permissions, then start it again (whet train: with --resume)"
+        f"{error.filename or path}: cannot be read: {error.strerror or error}{often}. It may be intact: check the "
+        "disk, the network and the permissions, then start it again (whet train: with --resume)"
     )

@@ -1,7 +1,7 @@
-"""YAML with a memory: every value knows its file and line.
+"""YAML in which every value keeps its file and line.
 
-Scalars follow YAML 1.2 (`1e-6` is a number, `no` is text). `${NAME}` and `${NAME:-default}` are taken from the
-environment; `$${` writes a plain `${`.
+Scalars follow YAML 1.2 (`1e-6` is a number, `no` is text). `${NAME}` and `${NAME:-default}` are replaced from
+the environment; `$${` stands for a literal `${`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A YAML value and the place it was written at, such as `recipes/tiny.yaml:12`."""
+    """A YAML value and its place, such as `recipes/tiny.yaml:12`."""
 
     value: dict[str, Node] | list[Node] | Scalar
     place: str
 
     def plain(self) -> Any:
-        """The value without places."""
+        """The value as plain Python objects."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -35,7 +35,7 @@ class Node:
         return self.value
 
     def at(self, path: tuple[str | int, ...]) -> Node:
-        """The node at `path`, or the deepest one on the way that exists."""
+        """The node at `path`, or its deepest ancestor that exists."""
         node = self
         for key in path:
             if isinstance(node.value, dict) and key in node.value:
@@ -63,12 +63,12 @@ def read_yaml(path: Path) -> Node:
     if node.value is None:
         raise WhetError(f"{path}: the file is empty. A recipe needs at least model and data; see recipes/tiny.yaml")
     if not isinstance(node.value, dict):
-        raise WhetError(f"{node.place}: a recipe is a mapping of keys to values, this is {node.plain()!r}")
+        raise WhetError(f"{node.place}: a recipe is a mapping of keys to values, not {node.plain()!r}")
     return node
 
 
 def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
-    """Parse one YAML document. `name` is the place given in errors, with a line number if `numbered`."""
+    """Parse one YAML document. Errors name `name` as the place, with a line number if `numbered`."""
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
         return _convert_node(document, name, numbered) if document is not None else Node(None, name)
@@ -77,7 +77,7 @@ def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
         place = f"{name}:{mark.line + 1}" if mark and numbered else name
         problem = getattr(error, "problem", None) or str(error)
         raise WhetError(f"{place}: not valid YAML: {problem}") from None
-    except (ValueError, OverflowError, RecursionError) as error:  # among them a value that contains itself
+    except (ValueError, OverflowError, RecursionError) as error:  # RecursionError: a value that contains itself
         raise WhetError(f"{name}: not valid YAML: {error}") from None
 
 
@@ -136,12 +136,12 @@ def _parse_scalar(text: str) -> Scalar:
 
 
 def dump_yaml(value: Any) -> str:
-    """YAML text that `parse_yaml` reads back as the same value."""
+    """YAML that `parse_yaml` reads back as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_scalar` or `_expand` would take for something else."""
+    """Quotes every string that `_parse_scalar` or `_expand_variables` would change."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -151,7 +151,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 def _represent_float(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
     text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(number), repr(number))
-    if "." not in text:  # PyYAML takes 1e-08 for text and would quote it
+    if "." not in text:  # PyYAML reads 1e-08 as a string and would quote it
         text = text.replace("e", ".0e")
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
