@@ -18,6 +18,8 @@ import pytest
 
 import forkserver
 
+pytest_plugins = ("small_models",)
+
 # Before torch is imported: two cores shared by several processes are fastest with a thread each, and one number of
 # threads everywhere is what makes runs comparable bit by bit. Nothing here may ask the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,19 +1,20 @@
-"""Small random models of several architectures, and padded batches whose documents differ."""
+"""Fixtures for all tests: small random models of several architectures, and padded batches of documents.
+
+They import torch and transformers when they are used, so that tests without them start at once."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from whet.model import attention
-from whet.model.config import AdapterConfig
-from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
-from whet.model.loss.loss_model import LossModel
+if TYPE_CHECKING:
+    import torch
+
+    from whet.model.loss.loss_model import LossModel
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -24,7 +25,13 @@ _SHAPE: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def make_root() -> Callable[..., LossModel]:
     """A random model in training: `make_root("Llama", dropout=0.1, num_hidden_layers=2)`; a dropout makes it LoRA."""
+    import torch
     import transformers
+
+    from whet.model import attention
+    from whet.model.config import AdapterConfig
+    from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+    from whet.model.loss.loss_model import LossModel
 
     def make(
         architecture: str = "Llama", dtype: torch.dtype = torch.float64, dropout: float | None = None,
@@ -46,7 +53,8 @@ def make_root() -> Callable[..., LossModel]:
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., SimpleNamespace]:
-    """Documents of the given lengths and padding, `total` tokens and always ten edges; all but padding is learned."""
+    """Documents of the given lengths and padding, `total` tokens and always ten edges; all but padding is supervised."""
+    import torch
 
     def make(lengths: Sequence[int], total: int = 48) -> SimpleNamespace:
         starts = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
