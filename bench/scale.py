@@ -30,7 +30,8 @@ from whet.execution.transform import transform_layers
 from whet.model import attention
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
-from whet.parallel.fsdp import apply_fsdp, local_tensor
+from whet.parallel.dtensor import local_tensor
+from whet.parallel.fsdp import apply_fsdp
 from whet.parallel.mesh import build_mesh
 from whet.parallel.ulysses import apply_ulysses
 

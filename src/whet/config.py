@@ -182,7 +182,7 @@ class Config(Section):
     @property
     def shards_weights(self) -> bool:
         """Whether each process reads its own part of the weights: those in 4 bits are whole everywhere."""
-        return self.parallel.divides_weights and self.quantize is None
+        return self.parallel.uses_fsdp and self.quantize is None
 
     def with_folder(self, folder: Path) -> Config:
         """The same run in another folder."""

@@ -1,4 +1,4 @@
-"""Gradients over ranks are summed, never averaged, whatever their types and sizes."""
+"""Data parallelism: gradients are summed over ranks, never averaged, for all dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients, broadcas
 
 
 @dataclass
-class ManyAlike:
-    """As many ranks as it says, all with this one's numbers; it remembers what was sent."""
+class IdenticalRanks:
+    """A world in which all ranks have the same values; it remembers what was sent."""
 
     world_size: int
     sent: list[Tensor] = field(default_factory=list)
@@ -40,7 +40,7 @@ def make_model() -> nn.Sequential:
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
 def test_each_gradient_becomes_the_sum_over_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "_BUCKET_BYTES", bucket_bytes)
-    model, ranks = make_model(), ManyAlike(3)
+    model, ranks = make_model(), IdenticalRanks(3)
     all_reduce_gradients(trainable_parameters(model), ranks)  # type: ignore[arg-type]
     for number, parameter in enumerate(trainable_parameters(model), 1):
         assert parameter.grad is not None
@@ -51,8 +51,8 @@ def test_each_gradient_becomes_the_sum_over_the_ranks(bucket_bytes: int, monkeyp
         assert [tensor.dtype for tensor in ranks.sent] == [torch.float32, torch.float64, torch.float32]
 
 
-def test_a_rank_whose_rows_did_not_touch_a_weight_takes_part_with_zero() -> None:
-    model, ranks = make_model(), ManyAlike(2)
+def test_a_rank_without_a_gradient_contributes_zero() -> None:
+    model, ranks = make_model(), IdenticalRanks(2)
     model[0].bias.grad = None
     all_reduce_gradients(trainable_parameters(model), ranks)  # type: ignore[arg-type]
     assert sum(tensor.numel() for tensor in ranks.sent) == sum(
@@ -61,10 +61,10 @@ def test_a_rank_whose_rows_did_not_touch_a_weight_takes_part_with_zero() -> None
     assert torch.equal(model[0].bias.grad, torch.zeros(4))
 
 
-def test_a_weight_that_no_row_touched_is_treated_alike_by_one_rank_and_by_many() -> None:
-    """With decay and momentum, no gradient and a gradient of zero are not the same to an optimizer."""
+def test_an_unused_weight_is_updated_alike_by_one_rank_and_by_many() -> None:
+    """To an optimizer with weight decay or momentum, no gradient and a gradient of zero are different."""
     ends = []
-    for ranks in (Ranks(0, 1, torch.device("cpu")), ManyAlike(3)):
+    for ranks in (Ranks(0, 1, torch.device("cpu")), IdenticalRanks(3)):
         torch.manual_seed(0)
         model = make_model()
         optimizer = torch.optim.AdamW(trainable_parameters(model), lr=0.1, weight_decay=0.1)
@@ -77,7 +77,7 @@ def test_a_weight_that_no_row_touched_is_treated_alike_by_one_rank_and_by_many()
     assert torch.allclose(*ends, rtol=0, atol=1e-6)  # AdamW does not see that three ranks have three times as much
 
 
-def test_gradients_of_bf16_weights_are_summed_in_fp32_when_told() -> None:
+def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 4, bias=False).bfloat16()
     accumulate_in_fp32(model)
@@ -101,8 +101,8 @@ def test_one_rank_sends_nothing_and_keeps_its_gradients() -> None:
     assert all(a is b for a, b in zip(before, (p.grad for p in trainable_parameters(model)), strict=True))
 
 
-def test_all_ranks_start_with_the_first_ones_trainable_weights() -> None:
-    model, ranks = make_model(), ManyAlike(2)
+def test_trainable_weights_are_broadcast_from_rank_0() -> None:
+    model, ranks = make_model(), IdenticalRanks(2)
     broadcast_weights(model, ranks)  # type: ignore[arg-type]
     sent: list[Any] = [id(tensor) for tensor in ranks.sent]
     assert sent == [id(parameter) for parameter in trainable_parameters(model)]

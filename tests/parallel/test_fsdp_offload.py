@@ -1,4 +1,4 @@
-"""Weights that wait in the host's memory: what is refused, and that host and device are never mixed up."""
+"""CPU offload of weights: what is refused, and that tensors of host and device are never mixed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from whet.config import read_config
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.parallel.fsdp import local_tensor, shard_like
+from whet.parallel.dtensor import local_tensor, shard_like
 from whet.training.config import OptimizerConfig
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.factory import build_optimizer, optimizer_step
@@ -36,15 +36,15 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
         (["parallel.shard=1", "adapter.rank=4", "quantize=nf4"], "weights, but those in nf4 stay on the device"),
     ],
 )
-def test_what_does_not_fit_is_refused(others: list[str], words: str) -> None:
+def test_unsupported_combinations_are_refused(others: list[str], words: str) -> None:
     with pytest.raises(WhetError, match=words):
         read_config(TINY, ["parallel.offload=weights", *others])
 
 
 @pytest.fixture
 def gpus() -> Iterator[DeviceMesh]:
-    """Two processes with a GPU each, of which none exists: tensors in here have a shape, a type and a device, and what
-    mixes devices is an error, as it is on a real one."""
+    """Two fake processes with a fake GPU each: tensors have a shape, a dtype and a device, and mixing devices is an
+    error, as on a real one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("replicate", "shard"))
@@ -54,8 +54,8 @@ def gpus() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def waiting(mesh: DeviceMesh, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """A weight divided among the GPUs whose part is in the host's memory."""
+def offloaded(mesh: DeviceMesh, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """A weight sharded over the GPUs whose local shard is in CPU memory."""
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
     part = torch.ones(shape[0] // 2, *shape[1:], dtype=dtype)
     return nn.Parameter(DTensor(part, DTensorSpec(mesh, (Replicate(), Shard(0)), meta), requires_grad=False))
@@ -63,10 +63,10 @@ def waiting(mesh: DeviceMesh, *shape: int, dtype: torch.dtype = torch.float32) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["adamw", "adamw16bit", pytest.param("muon", marks=HAS_CUDA)])
-def test_the_host_takes_the_step(gpus: DeviceMesh, name: Any, dtype: torch.dtype) -> None:
+def test_the_optimizer_step_runs_on_the_cpu(gpus: DeviceMesh, name: Any, dtype: torch.dtype) -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.LayerNorm(8, bias=False)})
-    model["a"].weight = waiting(gpus, 512, 256, dtype=dtype)
-    model["b"].weight = waiting(gpus, 512, dtype=dtype)
+    model["a"].weight = offloaded(gpus, 512, 256, dtype=dtype)
+    model["b"].weight = offloaded(gpus, 512, dtype=dtype)
     optimizer = build_optimizer(model, OptimizerConfig(name=name), seed=0)
     for weight in model.parameters():
         weight.grad = shard_like(weight, torch.ones_like(local_tensor(weight)))
@@ -83,14 +83,14 @@ def test_the_host_takes_the_step(gpus: DeviceMesh, name: Any, dtype: torch.dtype
 
 
 @HAS_CUDA
-def test_the_norm_of_gradients_on_the_host_is_a_number_for_the_device(gpus: DeviceMesh) -> None:
-    weight = waiting(gpus, 6, 4)
+def test_the_norm_of_cpu_gradients_is_added_on_the_device(gpus: DeviceMesh) -> None:
+    weight = offloaded(gpus, 6, 4)
     weight.grad = shard_like(weight, torch.ones_like(local_tensor(weight)))
     sums = torch.zeros(5, dtype=torch.float64, device="cuda")
     sums[3] = squared_gradient_norm([weight], Ranks(0, 2, torch.device("cuda")))
     assert sums.device.type == "cuda"
 
 
-def test_the_fake_gpus_tell_when_devices_are_mixed(gpus: DeviceMesh) -> None:
+def test_fake_gpus_refuse_mixed_devices(gpus: DeviceMesh) -> None:
     with pytest.raises(RuntimeError, match="two devices"):
         torch.ones(2, device="cuda") + torch.ones(2)

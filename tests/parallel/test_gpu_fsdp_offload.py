@@ -1,4 +1,4 @@
-"""Weights that wait in the host's memory and compute on CUDA: whole runs, equal to those that keep them there."""
+"""CPU offload of weights on CUDA: runs equal those that keep their weights on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
-from whet.parallel.fsdp import apply_fsdp, local_tensor, reshard
+from whet.parallel.dtensor import local_tensor
+from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import build_mesh
 from whet.run import assemble
 from whet.run.lifecycle import run_training
@@ -24,12 +25,12 @@ from whet.run.lifecycle import run_training
 pytestmark = pytest.mark.gpu
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
-WAITING = ("parallel.shard=1", "parallel.offload=weights")
+OFFLOAD = ("parallel.shard=1", "parallel.offload=weights")
 
 
 @pytest.fixture(autouse=True)
-def single_document_batches():
-    """A run of one process leaves its group of one at its end, also after an error."""
+def _destroy_process_group():
+    """Destroy the process group of one, also after an error."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -46,29 +47,29 @@ def run(folder, *overrides, until=None):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
-def test_a_run_whose_weights_wait_on_the_host_learns_the_same(tmp_path, optimizer):
+def test_losses_equal_those_without_offload(tmp_path, optimizer):
     options = ("train.precision=fp32", "train.steps=10", f"train.optimizer.name={optimizer}")
     plain = run(tmp_path / "plain", *options)
-    waiting = run(tmp_path / "waiting", *options, *WAITING)
+    offloaded = run(tmp_path / "offloaded", *options, *OFFLOAD)
     coarse = 1 if optimizer == "adamw" else 100  # Muon's products are in bf16 on CUDA
-    assert lines(waiting, "val_loss")[0] == pytest.approx(lines(plain, "val_loss")[0], rel=1e-5)
-    assert lines(waiting, "loss")[:5] == pytest.approx(lines(plain, "loss")[:5], rel=1e-4 * coarse)
-    assert lines(waiting, "grad_norm")[:5] == pytest.approx(lines(plain, "grad_norm")[:5], rel=1e-3 * coarse)
-    certificate = json.loads((waiting / "exports/merged/certificate.json").read_text())
+    assert lines(offloaded, "val_loss")[0] == pytest.approx(lines(plain, "val_loss")[0], rel=1e-5)
+    assert lines(offloaded, "loss")[:5] == pytest.approx(lines(plain, "loss")[:5], rel=1e-4 * coarse)
+    assert lines(offloaded, "grad_norm")[:5] == pytest.approx(lines(plain, "grad_norm")[:5], rel=1e-3 * coarse)
+    certificate = json.loads((offloaded / "exports/merged/certificate.json").read_text())
     assert certificate["verified"]
 
 
 @pytest.mark.parametrize(
     "options", [(), ("adapter.rank=8",), ("model.dtype=bf16",), ("train.micro_rows=1", "parallel.recompute=full")]
 )
-def test_in_mixed_precision_too(tmp_path, options):
+def test_losses_equal_in_mixed_precision(tmp_path, options):
     plain = run(tmp_path / "plain", *options, "train.steps=10")
-    waiting = run(tmp_path / "waiting", *options, "train.steps=10", *WAITING)
-    assert lines(waiting, "loss") == pytest.approx(lines(plain, "loss"), rel=0.05)
-    assert lines(waiting, "loss")[-1] < lines(waiting, "loss")[0]
+    offloaded = run(tmp_path / "offloaded", *options, "train.steps=10", *OFFLOAD)
+    assert lines(offloaded, "loss") == pytest.approx(lines(plain, "loss"), rel=0.05)
+    assert lines(offloaded, "loss")[-1] < lines(offloaded, "loss")[0]
 
 
-def test_adapters_over_divided_weights_are_fused_and_learn_the_same(tmp_path, monkeypatch):
+def test_adapters_over_sharded_weights_are_fused(tmp_path, monkeypatch):
     fused, fuse = [], assemble.fuse_lora_
 
     def note(model):
@@ -78,21 +79,21 @@ def test_adapters_over_divided_weights_are_fused_and_learn_the_same(tmp_path, mo
     monkeypatch.setattr(assemble, "fuse_lora_", note)
     plain = run(tmp_path / "plain", "adapter.rank=8", "train.steps=10")
     whole = sum(fused)
-    divided = run(tmp_path / "divided", "adapter.rank=8", "train.steps=10", *WAITING)
+    sharded = run(tmp_path / "sharded", "adapter.rank=8", "train.steps=10", *OFFLOAD)
     assert whole > 0
     assert sum(fused) == 2 * whole
-    assert lines(divided, "loss") == pytest.approx(lines(plain, "loss"), rel=0.02)
+    assert lines(sharded, "loss") == pytest.approx(lines(plain, "loss"), rel=0.02)
 
 
-def test_stopped_and_resumed_without_waiting_it_goes_on(tmp_path):
+def test_a_run_resumes_without_offload(tmp_path):
     options = ("train.precision=fp32", "train.steps=10")
     plain = run(tmp_path / "plain", *options)
-    run(tmp_path / "run", *options, *WAITING, until=5)
+    run(tmp_path / "run", *options, *OFFLOAD, until=5)
     run(tmp_path / "run", *options)
     assert lines(tmp_path / "run", "loss") == pytest.approx(lines(plain, "loss"), rel=1e-3)
 
 
-def test_only_what_computes_is_on_the_device():
+def test_only_gathered_weights_are_on_the_device():
     torch.cuda.set_device(0)
     ranks = Ranks(0, 1, torch.device("cuda", 0))
     mesh = build_mesh(ParallelConfig(shard=1, offload="weights"), ranks)
@@ -104,7 +105,7 @@ def test_only_what_computes_is_on_the_device():
     apply_fsdp(root, mesh, torch.float32, on_host=True)
     assert root.within(lambda: next(root.parameters()).device).type == "cuda"
     reshard(root)
-    parts_of_it = [local_tensor(weight) for weight in root.parameters()]
-    assert {part.device.type for part in parts_of_it} == {"cpu"}
-    assert all(part.is_pinned() for part in parts_of_it)
+    shards = [local_tensor(weight) for weight in root.parameters()]
+    assert {part.device.type for part in shards} == {"cpu"}
+    assert all(part.is_pinned() for part in shards)
     assert torch.cuda.memory_allocated() - before < 0.3 * size

@@ -1,4 +1,4 @@
-"""Layers that several processes compute together: what a model's plan allows, and that nothing else changes."""
+"""Tensor parallelism: which plans are supported, and that losses and gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from whet.parallel.tensor_parallel import _forward_few_tokens, read_tensor_paral
 Make = Callable[..., LossModel]
 
 
-def test_the_plan_is_the_models_own(make_root: Make) -> None:
+def test_the_plan_is_read_from_the_model(make_root: Make) -> None:
     model: Any = make_root("Qwen3", num_hidden_layers=1, head_dim=8).language_model
     plan = read_tensor_parallel_plan(model, 2)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -31,13 +31,13 @@ def test_the_plan_is_the_models_own(make_root: Make) -> None:
         f"{mlp}.gate_proj", f"{mlp}.up_proj", f"{attention}.k_proj", f"{attention}.q_proj", f"{attention}.v_proj",
     ]  # fmt: skip
     assert sorted(plan.rowwise) == [f"{mlp}.down_proj", f"{attention}.o_proj"]
-    assert sorted(plan.summed) == [f"{attention}.k_norm", f"{attention}.q_norm"]
+    assert sorted(plan.all_reduced) == [f"{attention}.k_norm", f"{attention}.q_norm"]
 
 
 def test_norms_of_heads_are_summed_where_a_plan_forgets_them(make_root: Make) -> None:
     model: Any = make_root("Qwen3", num_hidden_layers=1, head_dim=8).language_model
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
-    assert sorted(read_tensor_parallel_plan(model, 2).summed) == [
+    assert sorted(read_tensor_parallel_plan(model, 2).all_reduced) == [
         f"model.layers.0.self_attn.{letter}_norm" for letter in "kq"
     ]
 
@@ -45,17 +45,17 @@ def test_norms_of_heads_are_summed_where_a_plan_forgets_them(make_root: Make) ->
 @pytest.mark.parametrize(
     ("architecture", "settings", "processes", "words"),
     [
-        ("GPT2", {"n_embd": 32, "n_head": 4}, 2, "GPT2LMHeadModel) has no plan for it"),
-        ("Mixtral", {}, 2, "plan wants moe_tp_experts for model.layers.0.mlp.experts"),
-        ("Olmo2", {}, 2, "plan wants colwise_gather_output for model.layers.0.self_attn.q_proj"),
-        ("Apertus", {}, 2, "model.layers.0.mlp.act_fn.alpha_p stands beside divided layers"),
-        ("Llama", {}, 3, "this model has 4 heads, which do not divide by it. Lower it to a divisor of 4"),
-        ("Llama", {}, 4, "this model has 2 key/value heads, which do not divide by it. Lower it to a divisor of 2"),
-        ("Llama", {"intermediate_size": 49}, 2, "model.layers.0.mlp.gate_proj is 49 wide, which does not divide by it"),
+        ("GPT2", {"n_embd": 32, "n_head": 4}, 2, "GPT2LMHeadModel has no tensor-parallel plan"),
+        ("Mixtral", {}, 2, "plan has moe_tp_experts for model.layers.0.mlp.experts"),
+        ("Olmo2", {}, 2, "plan has colwise_gather_output for model.layers.0.self_attn.q_proj"),
+        ("Apertus", {}, 2, "model.layers.0.mlp.act_fn.alpha_p is between sharded layers and not in the model's plan"),
+        ("Llama", {}, 3, "the model has 4 heads. Set it to a divisor of 4"),
+        ("Llama", {}, 4, "the model has 2 key/value heads. Set it to a divisor of 2"),
+        ("Llama", {"intermediate_size": 49}, 2, "model.layers.0.mlp.gate_proj is 49 wide. Set it to a divisor of 49"),
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_unsupported_models_are_refused(
     make_root: Make, architecture: str, settings: dict[str, Any], processes: int, words: str
 ) -> None:
     root = make_root(architecture, **settings)
@@ -65,7 +65,7 @@ def test_what_cannot_be_divided_is_refused(
     assert words in str(refused.value)
 
 
-def test_a_plan_that_divides_a_single_weight_is_refused(make_root: Make) -> None:
+def test_a_plan_that_shards_a_single_weight_is_refused(make_root: Make) -> None:
     """As transformers' plan for Granite with windows does of its attention's sinks."""
     model: Any = make_root("Llama", num_hidden_layers=1).language_model
     model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
@@ -77,7 +77,7 @@ def test_a_plan_that_divides_a_single_weight_is_refused(make_root: Make) -> None
 @pytest.mark.parametrize(
     "error", [RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), torch.OutOfMemoryError("full")]
 )
-def test_a_process_that_is_gone_is_not_a_fault_of_the_model(
+def test_peer_failures_and_out_of_memory_are_not_blamed_on_the_model(
     make_root: Make, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_process_that_is_gone_is_not_a_fault_of_the_model(
     assert raised.value is error
 
 
-def test_neighbours_compute_the_same_rows_and_one_of_them_counts() -> None:
+def test_tensor_neighbours_have_the_same_rows_and_the_first_one_counts() -> None:
     ranks = [Ranks(rank, 8, torch.device("cpu"), tensor_size=2) for rank in range(8)]
     assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {each.data_size for each in ranks} == {4}
@@ -101,14 +101,14 @@ def test_neighbours_compute_the_same_rows_and_one_of_them_counts() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_two_processes_are_those_of_one_in_many_families(tmp_path: Path) -> None:
-    """Biases, norms of heads, windows, soft-caps, layers without a gate; compiled layers stay one graph."""
+def test_two_processes_compute_the_gradients_of_one_in_many_architectures(tmp_path: Path) -> None:
+    """Biases, norms of single heads, windows, soft-caps, MLPs without a gate; compiled layers stay one graph."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
-        str(Path(__file__).with_name("divided_layers.py")), str(tmp_path),
+        str(Path(__file__).with_name("tensor_parallel_worker.py")), str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
@@ -118,7 +118,7 @@ def test_gradients_of_two_processes_are_those_of_one_in_many_families(tmp_path: 
         family: worst for family, worst in found["differs"].items() if isinstance(worst, str) or worst > 1e-12
     } == {}
     assert found["graphs"][1] == found["graphs"][0] == 1
-    assert found["sums"] == 4, "once for queries, keys and values together"
+    assert found["all_reduces"] == 4, "once for queries, keys and values together"
     assert found["held"] == [0.5]
-    assert found["left_open"] == [], "memory that recomputing is there to save"
-    assert "this model does not compute with a part of its heads" in found["refusal"]
+    assert found["kept_inputs"] == [], "memory that recomputation should free"
+    assert "the model fails with a part of its heads" in found["refusal"]

@@ -1,4 +1,4 @@
-"""A row that several processes compute together: attention and its gradients are those of one."""
+"""Context parallelism: attention and its gradients over several processes are those of one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_attention_across_processes_is_attention(world: int) -> None:
-    """Also where heads or key heads do not divide by the processes; with windows and sinks."""
+def test_attention_over_processes_equals_attention_in_one(world: int) -> None:
+    """Also for numbers of heads or key heads that are not a multiple of the processes; with windows and sinks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(port),
-        str(Path(__file__).with_name("slices.py")),
+        str(Path(__file__).with_name("ulysses_worker.py")),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
     assert done.returncode == 0, done.stderr

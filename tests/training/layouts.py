@@ -41,7 +41,8 @@ from whet.model.loss import linear_cross_entropy
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
-from whet.parallel.fsdp import apply_fsdp, local_tensor, shard_index
+from whet.parallel.dtensor import local_tensor, shard_index
+from whet.parallel.fsdp import apply_fsdp
 from whet.parallel.mesh import build_mesh
 from whet.parallel.ulysses import apply_ulysses
 from whet.training.config import OptimizerConfig
@@ -189,7 +190,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     root = LossModel(model)
     apply_ulysses(root, mesh)
     transform_layers(model, config, compile=False)
-    if mesh.weights is not None:
+    if mesh.fsdp_mesh is not None:
         apply_fsdp(root, mesh, torch.float64, on_host=layout.offload == "weights")
     optimizer = build_optimizer(root, OPTIMIZER.model_copy(update={"name": layout.optimizer}), 0)
     loader = Loader(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from whet.compat.torch_private import dtensor_like
 from whet.core import launch_env
 from whet.core.resources import available_memory
-from whet.parallel.fsdp import local_tensor
+from whet.parallel.dtensor import local_tensor
 
 _MIN_PINNED_BYTES = 2**20  # smaller copies are as fast from pageable memory
 _MAX_FREE_FRACTION = 0.9  # of the free host memory

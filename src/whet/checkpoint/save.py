@@ -27,7 +27,8 @@ from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, WhetError, describe_error, disk_error
 from whet.core.files import atomic_write, replace_folder, require_disk_space
 from whet.core.signals import abandon_thread
-from whet.parallel.fsdp import local_tensor, reshard, shard_count
+from whet.parallel.dtensor import local_tensor, shard_count
+from whet.parallel.fsdp import reshard
 
 _ABORT_TIMEOUT_S = 30.0
 _KEPT_OPTIMIZER_STATES = 2

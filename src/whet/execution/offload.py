@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import replace_step, set_dtensor_local
-from whet.parallel.fsdp import local_tensor
+from whet.parallel.dtensor import local_tensor
 
 # Offloading: what is not needed right now waits in the host's memory.
 #

@@ -1,4 +1,4 @@
-"""The knobs of how a run uses its devices."""
+"""Settings of the device mesh, activation recomputation and CPU offload."""
 
 from __future__ import annotations
 
@@ -10,54 +10,52 @@ from whet.core.config import Section
 
 
 class ParallelConfig(Section):
-    """How a run uses its devices. It changes memory and speed, not what is learned."""
+    """How a run uses its devices. Memory and speed change, what the model learns does not."""
 
     replicate: int | None = Field(
         default=None,
         ge=1,
-        description="Copies of the model, each with its share of a step's rows; absent: as many as the processes make.",
+        description="Replicas of the model; each computes its share of a step's rows (data parallelism). Defaults to "
+        "world size ÷ (shard × context × tensor).",
     )
     shard: int | None = Field(
         default=None,
         ge=1,
-        description="Processes among which each copy's weights, gradients and optimizer states are divided (FSDP2); "
-        "absent: every process holds all of them.",
+        description="Processes over which the weights, gradients and optimizer states of a replica are sharded "
+        "(FSDP2). Absent: every process holds all of them.",
     )
     context: int = Field(
         default=1,
         ge=1,
-        description="Processes that compute each row together, every one a slice of its tokens (Ulysses): for "
-        "conversations that are too long for one device.",
+        description="Processes that compute each row together, each a slice of its tokens (context parallelism, "
+        "Ulysses): for conversations too long for one device.",
     )
     tensor: int = Field(
         default=1,
         ge=1,
-        description="Processes that compute each layer together, every one with its part of the heads and of the "
-        "feed-forward width, by the model's own plan: for layers that are too large for one device. They should be on "
-        "one machine.",
+        description="Processes that compute each layer together, each a part of the heads and of the MLP width (tensor "
+        "parallelism), following the model's own plan: for layers too large for one device. Keep them on one machine.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="What the backward pass computes again instead of keeping it: selective keeps matrix products and "
-        "attention, full keeps the input of each layer only.",
+        description="Activation recomputation (checkpointing): selective saves the results of matrix products and "
+        "attention, full saves only each layer's input; the backward pass recomputes the rest.",
     )
     offload: Literal["none", "activations", "optimizer", "both", "weights"] = Field(
         default="none",
-        description="What waits in the host's memory until it is needed: what layers keep for the backward pass, the "
-        "optimizer's state, or both; or, with shard, weights, gradients and the optimizer's state, and the step is "
-        "taken there.",
+        description="CPU offload: activations saved for the backward pass, the optimizer state, or both; or, with "
+        "shard, weights, gradients and optimizer state, and the CPU runs the optimizer step.",
     )
     timeout: float = Field(
         default=30.0,
         gt=0,
-        description="Minutes after which a run of several processes, none of which gets any further, ends with the "
-        "name of the one that the others wait for.",
+        description="Minutes without progress in any process after which a run of several processes ends; the error "
+        "names the process the others wait for.",
     )
 
     @property
-    def divides_weights(self) -> bool:
-        """Whether FSDP2 is used. Dividing by one would only copy every layer back and forth, unless weights wait on the
-        host."""
+    def uses_fsdp(self) -> bool:
+        """Sharding over one process would only copy every layer back and forth, except to offload weights."""
         if self.tensor > 1:
             return True
         return self.shard is not None and (self.shard * self.context > 1 or self.offload == "weights")

@@ -1,4 +1,8 @@
-"""The device mesh: replicate × shard × context × tensor."""
+"""The device mesh: replicate × shard × context × tensor.
+
+rank = ((replica · shard + shard_rank) · context + context_rank) · tensor + tensor_rank: processes that communicate most
+are neighbours.
+"""
 
 from __future__ import annotations
 
@@ -14,68 +18,64 @@ from whet.core.errors import WhetError
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.parallel.config import ParallelConfig
 
-# How the processes of a run are arranged: replicate × shard × context × tensor.
-#
-# Neighbours compute the same rows: rank = ((replica · shard + part) · context + slice) · tensor + share. What talks most
-# is nearest.
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The processes, arranged."""
+    """The processes of a run and their groups."""
 
     ranks: Ranks
     replicate: int
     shard: int | None
     context: int
-    weights: DeviceMesh | None
-    """Over which weights are divided and gradients summed: (replicate, shard · context). None: nothing is divided."""
-    slices: dist.ProcessGroup | None
-    """Those that compute the same rows as this process. None: it computes its rows alone."""
-    tensor: DeviceMesh | None = None
-    """Those that compute each layer together. None: every layer is computed by one process."""
+    fsdp_mesh: DeviceMesh | None
+    """(replicate, shard · context): weights are sharded over the second axis. None: without FSDP2."""
+    context_group: dist.ProcessGroup | None
+    """The processes that compute the same rows as this one. None: without context parallelism."""
+    tensor_mesh: DeviceMesh | None = None
+    """The processes that compute each layer together. None: without tensor parallelism."""
 
 
 def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
-    """The arrangement that a configuration asks for, of all processes; one that does not fit is refused."""
+    """Create the process groups that the configuration asks for. Every process must call this."""
     world, context = ranks.world_size, config.context
     fixed = (config.shard or 1) * context * config.tensor
     replicate = config.replicate or max(1, world // fixed)
     if replicate * fixed != world:
-        asked = {
+        sizes = {
             "replicate": config.replicate, "shard": config.shard, "context": context if context > 1 else None,
             "tensor": config.tensor if config.tensor > 1 else None,
         }  # fmt: skip
-        product = " · ".join(f"parallel.{key}={value}" for key, value in asked.items() if value is not None)
+        product = " · ".join(f"parallel.{key}={value}" for key, value in sizes.items() if value is not None)
         raise WhetError(
-            f"{product} does not fit {world} process{'es' if world > 1 else ''}: their product must be the number of "
-            f"processes{'' if config.replicate else ', or divide it'}. Start others (torchrun --nproc-per-node), or "
-            "change these"
+            f"{product} does not fit {world} process{'es' if world > 1 else ''}: the product must be the number of "
+            f"processes{'' if config.replicate else ' or a divisor of it'}. Change these keys, or the number of "
+            "processes (whet launch: launch.gpus or launch.processes; torchrun: --nproc-per-node)"
         )
     ranks = replace(ranks, context_size=context, tensor_size=config.tensor)
-    patience = timedelta(minutes=config.timeout, seconds=COLLECTIVE_MARGIN_S)  # the watchdog speaks first
-    weights, slices, tensor = None, None, None
-    if config.tensor > 1:  # also what is not divided by it is divided by FSDP2, if by one: the same code for both
-        sizes = (replicate, (config.shard or 1) * context, config.tensor)
-        whole = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
-        weights, tensor = whole["replicate", "shard"], whole["tensor"]
-    elif config.divides_weights:
+    # a little longer than parallel.timeout: the watchdog, which names the culprit, reports first
+    timeout = timedelta(minutes=config.timeout, seconds=COLLECTIVE_MARGIN_S)
+    fsdp_mesh, tensor_mesh, context_group = None, None, None
+    if config.tensor > 1:  # with FSDP2 even over one process: one code path for weights with and without a plan
+        shape = (replicate, (config.shard or 1) * context, config.tensor)
+        whole = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        fsdp_mesh, tensor_mesh = whole["replicate", "shard"], whole["tensor"]
+    elif config.uses_fsdp:
         if not dist.is_initialized():
             _init_single_process_group(ranks)
-        divided = (config.shard or 1) * context
-        weights = init_device_mesh(ranks.device.type, (replicate, divided), mesh_dim_names=("replicate", "shard"))
-    for axes in (weights, tensor):
-        for group in axes.get_all_groups() if axes is not None else ():
-            set_group_timeout(patience, group)
+        pair = (replicate, (config.shard or 1) * context)
+        fsdp_mesh = init_device_mesh(ranks.device.type, pair, mesh_dim_names=("replicate", "shard"))
+    for mesh in (fsdp_mesh, tensor_mesh):
+        for group in mesh.get_all_groups() if mesh is not None else ():
+            set_group_timeout(timeout, group)
     if context > 1:
-        for first in range(0, world, context):  # every process takes part in making every group
-            group = dist.new_group(list(range(first, first + context)), timeout=patience)
+        for first in range(0, world, context):  # new_group is collective: every process creates every group
+            group = dist.new_group(list(range(first, first + context)), timeout=timeout)
             if first <= ranks.rank < first + context:
-                slices = group
-    return Mesh(ranks, replicate, config.shard, context, weights, slices, tensor)
+                context_group = group
+    return Mesh(ranks, replicate, config.shard, context, fsdp_mesh, context_group, tensor_mesh)
 
 
 def _init_single_process_group(ranks: Ranks) -> None:
-    """A single process divides its weights by one: the same code, and a group of processes that needs no network."""
+    """FSDP2 needs a process group also for one process; this one needs no network."""
     backend = "gloo" if ranks.device.type == "cpu" else None
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

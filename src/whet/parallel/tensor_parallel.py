@@ -1,8 +1,14 @@
-"""Tensor parallelism: colwise and rowwise linear layers by the model's own plan, kept as DTensors."""
+"""Tensor parallelism: processes that compute each layer together, each a part of the heads and of the MLP width.
+
+A colwise layer shards the rows of its weight and so its output; the rowwise layer behind it shards the columns, and the
+partial results are all-reduced. Between the two a process sees fewer heads, or a part of the MLP width, and the model's
+code runs unchanged. Weights are DTensors, so that FSDP2 shards them further and checkpoints know their layout; layers
+compute with the local shards. Embedding and head are replicated: the loss needs the head at supervised positions only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,24 +19,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from whet.compat.torch_private import functional_all_reduce, set_module_class
+from whet.compat.torch_private import (
+    flatten_dense_tensors,
+    functional_all_reduce,
+    set_module_class,
+    unflatten_dense_tensors,
+)
 from whet.compat.transformers_private import tensor_parallel_plan
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError, describe_error
+from whet.core.heartbeat import PHASE
 from whet.model.attention import native_attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import eval_mode
+from whet.parallel.ddp import buckets
+from whet.parallel.dtensor import local_tensor
 
-# What a model's own plan says of computing its layers by several processes together, as far as whet can follow it.
-#
-# transformers' models carry such a plan: `colwise` divides the rows of a linear layer's weight, and with them what it
-# gives; the layer behind it is `rowwise`, divides its columns, takes what the process has, and the results are summed.
-# Between the two, each process has some of the heads, or a part of the feed-forward width. Embedding and head stay whole:
-# the loss is computed on supervised positions only, by a head that it reads.
+# The model's plan: transformers' models say which modules are colwise, rowwise, or replicated.
 
 _COLWISE, _ROWWISE, _ALL_REDUCED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
-_REMEDY = "Leave parallel.tensor out; parallel.shard divides any model"
+_HEAD_COUNTS = {"num_attention_heads": "heads", "num_key_value_heads": "key/value heads"}
+_REMEDY = "Remove parallel.tensor; parallel.shard works with any model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,145 +47,136 @@ class TensorParallelPlan:
     """Names of modules."""
 
     colwise: list[str]
-    """Linear layers of which each process computes a part of the results."""
     rowwise: list[str]
-    """Linear layers of which each process has a part of what goes in."""
-    summed: list[str]
-    """What every process has whole, between the two: it sees some of the heads, so its gradients are to be summed."""
+    all_reduced: list[str]
+    """Replicated modules between the two, such as norms of single heads: each process sees some of the heads, so their
+    gradients are summed."""
 
 
 def read_tensor_parallel_plan(model: nn.Module, processes: int) -> TensorParallelPlan:
-    """The plan of a transformers model, for so many processes; what cannot be computed so is refused."""
+    """The plan of a transformers model for a number of processes; an error if whet cannot follow it."""
     styles = dict(_planned_modules(model, tensor_parallel_plan(model)))
     if _COLWISE not in styles.values() or _ROWWISE not in styles.values():
-        raise _tensor_parallel_error(processes, f"this model ({type(model).__name__}) has no plan for it. {_REMEDY}")
-    for name, style in styles.items():
-        if style not in (_COLWISE, _ROWWISE, _ALL_REDUCED):
-            raise _tensor_parallel_error(
-                processes, f"this model's plan wants {style} for {name}, which whet cannot do. {_REMEDY}"
-            )
-    divided = [name for name, style in styles.items() if style != _ALL_REDUCED]
+        raise _error(processes, f"{type(model).__name__} has no tensor-parallel plan. {_REMEDY}")
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for name, style in styles.items():
+        if style not in (_COLWISE, _ROWWISE, _ALL_REDUCED):
+            raise _error(processes, f"the model's plan has {style} for {name}, which whet does not support. {_REMEDY}")
         layer = modules.get(name)
         if layer is None or (style != _ALL_REDUCED and type(layer).forward is not nn.Linear.forward):
             kind = "weight" if layer is None else type(layer).__name__  # such as attention sinks
-            raise _tensor_parallel_error(processes, f"{name} is a {kind}, not a plain linear layer. {_REMEDY}")
-    _require_divisible_heads(model, processes)
-    for name in divided:
-        _require_divisible_width(model, name, styles[name], processes)
-    between = dict.fromkeys(name.rpartition(".")[0] for name in divided if styles[name] == _COLWISE)
-    summed = dict.fromkeys(name for name, style in styles.items() if style == _ALL_REDUCED)
-    for parent in between:
-        summed |= dict.fromkeys(_unplanned_modules(model, parent, styles, processes))
+            raise _error(processes, f"{name} is a {kind}, not a plain linear layer. {_REMEDY}")
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    for key, what in _HEAD_COUNTS.items():
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % processes:
+            raise _error(processes, f"the model has {heads} {what}. Set it to a divisor of {heads}")
+    sharded = [name for name, style in styles.items() if style != _ALL_REDUCED]
+    for name in sharded:
+        linear: Any = modules[name]
+        size = linear.out_features if styles[name] == _COLWISE else linear.in_features
+        if size % processes:
+            raise _error(processes, f"{name} is {size} wide. Set it to a divisor of {size}")
+    all_reduced = dict.fromkeys(name for name, style in styles.items() if style == _ALL_REDUCED)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in sharded if styles[name] == _COLWISE):
+        all_reduced |= dict.fromkeys(_unplanned_modules(model, parent, styles, processes))
     return TensorParallelPlan(
-        [name for name in divided if styles[name] == _COLWISE],
-        [name for name in divided if styles[name] == _ROWWISE],
-        list(summed),
+        [name for name in sharded if styles[name] == _COLWISE],
+        [name for name in sharded if styles[name] == _ROWWISE],
+        list(all_reduced),
     )
 
 
 def _planned_modules(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(name, style) of all modules and weights that a plan is about, embedding and head excepted."""
+    """(name, style) of all modules and parameters in the plan except embedding and head."""
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
     modules = [name for name, module in model.named_modules() if id(module) not in ends]
-    kept = {f"{name}.weight" for name, module in model.named_modules() if id(module) in ends}
-    weights = [name for name, _ in model.named_parameters() if name not in kept]
+    skipped = {f"{name}.weight" for name, module in model.named_modules() if id(module) in ends}
+    weights = [name for name, _ in model.named_parameters() if name not in skipped]
     for name in (*modules, *weights):
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         if pattern in plan:
             yield name, plan[pattern]
 
 
-def _require_divisible_heads(model: nn.Module, processes: int) -> None:
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    for key in _HEAD_COUNTS:
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % processes:
-            what = "key/value heads" if key == _HEAD_COUNTS[1] else "heads"
-            raise _tensor_parallel_error(
-                processes, f"this model has {heads} {what}, which do not divide by it. Lower it to a divisor of {heads}"
-            )
-
-
-def _require_divisible_width(model: nn.Module, name: str, style: str, processes: int) -> None:
-    layer: Any = model.get_submodule(name)
-    size = layer.out_features if style == _COLWISE else layer.in_features
-    if size % processes:
-        reason = f"{name} is {size} wide, which does not divide by it. Lower it to a divisor of {size}"
-        raise _tensor_parallel_error(processes, reason)
-
-
 def _unplanned_modules(model: nn.Module, parent: str, styles: dict[str, str], processes: int) -> Iterator[str]:
-    """Modules between divided layers that the plan does not name and that see single heads, as norms of queries do.
-    Other weights there would have to be divided in a way that nobody says."""
+    """Modules between sharded layers that the plan does not name but that work on single heads, such as norms of
+    queries. How to shard any other weight there is unknown."""
     inside = model.get_submodule(parent)
-    width = getattr(inside, "head_dim", None)
+    head_dim = getattr(inside, "head_dim", None)
     for name, weight in inside.named_parameters():
         owner = f"{parent}.{name}".rpartition(".")[0]
         if owner in styles:
             continue
-        if owner == parent or weight.shape != (width,):
-            reason = "stands beside divided layers, and this model's plan does not say how it is to be divided"
-            raise _tensor_parallel_error(processes, f"{parent}.{name} {reason}. {_REMEDY}")
+        if owner == parent or weight.shape != (head_dim,):
+            raise _error(processes, f"{parent}.{name} is between sharded layers and not in the model's plan. {_REMEDY}")
         yield owner
 
 
-def _tensor_parallel_error(processes: int, reason: str) -> WhetError:
+def _error(processes: int, reason: str) -> WhetError:
     return WhetError(f"parallel.tensor: {processes}, but {reason}")
 
 
-# Tensor parallelism: processes that compute each layer together, every one with its part of the heads and of the
-# feed-forward width.
-#
-# A layer that divides its results takes what all have alike, so what flows back into that is summed over the processes; a
-# layer that divides what goes in gives a part of a sum, which is summed on the way forth. All around stays plain: it sees
-# fewer heads. Weights are DTensors, so that FSDP2 divides them further and checkpoints know which part is whose; they are
-# computed with as the plain parts that they are.
+# Sharding the layers
 
-_STATE_ATTRIBUTE = "_whet_across"
+_STATE_ATTRIBUTE = "_whet_tensor_parallel"
+_MODEL_PREFIX = "language_model."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorParallelState:
-    """What a model with divided layers knows of it. Weights are named as they are in the language model."""
+    """Kept on a model after apply_tensor_parallel. Parameters are named as in the language model."""
 
     group: dist.ProcessGroup
-    divided: frozenset[str]
-    """Weights of which every process has a part of its own."""
-    summed: frozenset[str]
-    """Weights that every process has whole, and of whose gradient it finds a part."""
+    sharded: frozenset[str]
+    """Parameters of which every process holds a shard."""
+    all_reduced: frozenset[str]
+    """Replicated parameters of whose gradient every process computes a part."""
+    replicated: tuple[list[nn.Parameter], list[nn.Parameter]] | None = None
+    """Trainable parameters that are not sharded: those with partial gradients, those with whole ones. Found in the
+    first step, after FSDP2 has replaced the parameters; walking a large model's modules takes long."""
 
 
 def apply_tensor_parallel(root: LossModel, mesh: DeviceMesh) -> None:
-    """Leave this process its part of the layers that the model's plan divides."""
+    """Shard the layers that the model's plan names, in place."""
     model, group = root.language_model, mesh.get_group()
     plan = read_tensor_parallel_plan(model, mesh.size())
-    doors = {name.rpartition(".")[0]: TensorParallelRegion(group.group_name) for name in (*plan.colwise, *plan.rowwise)}
+    parents = {name.rpartition(".")[0] for name in (*plan.colwise, *plan.rowwise)}
+    regions = {parent: TensorParallelRegion(group.group_name) for parent in parents}
     for names, kind, dim in ((plan.colwise, ColwiseLinear, 0), (plan.rowwise, RowwiseLinear, 1)):
         for name in names:
             layer: Any = model.get_submodule(name)
             layer.weight = _shard_parameter(layer.weight, mesh, dim)
             if dim == 0 and layer.bias is not None:
                 layer.bias = _shard_parameter(layer.bias, mesh, 0)
-            layer.door = doors[name.rpartition(".")[0]]
+            layer.region = regions[name.rpartition(".")[0]]
             set_module_class(layer, kind)
-    divided = frozenset([*_parameter_names(model, plan.colwise), *(f"{name}.weight" for name in plan.rowwise)])
-    object.__setattr__(
-        root, _STATE_ATTRIBUTE, TensorParallelState(group, divided, frozenset(_parameter_names(model, plan.summed)))
-    )
+    sharded = frozenset([*_parameter_names(model, plan.colwise), *(f"{name}.weight" for name in plan.rowwise)])
+    state = TensorParallelState(group, sharded, frozenset(_parameter_names(model, plan.all_reduced)))
+    object.__setattr__(root, _STATE_ATTRIBUTE, state)
+
+
+def _shard_parameter(weight: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    shard = weight.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    shape, stride = weight.shape, weight.stride()
+    whole = DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(whole, requires_grad=weight.requires_grad)
+
+
+def _parameter_names(model: nn.Module, modules: list[str]) -> list[str]:
+    return [f"{name}.{each}" for name in modules for each, _ in model.get_submodule(name).named_parameters()]
 
 
 def tensor_parallel_state(root: nn.Module) -> TensorParallelState | None:
-    """What `divide_` left; None: every layer is computed by one process."""
+    """None without tensor parallelism."""
     return getattr(root, _STATE_ATTRIBUTE, None)
 
 
 def verify_tensor_parallel(root: LossModel) -> None:
-    """Run a few tokens through divided layers: a model may take something for known that is no longer so."""
-    here = tensor_parallel_state(root)
-    if here is not None:
-        root.within(lambda: _forward_few_tokens(root, here.group.size()))
+    """Run four tokens through the sharded layers: a model's code may rely on the number of heads it was built with."""
+    state = tensor_parallel_state(root)
+    if state is not None:
+        root.within(lambda: _forward_few_tokens(root, state.group.size()))
 
 
 @torch.no_grad()
@@ -186,17 +186,16 @@ def _forward_few_tokens(root: LossModel, processes: int) -> None:
         try:
             root.language_model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            if is_peer_failure(error) or isinstance(error, torch.OutOfMemoryError):  # says nothing of the model
+            if is_peer_failure(error) or isinstance(error, torch.OutOfMemoryError):  # not the model's fault
                 raise
-            raise WhetError(
-                f"parallel.tensor: {processes}, but this model does not compute with a part of its heads "
-                f"({describe_error(error)}). Leave parallel.tensor out; parallel.shard divides any model"
+            raise _error(
+                processes, f"the model fails with a part of its heads ({describe_error(error)}). {_REMEDY}"
             ) from None
 
 
 class TensorParallelRegion:
-    """Where states enter the divided layers of one module, and where they leave. Layers that take the same, as those of
-    queries, keys and values do, let it in once, so that its gradient is summed once for all of them."""
+    """The sharded layers of one module: attention or MLP. Colwise layers with the same input (queries, keys and values)
+    enter together, so that its gradient is all-reduced once for all of them."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -208,57 +207,44 @@ class TensorParallelRegion:
             self._outside, self._inside = states, _CopyToRegion.apply(states, self._group)
         return self._inside
 
-    def shut(self) -> None:
-        """Forget what came in, before anything leaves. What came in holds all that was computed before it, until the
-        layer is computed again; and a layer that is recomputed may come no further than to its last product."""
+    def clear(self) -> None:
+        """Drop the input, which keeps everything computed before it alive. Called before the rowwise product: a
+        recomputed layer may stop there."""
         self._outside = self._inside = None
 
-    def leave(self, states: Tensor) -> Tensor:
+    def exit(self, states: Tensor) -> Tensor:
         whole: Tensor = _ReduceFromRegion.apply(states, self._group)
         return whole
 
 
 class ColwiseLinear(nn.Linear):
-    """Of what the whole layer gives, this process's part."""
+    """Computes this process's part of the output features."""
 
-    door: TensorParallelRegion
+    region: TensorParallelRegion
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else _differentiable_local(self.bias)
-        return F.linear(self.door.enter(input), _differentiable_local(self.weight), bias)
+        return F.linear(self.region.enter(input), _differentiable_local(self.weight), bias)
 
 
 class RowwiseLinear(nn.Linear):
-    """What the whole layer gives, of the part of its input that this process has."""
+    """Computes the whole output from this process's part of the input features, by an all-reduce."""
 
-    door: TensorParallelRegion
+    region: TensorParallelRegion
 
     def forward(self, input: Tensor) -> Tensor:
-        self.door.shut()
-        whole = self.door.leave(F.linear(input, _differentiable_local(self.weight)))
-        return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # once, not by every process
+        self.region.clear()
+        whole = self.region.exit(F.linear(input, _differentiable_local(self.weight)))
+        return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # once, not in every process
 
 
 def _differentiable_local(weight: Any) -> Tensor:
-    """This process's part, differentiable."""
-    part: Tensor = weight.to_local()
-    return part
-
-
-def _shard_parameter(weight: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """A whole weight as one of which this process keeps its part."""
-    mine = weight.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-    shape, stride = weight.shape, weight.stride()
-    divided = DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(divided, requires_grad=weight.requires_grad)
-
-
-def _parameter_names(model: nn.Module, modules: list[str]) -> list[str]:
-    return [f"{name}.{each}" for name in modules for each, _ in model.get_submodule(name).named_parameters()]
+    shard: Tensor = weight.to_local()
+    return shard
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """Forth as it is; back, the sum of what all processes find."""
+    """Forward: the identity. Backward: the gradient summed over the processes."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: str) -> Tensor:
@@ -271,7 +257,7 @@ class _CopyToRegion(torch.autograd.Function):
 
 
 class _ReduceFromRegion(torch.autograd.Function):
-    """Forth, the sum of what all processes have; back as it is, because all go on with the same."""
+    """Forward: the sum over the processes. Backward: the identity, because all of them continue with the same."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: str) -> Tensor:
@@ -280,3 +266,45 @@ class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+# Gradients of replicated parameters
+#
+# Every process computes the whole gradient of embedding, head and norms between layers, equal up to rounding. If each
+# process applied its own, the replicas would drift apart, and a checkpoint of one would not be the model that
+# was trained. So all use the mean. Norms of single heads get a part of their gradient in each process: they are summed.
+
+
+def sync_replicated_gradients(model: nn.Module) -> None:
+    """Make the gradients of replicated parameters equal in all processes of a tensor-parallel group. Called once a
+    step, after the reduction over data-parallel ranks."""
+    state = tensor_parallel_state(model)
+    if state is None:
+        return
+    if state.replicated is None:
+        state.replicated = _replicated_parameters(model, state)
+    partial, whole = state.replicated
+    _all_reduce_gradients(partial, state.group, divisor=1)
+    _all_reduce_gradients(whole, state.group, divisor=state.group.size())
+
+
+def _replicated_parameters(
+    model: nn.Module, state: TensorParallelState
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    partial: list[nn.Parameter] = []
+    whole: list[nn.Parameter] = []
+    for full_name, weight in model.named_parameters():
+        name = full_name.removeprefix(_MODEL_PREFIX)
+        if weight.requires_grad and name not in state.sharded:
+            (partial if name in state.all_reduced else whole).append(weight)
+    return partial, whole
+
+
+def _all_reduce_gradients(weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int) -> None:
+    for bucket in buckets([local_tensor(weight.grad) for weight in weights if weight.grad is not None]):
+        flat = flatten_dense_tensors(bucket)
+        PHASE.begin_wait()
+        dist.all_reduce(flat, group=group)
+        PHASE.end_wait()
+        for gradient, summed in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(summed if divisor == 1 else summed / divisor)

@@ -1,4 +1,12 @@
-"""Ulysses sequence parallelism: all-to-all between sequence shards and head shards around attention."""
+"""Ulysses context parallelism: all-to-all between token shards and head shards around attention.
+
+Each process holds a slice of a row's tokens with all heads. Before attention they exchange, and each gets some of the
+heads with all tokens; after attention they exchange back. The model around it is unchanged.
+
+Query heads that share a key head stay together. If the key heads are not a multiple of the group size, every query head
+gets its own copy of its key and value; if the query heads are not either, zero heads are appended and their outputs
+dropped. Shape letters: T tokens, H query heads, K key heads, E and V head widths, n processes.
+"""
 
 from __future__ import annotations
 
@@ -16,83 +24,74 @@ from whet.model.attention import AttentionSpec, Documents, current_backend, inst
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.mesh import Mesh
 
-# Ulysses: processes that compute a row together trade tokens for heads where attention needs all tokens, and back.
-#
-# Each holds a slice of the tokens with all heads. Before attention they exchange, and each has some of the heads with all
-# tokens; after it they exchange back. The model around it stays plain.
-#
-# Heads that share a key stay together. Where key heads do not divide among the processes, each query head brings its own
-# copy of its key and value; where query heads do not divide either, heads of zeros fill up, whose results are dropped.
-
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Documents], Tensor]
 
 
 def apply_ulysses(root: LossModel, mesh: Mesh) -> None:
-    """Let a model's attention work across those that compute the same rows, if there are any."""
-    if mesh.slices is None:
+    """Make a model's attention exchange tokens and heads over the context-parallel group, if there is one."""
+    if mesh.context_group is None:
         return
     if root.alone:
         raise WhetError(
-            f"parallel.context: {mesh.context}, but this model does more from token to token than attend, so a row "
-            "cannot be divided among processes. Set parallel.context=1"
+            f"parallel.context: {mesh.context}, but this model passes state from token to token outside attention, so "
+            "its rows cannot be split over processes. Set parallel.context=1"
         )
-    install_backend(root.language_model, current_backend(root.language_model), ulysses_attention(mesh.slices))
+    install_backend(root.language_model, current_backend(root.language_model), ulysses_attention(mesh.context_group))
 
 
 def ulysses_attention(group: dist.ProcessGroup) -> Callable[[AttentionFunction], AttentionFunction]:
-    """What makes of a back-end one that works across a group, whose members hold the slices of a row in order."""
+    """Wraps an attention function for a group whose members hold the slices of a row in order."""
 
-    def around(compute: AttentionFunction) -> AttentionFunction:
-        @torch.compiler.disable  # it talks to others
-        def attend(query: Tensor, key: Tensor, value: Tensor, ask: AttentionSpec, documents: Documents) -> Tensor:
+    def wrap(compute: AttentionFunction) -> AttentionFunction:
+        @torch.compiler.disable  # collectives with a process group are not traced
+        def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, documents: Documents) -> Tensor:
             heads, members = query.shape[1], group.size()
             key, value = (_repeat_kv_heads(states, heads, members) for states in (key, value))
             query, key, value = (
                 _AllToAll.apply(_pad_heads(states, members), group, 1, 2) for states in (query, key, value)
-            )
-            if ask.sinks is not None:
-                ask = replace(ask, sinks=_pad_heads(ask.sinks[None], members)[0].chunk(members)[group.rank()])
-            out = compute(query, key, value, ask, documents)  # [1 T H/n V]
-            whole: Tensor = _AllToAll.apply(out, group, 1, 2)
+            )  # [1 H T/n E] → [1 H/n T E]
+            if spec.sinks is not None:
+                spec = replace(spec, sinks=_pad_heads(spec.sinks[None], members)[0].chunk(members)[group.rank()])
+            out = compute(query, key, value, spec, documents)  # [1 T H/n V]
+            whole: Tensor = _AllToAll.apply(out, group, 1, 2)  # [1 T/n H V]
             return whole[:, :, :heads]
 
         return attend
 
-    return around
+    return wrap
 
 
 def _repeat_kv_heads(states: Tensor, heads: int, members: int) -> Tensor:
-    """Keys or values such that each member's share of the heads finds its own: [1 K T E] → [1 K' T E]."""
-    kept = states.shape[1]
-    if kept % members == 0 and heads % members == 0:
+    """[1 K T E] → [1 K' T E], such that each member's share of the query heads has its keys or values."""
+    kv_heads = states.shape[1]
+    if kv_heads % members == 0 and heads % members == 0:
         return states
-    if members % kept == 0 and heads % members == 0:  # each member needs one of them
-        return states.repeat_interleave(members // kept, dim=1)
-    return states.repeat_interleave(heads // kept, dim=1)
+    if members % kv_heads == 0 and heads % members == 0:  # each member needs one of them
+        return states.repeat_interleave(members // kv_heads, dim=1)
+    return states.repeat_interleave(heads // kv_heads, dim=1)
 
 
 def _pad_heads(states: Tensor, members: int) -> Tensor:
-    """With zeros behind, so that the heads divide."""
+    """Append zero heads up to a multiple of the group size."""
     missing = -states.shape[1] % members
     return F.pad(states, (0, 0) * (states.ndim - 2) + (0, missing)) if missing else states
 
 
 class _AllToAll(torch.autograd.Function):
-    """Cut along one dimension, give each member its part, and put what comes together along another; back, the same
-    with both turned around."""
+    """Split along one dimension, exchange, concatenate along another; the backward pass swaps the dimensions."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        return _all_to_all(states, group, cut, join)
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup, split_dim: int, cat_dim: int) -> Tensor:
+        ctx.group, ctx.split_dim, ctx.cat_dim = group, split_dim, cat_dim
+        return _all_to_all(states, group, split_dim, cat_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.group, ctx.join, ctx.cut), None, None, None
+        return _all_to_all(grads[0], ctx.group, ctx.cat_dim, ctx.split_dim), None, None, None
 
 
-def _all_to_all(states: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-    parts = torch.stack(states.chunk(group.size(), dim=cut))
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return torch.cat(found.unbind(), dim=join)
+def _all_to_all(states: Tensor, group: dist.ProcessGroup, split_dim: int, cat_dim: int) -> Tensor:
+    parts = torch.stack(states.chunk(group.size(), dim=split_dim))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), dim=cat_dim)

@@ -215,7 +215,7 @@ def _assemble(
     arithmetic = choose_precision(config, ranks.device)
     tokens = len(data.tokenizer)  # read while the model is loaded
     model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical_length)
-    if mesh.weights is None:
+    if mesh.fsdp_mesh is None:
         root = build_loss_model(config, model, arithmetic, ranks.device, tokens, data.max_document_length)
     else:
         source, typical = loading.source, data.typical_length
@@ -231,7 +231,7 @@ def _assemble(
         enable_cuda_graphs(
             root, config.train.micro_rows * config.row_length, device_peak_flops(ranks.device, arithmetic.name)
         )
-    if mesh.weights is None:
+    if mesh.fsdp_mesh is None:
         broadcast_weights(root, ranks)
     if config.parallel.offload == "weights":  # torchrun gives each process one thread, and the host takes the steps
         torch.set_num_threads(cores_per_process())
@@ -240,7 +240,7 @@ def _assemble(
     if away:
         offload_optimizer_state(optimizer)
     plan = Plan.load(config.folder / "plan")
-    if mesh.weights is None and arithmetic.weights == torch.bfloat16 and max_micro_batches(config, plan, ranks) > 1:
+    if mesh.fsdp_mesh is None and arithmetic.weights == torch.bfloat16 and max_micro_batches(config, plan, ranks) > 1:
         accumulate_in_fp32(root)
     run = AssembledRun(
         config=config, data=data, plan=plan, ranks=ranks, arithmetic=arithmetic, model=model, root=root,

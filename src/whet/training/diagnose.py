@@ -20,7 +20,8 @@ from whet.data.batch import PackedBatch
 from whet.data.loader import Loader, ReplayLoader
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import trainable_parameters
-from whet.parallel.fsdp import is_sharded, local_tensor, reshard
+from whet.parallel.dtensor import local_tensor
+from whet.parallel.fsdp import is_sharded, reshard
 from whet.training.guard import FaultKind
 from whet.training.micro_batches import derive_seed
 

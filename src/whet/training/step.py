@@ -12,8 +12,10 @@ from torch import nn
 from whet.compat.torch_private import foreach_norm
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
-from whet.parallel.ddp import all_reduce_gradients, sync_replicated_gradients
-from whet.parallel.fsdp import local_tensor, replica_count, reshard
+from whet.parallel.ddp import all_reduce_gradients
+from whet.parallel.dtensor import local_tensor, replica_count
+from whet.parallel.fsdp import reshard
+from whet.parallel.tensor_parallel import sync_replicated_gradients
 from whet.training.micro_batches import ForwardPasses
 
 ConditionalUpdate = Callable[[torch.Tensor, torch.Tensor], None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whet.core.imports import has_triton
 from whet.execution.offload import state_to_host
-from whet.parallel.fsdp import local_tensor, shard_index
+from whet.parallel.dtensor import local_tensor, shard_index
 from whet.training.optimizers.state import (
     BlockwiseStorage,
     RoundingGenerators,

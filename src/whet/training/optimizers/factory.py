@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from whet.compat.torch_private import foreach_mul_
 from whet.core.errors import WhetError
 from whet.model.loss.loss_model import LossModel
-from whet.parallel.fsdp import local_tensor
+from whet.parallel.dtensor import local_tensor
 from whet.training.config import OptimizerConfig
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.muon import Muon

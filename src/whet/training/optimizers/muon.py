@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from whet.parallel.fsdp import local_shard_of, local_tensor, shard_like
+from whet.parallel.dtensor import local_shard_of, local_tensor, shard_like
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.state import copy_rounded, update_dtype
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.parallel.fsdp import local_tensor, shard_like
+from whet.parallel.dtensor import local_tensor, shard_like
 from whet.training.micro_batches import derive_seed
 
 # Numbers in 8 bits: a code from a table times the largest of its block.

@@ -1,4 +1,4 @@
-"""Attention across processes beside attention in one. Started under torchrun, each process checks its own slice."""
+"""Run under torchrun by test_ulysses.py: each process compares its slice with attention in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whet.model.attention import AttentionSpec, document_kwargs, eager_attention
 from whet.parallel.ulysses import ulysses_attention
 
 HEADS = ((4, 2), (9, 3), (3, 1), (8, 8), (6, 2), (5, 5), (14, 2), (1, 1))
-"""Query heads, key heads: divided, divided after copying, or with heads of zeros behind."""
+"""(query heads, key heads): split, split after repeating keys, or padded with zero heads."""
 EDGES = (0, 1, 9, 10, 21, 24, 24)
 WIDTH, VALUE = 6, 4
 
@@ -44,7 +44,7 @@ def main() -> None:
             close(found, wanted[:, here])
             for part, states in zip(parts, whole, strict=True):
                 close(part.grad, states.grad[:, :, here])
-            if "sinks" in asked:  # each process has the part of its heads
+            if "sinks" in asked:  # each process has the gradients of its heads
                 dist.all_reduce(sinks[1].grad)
                 close(sinks[1].grad, sinks[0].grad)
     ranks.shutdown()

@@ -1,6 +1,6 @@
-"""Started under torchrun by test_tensor.py: models whose layers two processes compute together, against whole ones.
+"""Run under torchrun by test_tensor_parallel.py: models with tensor parallelism of two, compared with whole ones.
 
-python divided_layers.py FOLDER
+python tensor_parallel_worker.py FOLDER
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from whet.model import attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
-from whet.parallel.ddp import sync_replicated_gradients
-from whet.parallel.fsdp import apply_fsdp, local_tensor
+from whet.parallel.dtensor import local_tensor
+from whet.parallel.fsdp import apply_fsdp
 from whet.parallel.mesh import Mesh, build_mesh
-from whet.parallel.tensor_parallel import verify_tensor_parallel
+from whet.parallel.tensor_parallel import sync_replicated_gradients, verify_tensor_parallel
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -86,7 +86,7 @@ def gradients(root: LossModel) -> dict[str, torch.Tensor]:
 
 
 def differs(family: str, mesh: Mesh) -> str | float:
-    """The largest relative difference of a gradient, or why the model was refused."""
+    """The largest relative difference of a gradient, or the error."""
     wanted = gradients(make(family, **FAMILIES[family]))
     root = make(family, **FAMILIES[family])
     try:
@@ -99,7 +99,7 @@ def differs(family: str, mesh: Mesh) -> str | float:
 
 
 def graphs(mesh: Mesh | None) -> int:
-    """How many graphs a step of compiled layers takes."""
+    """Graphs compiled for one step."""
     root, before = make("Llama"), compiled_graph_count()
     if mesh is not None:
         apply_fsdp(root, mesh, torch.float64)
@@ -109,39 +109,39 @@ def graphs(mesh: Mesh | None) -> int:
     return compiled_graph_count() - before
 
 
-def sums(mesh: Mesh) -> int:
-    """How often states are summed over the processes, forth and back, in each layer."""
+def all_reduces(mesh: Mesh) -> int:
+    """All-reduces per layer, forward and backward."""
     root = make("Llama")
     apply_fsdp(root, mesh, torch.float64)
-    with CountSums() as count, KeepFloat64():
+    with CountAllReduces() as count, KeepFloat64():
         root(batch()).objective.backward()
-    return count.sums // SHAPE["num_hidden_layers"]
+    return count.calls // SHAPE["num_hidden_layers"]
 
 
-def left_open(mesh: Mesh) -> list[str]:
-    """What still holds states after the backward pass, where that computes layers again. torch stops a recomputation
-    at the last tensor that is wanted, in the middle of the last layer."""
+def kept_inputs(mesh: Mesh) -> list[str]:
+    """Regions that still hold their input after the backward pass: torch stops a recomputation at the last tensor it
+    needs, in the middle of a layer."""
     found = []
     for kind in ("none", "selective", "full"):
         root = make("Llama")
         transform_layers(root.language_model, ParallelConfig(recompute=kind), compile=False)  # type: ignore[arg-type]
         apply_fsdp(root, mesh, torch.float64)
         gradients(root)
-        doors = {name: getattr(module, "door", None) for name, module in root.named_modules()}
-        found += [f"{kind}: {name}" for name, door in doors.items() if door is not None and door._inside is not None]
+        regions = {name: getattr(module, "region", None) for name, module in root.named_modules()}
+        found += [f"{kind}: {name}" for name, region in regions.items() if getattr(region, "_inside", None) is not None]
     return found
 
 
-class CountSums(TorchDispatchMode):
-    sums = 0
+class CountAllReduces(TorchDispatchMode):
+    calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.sums += func is torch.ops._c10d_functional.all_reduce.default
+        self.calls += func is torch.ops._c10d_functional.all_reduce.default
         return func(*args, **kwargs or {})
 
 
 def refusal(mesh: Mesh) -> str:
-    """Of a model that knows by itself how wide its layers are."""
+    """The error for a model whose code relies on the width of its layers."""
     root = make("Llama")
     first: Any = root.language_model.get_submodule("model.layers.0.mlp.up_proj")
     first.register_forward_hook(lambda module, inputs, output: output.view(-1, SHAPE["intermediate_size"]))
@@ -154,7 +154,7 @@ def refusal(mesh: Mesh) -> str:
 
 
 def held(mesh: Mesh) -> list[float]:
-    """The part of each linear layer's weight that this process holds."""
+    """The share of each linear layer's weight that this process holds."""
     root = make("Llama")
     whole = {name: weight.numel() for name, weight in root.named_parameters()}
     apply_fsdp(root, mesh, torch.float64)
@@ -170,9 +170,9 @@ def main(folder: Path) -> None:
     found = {
         "differs": {family: differs(family, mesh) for family in FAMILIES},
         "graphs": [graphs(None), graphs(mesh)],
-        "sums": sums(mesh),
+        "all_reduces": all_reduces(mesh),
         "refusal": refusal(mesh),
-        "left_open": left_open(mesh),
+        "kept_inputs": kept_inputs(mesh),
         "held": held(mesh),
     }
     if ranks.is_main:
