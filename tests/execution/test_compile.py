@@ -1,9 +1,9 @@
-"""Compiling by region: one compile for all layers, and none after the first step."""
+"""torch.compile by region: one compilation for all layers, and none after the first step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,14 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 Make = Callable[..., Any]
 BATCHES = ([9, 20, 8], [48], [1, 2, 3, 4, 5, 6, 7], [30, 10], [17, 17, 14], [5])
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    before = torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = before
-
-
 def steps(root: LossModel, make_batch: Make, counter: Any) -> list[int]:
-    """Compiles so far, after each of six batches with different documents."""
+    """Compilations so far, after each of six batches with different documents."""
     counts = []
     for lengths in BATCHES:
         root(make_batch(lengths)).objective.backward()
@@ -50,21 +43,21 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("architecture", "kinds", "settings"), KINDS, ids=[kind[0] for kind in KINDS])
-def test_all_layers_of_a_kind_are_one_compile_and_no_batch_makes_another(
+def test_layers_of_a_kind_share_one_compilation_for_all_batches(
     make_root: Make, make_batch: Make, architecture: str, kinds: int, settings: dict[str, Any]
 ) -> None:
-    """With the reference attention, because the compiler sees through it: a layer is one piece."""
+    """With eager attention, which the compiler traces: a layer is one graph."""
     root, counter = make_root(architecture, backend="eager", **settings), CompileCounterWithBackend("eager")
     transform_layers(root.language_model, ParallelConfig(), True, counter)
     assert steps(root, make_batch, counter) == [kinds] * len(BATCHES)
-    with torch.no_grad():  # evaluation is a compile of its own, once
+    with torch.no_grad():  # evaluation is compiled once more
         for lengths in BATCHES:
             root.eval()(make_batch(lengths))
     assert counter.frame_count == 2 * kinds
 
 
 @pytest.mark.parametrize(("recompute", "dropout"), [("full", None), ("none", 0.0)], ids=["whole", "lora"])
-def test_attention_that_is_not_compiled_cuts_layers_into_pieces_but_none_is_compiled_again(
+def test_graph_breaks_at_attention_cause_no_recompilation(
     make_root: Make, make_batch: Make, recompute: Any, dropout: float | None
 ) -> None:
     counts = []
@@ -79,8 +72,8 @@ def test_attention_that_is_not_compiled_cuts_layers_into_pieces_but_none_is_comp
 
 
 @pytest.mark.parametrize("backend", ["varlen", "short"])
-def test_layers_with_a_cuda_kernel_are_one_compile(make_root: Make, make_batch: Make, backend: str) -> None:
-    """On tensors without numbers: the kernels run on CUDA alone, but the compiler's way to them is the same."""
+def test_layers_with_a_cuda_attention_kernel_are_one_graph(make_root: Make, make_batch: Make, backend: str) -> None:
+    """On the meta device: the kernels need CUDA, but the compiler traces to them in the same way."""
     root = make_root(dtype=torch.bfloat16, backend=backend).to("meta")
     counter = CompileCounterWithBackend("eager")
     transform_layers(root.language_model, ParallelConfig(), True, counter)
@@ -92,7 +85,7 @@ def test_layers_with_a_cuda_kernel_are_one_compile(make_root: Make, make_batch: 
     assert counter.frame_count == 1
 
 
-def test_two_lengths_are_two_compiles(make_root: Make, make_batch: Make) -> None:
+def test_two_lengths_are_two_compilations(make_root: Make, make_batch: Make) -> None:
     root, counter = make_root(backend="eager"), CompileCounterWithBackend("eager")
     transform_layers(root.language_model, ParallelConfig(), True, counter)
     for total in (48, 32, 48, 32, 48):
@@ -104,7 +97,7 @@ def test_two_lengths_are_two_compiles(make_root: Make, make_batch: Make) -> None
     ("backend", "recompute", "offload"),
     [("sdpa", "full", "activations"), ("eager", "none", "none"), ("eager", "selective", "activations")],
 )
-def test_what_is_compiled_computes_the_same(
+def test_compiled_layers_compute_the_same_gradients(
     make_root: Make, make_batch: Make, backend: str, recompute: Any, offload: Any
 ) -> None:
     plain, changed = (make_root(backend=backend, num_hidden_layers=2) for _ in range(2))
@@ -119,7 +112,7 @@ def test_what_is_compiled_computes_the_same(
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_generating_is_not_compiled(make_root: Make) -> None:
+def test_generation_is_not_compiled(make_root: Make) -> None:
     from whet.model.attention import native_attention
 
     root, counter = make_root(), CompileCounterWithBackend("eager")
@@ -129,21 +122,19 @@ def test_generating_is_not_compiled(make_root: Make) -> None:
     assert counter.frame_count == 0
 
 
-def test_compiling_without_end_is_noticed_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(compiling, "warn", said.append)
+def test_endless_recompilation_falls_back_to_eager_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(compiling, "warn", warnings.append)
     monkeypatch.setattr(compiling, "_RECOMPILE_LIMIT", 3)
     run = compile_forward(lambda x, documents: x * documents, "eager")
     for number in range(6):
         assert run(torch.ones(2), documents=number / 8).tolist() == [number / 8] * 2
-    assert len(said) == 1
-    assert "more than 3 times" in said[0]
+    assert len(warnings) == 1
+    assert "more than 3 times" in warnings[0]
 
 
 @pytest.mark.slow
-def test_a_whole_run_compiled_for_the_cpu_has_the_losses_of_one_that_is_not(
-    whet: Any, recipe: str, tmp_path: Path
-) -> None:
+def test_a_run_compiled_for_the_cpu_has_the_same_losses(whet: Any, recipe: str, tmp_path: Path) -> None:
     losses = []
     for compile in ("true", "false"):
         folder = tmp_path / compile
@@ -154,7 +145,7 @@ def test_a_whole_run_compiled_for_the_cpu_has_the_losses_of_one_that_is_not(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_auto_compiles_on_cuda_and_not_for_proofs() -> None:
+def test_auto_compiles_on_cuda_but_not_in_fp64() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert not should_compile("auto", cpu, torch.float32)
     assert not should_compile("auto", cuda, torch.float64)

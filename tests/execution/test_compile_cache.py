@@ -1,4 +1,4 @@
-"""What was compiled is kept in whet's cache: another process compiles nothing anew and computes the same bits."""
+"""Compiled code is cached in whet's cache directory: a second process loads it and computes the same bits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(json.dumps({name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_D
 
 
 def start(script: str, **environment: str) -> tuple[dict[str, Any], str]:
-    """What a process of its own found, and what it said."""
+    """The JSON that a process prints, and its stderr."""
     ours = {key: value for key, value in os.environ.items() if "CACHE_DIR" not in key}
     done = subprocess.run(
         [sys.executable, "-c", script], env=ours | environment, capture_output=True, text=True, check=False
@@ -60,7 +60,7 @@ def start(script: str, **environment: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.slow
 @pytest.mark.system("g++")
-def test_a_second_process_compiles_nothing_anew_and_computes_the_same(tmp_path: Path) -> None:
+def test_a_second_process_loads_the_compiled_code(tmp_path: Path) -> None:
     first, _ = start(COMPILE, WHET_CACHE=str(tmp_path))
     assert first["misses"] > 0
     assert first["hits"] == 0
@@ -71,23 +71,23 @@ def test_a_second_process_compiles_nothing_anew_and_computes_the_same(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["compiled"]
 
 
-def test_compiled_code_is_kept_beside_the_stores(tmp_path: Path) -> None:
-    found, said = start(DECIDE, WHET_CACHE=str(tmp_path))
+def test_the_cache_is_beside_the_stores(tmp_path: Path) -> None:
+    found, err = start(DECIDE, WHET_CACHE=str(tmp_path))
     assert found == {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"),
         "TRITON_CACHE_DIR": str(tmp_path / "compiled" / "triton"),
     }
-    assert not said
+    assert not err
 
 
-def test_a_cache_that_cannot_be_written_is_said_once_and_torch_uses_its_own(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_reported_once_and_torch_uses_its_default(tmp_path: Path) -> None:
     (tmp_path / "compiled").write_text("in the way")
-    found, said = start(DECIDE, WHET_CACHE=str(tmp_path))
-    assert said.count("compiled code cannot be kept here") == 1
+    found, err = start(DECIDE, WHET_CACHE=str(tmp_path))
+    assert err.count("compiled code is not cached") == 1
     assert not str(found["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(tmp_path))
 
 
-def test_a_folder_that_the_user_has_set_stays(tmp_path: Path) -> None:
+def test_a_cache_set_by_the_user_is_kept(tmp_path: Path) -> None:
     mine = str(tmp_path / "mine")
     found, _ = start(DECIDE, WHET_CACHE=str(tmp_path / "whet"), TORCHINDUCTOR_CACHE_DIR=mine)
     assert found == {"TORCHINDUCTOR_CACHE_DIR": mine, "TRITON_CACHE_DIR": None}

@@ -1,4 +1,4 @@
-"""8-bit layers under recomputing, offloading and compiling: the same gradients."""
+"""fp8 layers with recompute, offload and compile: the same gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def passes(make_root: Make, make_batch: Make, dropout: float | None, compile: bo
 @pytest.mark.parametrize(
     "settings", [{"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}], ids=str
 )
-def test_the_numbers_stay(make_root: Make, make_batch: Make, dropout: float | None, settings: dict[str, Any]) -> None:
+def test_recompute_and_offload_keep_gradients(
+    make_root: Make, make_batch: Make, dropout: float | None, settings: dict[str, Any]
+) -> None:
     wanted, found = (passes(make_root, make_batch, dropout, **options) for options in ({}, settings))
     assert torch.equal(found[0], wanted[0])
     assert len(found[1]) == len(wanted[1]) > 0
@@ -37,7 +39,7 @@ def test_the_numbers_stay(make_root: Make, make_batch: Make, dropout: float | No
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_compiled_they_differ_by_the_order_of_sums(make_root: Make, make_batch: Make, recompute: str) -> None:
+def test_compiled_layers_differ_by_the_order_of_sums(make_root: Make, make_batch: Make, recompute: str) -> None:
     wanted = passes(make_root, make_batch, None)
     torch._dynamo.reset()
     found = passes(make_root, make_batch, None, compile=True, recompute=recompute)

@@ -1,9 +1,9 @@
-"""Fused adapters over layers in 4 bits: the numbers of the same model with those layers' matrices written out."""
+"""Fused adapters over 4-bit layers: the gradients of the same model with dequantized weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +20,9 @@ from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    before = torch._functorch.config.ban_recompute_materialized_backward
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch._functorch.config.ban_recompute_materialized_backward = before
 
 
 def packed(linear: nn.Linear) -> Any:
@@ -43,7 +36,7 @@ def packed(linear: nn.Linear) -> Any:
     return layer
 
 
-def written_out(layer: Any) -> nn.Linear:
+def dequantized(layer: Any) -> nn.Linear:
     from bitsandbytes.functional import dequantize_4bit
 
     linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
@@ -53,7 +46,7 @@ def written_out(layer: Any) -> nn.Linear:
 
 
 def roots(layers: int = 2) -> tuple[LossModel, LossModel]:
-    """The same with written-out matrices and in 4 bits, both fused."""
+    """The same model with dequantized and with 4-bit weights, both fused."""
     import transformers
 
     config = transformers.Qwen2Config(
@@ -68,7 +61,7 @@ def roots(layers: int = 2) -> tuple[LossModel, LossModel]:
         small.set_submodule(name, packed(small.get_submodule(name)))
     large = copy.deepcopy(small)
     for name in names:
-        large.set_submodule(name, written_out(large.get_submodule(name)))
+        large.set_submodule(name, dequantized(large.get_submodule(name)))
     made = []
     for model in (large, small):
         adapted = add_adapter(model, AdapterConfig(rank=4), seed=0)
@@ -86,7 +79,7 @@ def gradients(root: LossModel, batch: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_gradients_are_those_of_the_written_out_model(make_batch: Callable[..., Any], compile: bool) -> None:
+def test_gradients_are_those_of_the_dequantized_model(make_batch: Callable[..., Any], compile: bool) -> None:
     found = []
     for root in roots():
         transform_layers(root.language_model, ParallelConfig(), compile, "aot_eager")
@@ -96,7 +89,7 @@ def test_gradients_are_those_of_the_written_out_model(make_batch: Callable[..., 
         assert torch.equal(one, other)
 
 
-def test_all_layers_are_one_compile_and_one_for_the_first(make_batch: Callable[..., Any]) -> None:
+def test_layers_share_one_compilation_except_the_first(make_batch: Callable[..., Any]) -> None:
     _, fused = roots(4)
     counter = CompileCounterWithBackend("eager")
     transform_layers(fused.language_model, ParallelConfig(), True, counter)
@@ -105,17 +98,17 @@ def test_all_layers_are_one_compile_and_one_for_the_first(make_batch: Callable[.
     assert counter.frame_count == 2
 
 
-def test_no_matrix_is_kept_for_the_backward_pass(make_batch: Callable[..., Any]) -> None:
-    for root, keeps in zip(roots(), (True, False), strict=True):
+def test_no_dequantized_weight_is_saved_for_the_backward_pass(make_batch: Callable[..., Any]) -> None:
+    for root, saves in zip(roots(), (True, False), strict=True):
         shapes: set[tuple[int, ...]] = set()
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=shapes: to.add(tuple(t.shape)) or t, lambda t: t):
             root(make_batch([48])).objective.backward()
-        assert bool(shapes & {(32, 64), (128, 64), (64, 128)}) is keeps  # k and v, gate and up, down
+        assert bool(shapes & {(32, 64), (128, 64), (64, 128)}) is saves  # k and v, gate and up, down
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_matrix_is_what_bitsandbytes_makes_of_it(dtype: torch.dtype) -> None:
+def test_a_weight_is_dequantized_as_by_bitsandbytes(dtype: torch.dtype) -> None:
     layer = packed(nn.Linear(128, 192, bias=False).to(dtype))
     found = materialize_weight(weight_parts(layer), 192, 128, dtype)
     assert found.dtype == dtype
-    assert torch.equal(found, written_out(layer).weight)
+    assert torch.equal(found, dequantized(layer).weight)

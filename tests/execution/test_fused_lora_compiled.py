@@ -1,9 +1,9 @@
-"""Fused adapters inside of layers that are compiled, computed again or offloaded."""
+"""Fused adapters in layers with compile, recompute and offload."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,22 +21,14 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 Make = Callable[..., Any]
 BATCHES = ([9, 20, 8], [48], [1, 2, 3, 4, 5, 6, 7])
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    dynamo, functorch = torch._dynamo.config, torch._functorch.config
-    before = dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit, functorch.ban_recompute_materialized_backward
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit, functorch.ban_recompute_materialized_backward = before
-
-
 def gradients(root: LossModel, make_batch: Make) -> list[Tensor]:
-    """Of two micro-batches, added up."""
+    """Accumulated over two micro-batches."""
     for lengths in BATCHES[:2]:
         with KeepFloat64():
             result = root(make_batch(lengths))
@@ -44,7 +36,7 @@ def gradients(root: LossModel, make_batch: Make) -> list[Tensor]:
     return [weight.grad for weight in root.parameters() if weight.requires_grad]
 
 
-WAYS = [
+VARIANTS = [
     (True, "none", "none", "aot_eager"),
     pytest.param(True, "none", "none", "inductor", marks=pytest.mark.slow),
     (True, "full", "none", "aot_eager"),
@@ -55,7 +47,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("compile", "recompute", "offload", "backend"), WAYS)
+@pytest.mark.parametrize(("compile", "recompute", "offload", "backend"), VARIANTS)
 @pytest.mark.parametrize(
     ("architecture", "attention"),
     [("Llama", "eager"), ("Qwen2", "eager"), pytest.param("Llama", "sdpa", marks=pytest.mark.slow)],
@@ -72,10 +64,8 @@ def test_gradients_are_those_of_peft_uncompiled(
         assert (one - other).norm() <= 1e-12 * one.norm()
 
 
-def test_all_fused_layers_are_one_compile_for_training_and_one_for_evaluation(
-    make_root: Make, make_batch: Make
-) -> None:
-    """And one for the first, whose input needs no gradient. With the reference attention a layer is one piece."""
+def test_fused_layers_are_compiled_once_for_training_and_once_for_evaluation(make_root: Make, make_batch: Make) -> None:
+    """And once for the first, whose input needs no gradient. With eager attention a layer is one graph."""
     root, counter = make_root(dropout=0.0, backend="eager"), CompileCounterWithBackend("eager")
     fuse_lora_(root)
     transform_layers(root.language_model, ParallelConfig(), True, counter)
@@ -88,8 +78,8 @@ def test_all_fused_layers_are_one_compile_for_training_and_one_for_evaluation(
     assert counter.frame_count == 3
 
 
-def kept_by_a_layer(root: LossModel, make_batch: Make) -> list[tuple[int, ...]]:
-    """The shapes of what the third layer keeps for the backward pass, weights excepted."""
+def saved_by_a_layer(root: LossModel, make_batch: Make) -> list[tuple[int, ...]]:
+    """The shapes of what the third layer saves for the backward pass, without weights."""
     weights = {weight.data_ptr() for weight in root.parameters()}
     found: dict[int, tuple[int, ...]] = {}
     layer = decoder_layers(root.language_model)[2]
@@ -110,7 +100,7 @@ def kept_by_a_layer(root: LossModel, make_batch: Make) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def test_a_compiled_layer_keeps_gate_and_up_and_neither_their_product_nor_what_norms_give(
+def test_a_compiled_layer_saves_gate_and_up_but_neither_their_product_nor_norm_outputs(
     make_root: Make, make_batch: Make
 ) -> None:
     """Of the width of a token: the layer's input, attention's result, their sum, and here a copy of q for eager
@@ -122,22 +112,24 @@ def test_a_compiled_layer_keeps_gate_and_up_and_neither_their_product_nor_what_n
             fuse_lora_(root)
         transform_layers(
             root.language_model, ParallelConfig(), True, "aot_eager_decomp_partition"
-        )  # divides as inductor does
-        shapes = kept_by_a_layer(root, make_batch)
+        )  # partitions as inductor does
+        shapes = saved_by_a_layer(root, make_batch)
         assert [sum(shape[-1] == width for shape in shapes) for width in (80, 32)] == [2, 3]
 
 
-def test_a_fused_mlp_is_computed_again_without_its_last_product(make_root: Make, make_batch: Make) -> None:
+def test_a_fused_mlp_is_recomputed_without_its_last_product(make_root: Make, make_batch: Make) -> None:
     torch._dynamo.reset()
     calls: list[str] = []
 
-    def listed(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def list_operators(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         calls.append(" ".join(str(node.target) for node in graph.graph.nodes if "whet" in str(node.target)))
         return make_boxed_func(graph.forward)
 
     root = make_root(dropout=0.0, backend="eager")
     fuse_lora_(root)
-    backend = aot_autograd(fw_compiler=listed, bw_compiler=listed, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=list_operators, bw_compiler=list_operators, partition_fn=min_cut_rematerialization_partition
+    )
     transform_layers(root.language_model, ParallelConfig(recompute="full"), True, backend)
     with KeepFloat64():
         root(make_batch([9, 20, 8])).objective.backward()

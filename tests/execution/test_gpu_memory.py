@@ -1,4 +1,4 @@
-"""What recomputing, offloading and compiling do to memory on CUDA, and that they leave the numbers alone."""
+"""Recompute, offload and compile on CUDA: less memory, the same gradients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def passes(make_root: Make, make_batch: Make, dropout: float | None, compile: bo
     root = make_root(dtype=torch.float32, backend="varlen", dropout=dropout, **SIZES).cuda()
     transform_layers(root.language_model, ParallelConfig(**settings), compile)
     batch = on_cuda(make_batch(BATCHES[0], TOKENS))
-    one_pass(root, batch)  # what is made once: workspaces, compiled code
+    one_pass(root, batch)  # allocates workspaces and compiles
     return one_pass(root, batch)
 
 
@@ -84,7 +84,7 @@ def assert_close(ours: Passed, theirs: Passed) -> None:
 
 
 @pytest.mark.parametrize("dropout", [None, 0.1], ids=["whole", "lora"])
-def test_recomputing_and_offloading_need_less_memory_for_the_same_gradients(
+def test_recompute_and_offload_need_less_memory_for_the_same_gradients(
     make_root: Make, make_batch: Make, dropout: float | None
 ) -> None:
     plain = passes(make_root, make_batch, dropout)
@@ -96,7 +96,7 @@ def test_recomputing_and_offloading_need_less_memory_for_the_same_gradients(
     }
     for other in found.values():
         assert_close(other, plain)
-    print({name: (result.peak, result.held) for name, result in {"none": plain, **found}.items()})
+    print({name: (result.peak, result.held) for name, result in {"none": plain, **found}.items()})  # noqa: T201
     assert found["full"].peak < found["selective"].peak < plain.peak
     assert found["offload"].peak < 0.8 * plain.peak
     assert found["full + offload"].held < found["full"].held < found["selective"].held < plain.held
@@ -106,19 +106,19 @@ def test_recomputing_and_offloading_need_less_memory_for_the_same_gradients(
 def test_compiled_layers_compute_the_same(make_root: Make, make_batch: Make, recompute: str) -> None:
     plain = passes(make_root, make_batch, None)
     ours = passes(make_root, make_batch, None, compile=True, recompute=recompute)
-    print({"none": plain.peak, f"compiled, {recompute}": ours.peak})
+    print({"none": plain.peak, f"compiled, {recompute}": ours.peak})  # noqa: T201
     assert_close(ours, plain)
     assert ours.peak < plain.peak
 
 
-def test_dropout_is_the_same_when_compiled_layers_are_computed_again(make_root: Make, make_batch: Make) -> None:
+def test_compiled_layers_recompute_the_same_dropout(make_root: Make, make_batch: Make) -> None:
     once = passes(make_root, make_batch, 0.3, compile=True)
     again = passes(make_root, make_batch, 0.3, compile=True, recompute="full")
     assert_close(again, once)
 
 
 @pytest.mark.parametrize("backend", ["varlen", "short"])
-def test_layers_are_one_compile_and_no_batch_makes_another(make_root: Make, make_batch: Make, backend: str) -> None:
+def test_layers_share_one_compilation_for_all_batches(make_root: Make, make_batch: Make, backend: str) -> None:
     root = make_root(dtype=torch.float32, backend=backend, **SIZES).cuda()
     counter = CompileCounterWithBackend("inductor")
     transform_layers(root.language_model, ParallelConfig(), True, counter)
@@ -134,7 +134,7 @@ def optimizer_peak(offload: bool) -> tuple[list[Tensor], float]:
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="cuda") for _ in range(12)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if offload:
-        offload_optimizer_state(optimizer, piece=2 * 4096**2)
+        offload_optimizer_state(optimizer, chunk=2 * 4096**2)
     for step in range(3):
         for number, parameter in enumerate(model.parameters()):
             generator = torch.Generator("cuda").manual_seed(100 * step + number)
@@ -152,6 +152,6 @@ def test_an_offloaded_optimizer_needs_less_memory_for_the_same_weights() -> None
     plain, much = optimizer_peak(offload=False)
     torch.cuda.empty_cache()
     ours, little = optimizer_peak(offload=True)
-    print({"on the device": much, "on the host": little})
+    print({"device": much, "offloaded": little})  # noqa: T201
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
     assert little < 0.5 * much

@@ -1,4 +1,4 @@
-"""Offloading changes where tensors wait, and no number."""
+"""CPU offload changes where tensors are kept, and no value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Every tensor that left for the host, even the small ones of these models."""
+    """Every tensor that is offloaded, even the small ones of these models."""
     seen: list[Tensor] = []
 
     class Watched(offload._OffloadedTensor):
@@ -42,7 +42,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_gradients_are_those_without(make_root: Make, make_batch: Make, moved: list[Tensor], recompute: Any) -> None:
+def test_activation_offload_keeps_gradients(
+    make_root: Make, make_batch: Make, moved: list[Tensor], recompute: Any
+) -> None:
     plain, changed = make_root(), make_root()
     transform_layers(changed.language_model, ParallelConfig(recompute=recompute, offload="activations"), False)
     for root in (plain, changed):
@@ -52,7 +54,7 @@ def test_gradients_are_those_without(make_root: Make, make_batch: Make, moved: l
         assert torch.equal(one.grad, two.grad)
 
 
-def test_with_full_recomputing_the_inputs_of_layers_leave_and_nothing_else(
+def test_with_full_recompute_only_layer_inputs_are_offloaded(
     make_root: Make, make_batch: Make, moved: list[Tensor]
 ) -> None:
     root = make_root()
@@ -63,7 +65,7 @@ def test_with_full_recomputing_the_inputs_of_layers_leave_and_nothing_else(
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "mixed"])
 @pytest.mark.parametrize("dropout", [None, 0.0], ids=["whole", "lora"])
-def test_weights_do_not_leave(
+def test_weights_are_not_offloaded(
     make_root: Make, make_batch: Make, moved: list[Tensor], mixed: bool, dropout: float | None
 ) -> None:
     """Nor their copies in bf16. A row of 47 tokens: no weight has a side of that length, every activation does."""
@@ -80,13 +82,13 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3))
 
 
-def trained(step_in_pieces: bool, steps: int, make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, Any]:
+def trained(step_in_chunks: bool, steps: int, make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, Any]:
     model = small_model()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     optimizer = make([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
-    if step_in_pieces:
-        offload_optimizer_state(optimizer, piece=500_000)
+    if step_in_chunks:
+        offload_optimizer_state(optimizer, chunk=500_000)
     advance(model, optimizer, steps)
     return model, optimizer
 
@@ -138,24 +140,24 @@ def test_state_comes_and_goes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) ->
         "fetch", "send 2", "fetch", "fetch", "send 2", "send 0", "fetch", "fetch", "fetch", *["send 0"] * 3
     ]  # fmt: skip
     now = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
-    assert all(a is b for a, b in zip(hosts, now, strict=True)), "the room on the host is used again"
+    assert all(a is b for a, b in zip(hosts, now, strict=True)), "CPU tensors are reused"
 
 
-def test_a_failed_step_leaves_the_groups_whole() -> None:
+def test_a_failed_step_restores_the_parameter_groups() -> None:
     _, optimizer = trained(False, 0, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
 
     def fail() -> None:
         raise ZeroDivisionError
 
     optimizer.step = fail  # type: ignore[assignment, method-assign]
-    offload_optimizer_state(optimizer, piece=500_000)
+    offload_optimizer_state(optimizer, chunk=500_000)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 3]
 
 
-def test_checkpoints_with_and_without_are_the_same(tmp_path: Path) -> None:
-    """Saved by one that steps in pieces, continued by one that does not, and the other way round."""
+def test_checkpoints_with_and_without_offload_are_the_same(tmp_path: Path) -> None:
+    """Saved with offload and resumed without, and the other way round."""
 
     def adamw(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=1e-3, fused=True)
@@ -175,13 +177,13 @@ def test_checkpoints_with_and_without_are_the_same(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
 
 
-def test_a_resumed_run_may_use_its_devices_otherwise(tiny_run: Path) -> None:
+def test_a_resumed_run_may_change_execution_settings(tiny_run: Path) -> None:
     changes = ["parallel.offload=both", "parallel.recompute=full", "model.compile=true", "model.attention=eager"]
     assert changed_settings(tiny_run, read_config(tiny_run / "config.yaml", changes)) == []
     assert len(changed_settings(tiny_run, read_config(tiny_run / "config.yaml", ["train.clip_norm=3"]))) == 1
 
 
-def test_sharded_state_moves_by_its_local_part() -> None:
+def test_the_local_shard_of_sharded_state_is_offloaded() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor

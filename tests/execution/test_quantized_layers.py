@@ -1,9 +1,9 @@
-"""Layers in 4 bits under what is done to layers for memory and speed."""
+"""4-bit layers with recompute, offload and compile: the same gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,16 +21,9 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
 from whet.parallel.config import ParallelConfig
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 Make = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    before = torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = before
 
 
 def make(layers: int = 2, backend: str = "sdpa", dtype: torch.dtype = torch.float32) -> LossModel:
@@ -62,10 +55,10 @@ def gradients(root: LossModel, batch: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kept", ["none", "activations"])
-def test_recomputed_and_offloaded_they_have_the_same_gradients(
+def test_recompute_and_offload_keep_gradients_of_4_bit_layers(
     make_batch: Make, recompute: Any, kept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "_MIN_BYTES", 1)  # bytes: everything goes
+    monkeypatch.setattr(offload, "_MIN_BYTES", 1)  # everything is offloaded
     plain, changed = make(), make()
     transform_layers(changed.language_model, ParallelConfig(recompute=recompute, offload=kept), compile=False)
     batch = make_batch([9, 20, 8])
@@ -84,7 +77,7 @@ class _Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_selective_keeps_products_with_4_bit_weights(make_batch: Make, recompute: Any, times: int) -> None:
+def test_selective_saves_products_with_4_bit_weights(make_batch: Make, recompute: Any, times: int) -> None:
     root = make(layers=2)
     transform_layers(root.language_model, ParallelConfig(recompute=recompute), compile=False)
     with _Operations() as counted:
@@ -93,8 +86,8 @@ def test_selective_keeps_products_with_4_bit_weights(make_batch: Make, recompute
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_all_layers_are_one_compile_and_compute_the_same(make_batch: Make, dtype: torch.dtype) -> None:
-    """Two, because the first layer's input takes no gradient; with more layers not one more."""
+def test_4_bit_layers_share_one_compilation_and_compute_the_same(make_batch: Make, dtype: torch.dtype) -> None:
+    """Two, because the first layer's input needs no gradient; not more with more layers."""
     counts = []
     for layers in (3, 5):
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Recomputing changes memory, and neither loss nor gradient."""
+"""Activation recomputation changes memory, and neither loss nor gradients."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def gradients(root: LossModel, batch: Any, context: AbstractContextManager[objec
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("dropout", [None, 0.3], ids=["whole", "lora-dropout"])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_loss_and_gradients_are_those_without(
+def test_recompute_keeps_loss_and_gradients(
     make_root: Make, make_batch: Make, kind: Kind, dropout: float | None, backend: str
 ) -> None:
-    """In honest double precision: a recomputation outside of it would round to fp32."""
+    """With KeepFloat64: a recomputation outside of it would round to fp32."""
     plain, changed = (make_root(dropout=dropout, backend=backend) for _ in range(2))
     transform_layers(changed.language_model, ParallelConfig(recompute=kind), compile=False)
     batch = make_batch([9, 20, 8])
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_without(
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_mixed_precision_is_mixed_in_the_recomputation_too(make_root: Make, make_batch: Make, kind: Kind) -> None:
+def test_the_recomputation_uses_autocast_too(make_root: Make, make_batch: Make, kind: Kind) -> None:
     plain, changed = (make_root(dtype=torch.float32, num_hidden_layers=2) for _ in range(2))
     transform_layers(changed.language_model, ParallelConfig(recompute=kind), compile=False)
     batch = make_batch([9, 20, 8])
@@ -62,13 +62,13 @@ def test_mixed_precision_is_mixed_in_the_recomputation_too(make_root: Make, make
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def kept_bytes(root: LossModel, batch: Any) -> int:
-    """What a forward pass leaves in memory for its backward pass."""
+def saved_bytes(root: LossModel, batch: Any) -> int:
+    """The memory that a forward pass keeps for its backward pass."""
 
     def alive() -> int:
         gc.collect()
         plain = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
-        tensors = [thing for thing in plain if thing.device.type == "cpu"]  # not what other tests left elsewhere
+        tensors = [thing for thing in plain if thing.device.type == "cpu"]  # not what other tests left on other devices
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     kept = []
@@ -86,7 +86,7 @@ def kept_bytes(root: LossModel, batch: Any) -> int:
 
 
 @pytest.mark.parametrize(("dropout", "part"), [(None, 0.6), (0.0, 0.7)], ids=["whole", "lora"])
-def test_selective_keeps_less_than_none_and_full_the_least(
+def test_selective_saves_less_than_none_and_full_the_least(
     make_root: Make, make_batch: Make, dropout: float | None, part: float
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "dropout": dropout}
@@ -94,12 +94,12 @@ def test_selective_keeps_less_than_none_and_full_the_least(
     for kind in ("none", "selective", "full"):
         root = make_root(dtype=torch.float32, **sizes)
         transform_layers(root.language_model, ParallelConfig(recompute=kind), compile=False)
-        kept[kind] = kept_bytes(root, make_batch([200, 300, 500], total=1024))
+        kept[kind] = saved_bytes(root, make_batch([200, 300, 500], total=1024))
     assert kept["selective"] < part * kept["none"]
     assert kept["full"] < 0.3 * kept["selective"]
 
 
-class Counted(TorchDispatchMode):
+class CountOperations(TorchDispatchMode):
     """How often each operation runs."""
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("varlen", "meta"), ("short", "meta")])
-def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device: str) -> None:
-    """The kernels for CUDA run here on tensors without numbers."""
+def test_which_operations_are_recomputed(make_root: Make, make_batch: Make, backend: str, device: str) -> None:
+    """CUDA kernels on the meta device."""
     again: dict[str, Counter[str]] = {}
     for kind in ("none", "selective", "full"):
         root = make_root(dtype=torch.bfloat16, backend=backend).to(device)
@@ -121,7 +121,7 @@ def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device
         batch = make_batch([9, 20, 8])
         moved = [part.to(device) for part in (batch.tokens, batch.positions, batch.cu_seqlens)]
         hidden = root.hidden(*moved, batch.max_seqlen, batch.cu_seqlens_host)
-        with Counted() as counted:
+        with CountOperations() as counted:
             hidden.sum().backward()
         again[kind] = counted.runs
     [attention] = [
@@ -134,7 +134,7 @@ def test_what_runs_again(make_root: Make, make_batch: Make, backend: str, device
     assert again["selective"]["aten::silu"] == again["full"]["aten::silu"] == 4 > again["none"]["aten::silu"] == 0
 
 
-def test_nothing_is_recomputed_where_nothing_is_learned(make_root: Make, make_batch: Make) -> None:
+def test_nothing_is_recomputed_without_gradients(make_root: Make, make_batch: Make) -> None:
     root = make_root()
     transform_layers(root.language_model, ParallelConfig(recompute="full"), compile=False)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_nothing_is_recomputed_where_nothing_is_learned(make_root: Make, make_ba
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_a_whole_run_has_the_losses_of_one_without(
+def test_a_run_with_recompute_has_the_same_losses(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, kind: str
 ) -> None:
     def steps(folder: Path) -> list[float]:
@@ -160,14 +160,14 @@ def test_a_whole_run_has_the_losses_of_one_without(
 
 
 @pytest.mark.parametrize("dropout", [None, 0.0, 0.3], ids=["whole", "lora", "dropout"])
-def test_compiled_layers_too_compute_the_same_again(make_root: Make, make_batch: Make, dropout: float | None) -> None:
-    """A compiler that computes dropout again would draw other numbers, and nothing but gradients would show it."""
+def test_compiled_layers_recompute_the_same_gradients(make_root: Make, make_batch: Make, dropout: float | None) -> None:
+    """A compiler that recomputes dropout would draw other random numbers, and only gradients would show it."""
     torch._dynamo.reset()
     found = []
     for recompute in ("none", "full"):
         root = make_root(dropout=dropout, backend="eager")
         config = ParallelConfig(recompute=recompute)
-        transform_layers(root.language_model, config, True, "aot_eager_decomp_partition")  # divides as inductor does
+        transform_layers(root.language_model, config, True, "aot_eager_decomp_partition")  # partitions as inductor does
         torch.manual_seed(5)
         with KeepFloat64():
             root(make_batch([9, 20, 8])).objective.backward()
@@ -181,15 +181,13 @@ def test_compiled_layers_too_compute_the_same_again(make_root: Make, make_batch:
     [("Llama", {}, False), ("Llama", {"dropout": 0.1}, True), ("GPT2", {"resid_pdrop": 0.1}, True),
      ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}, False)],
 )  # fmt: skip
-def test_random_numbers_in_layers_are_noticed(
-    make_root: Make, architecture: str, settings: dict[str, Any], drawn: bool
-) -> None:
+def test_dropout_is_detected(make_root: Make, architecture: str, settings: dict[str, Any], drawn: bool) -> None:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} if architecture == "GPT2" else {}
     assert has_dropout(make_root(architecture, **sizes, **settings).language_model) == drawn
 
 
-def test_layers_that_run_uncompiled_for_once_keep_as_little(make_root: Make, make_batch: Make) -> None:
-    """As when a fault is looked for, in a run that only fits because layers are computed again."""
+def test_compiled_layers_that_run_eagerly_save_as_little(make_root: Make, make_batch: Make) -> None:
+    """As when a non-finite value is diagnosed, in a run that only fits with recomputation."""
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "backend": "eager"}
     kept = []
     for compile in (False, True):
@@ -197,15 +195,15 @@ def test_layers_that_run_uncompiled_for_once_keep_as_little(make_root: Make, mak
         root = make_root(dtype=torch.float32, **sizes)
         transform_layers(root.language_model, ParallelConfig(recompute="full"), compile, "aot_eager")
         with torch.compiler.set_stance("force_eager"):
-            kept.append(kept_bytes(root, make_batch([40, 30, 50], total=128)))
+            kept.append(saved_bytes(root, make_batch([40, 30, 50], total=128)))
     assert kept[1] <= 1.1 * kept[0]
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 6)])
-def test_a_compiled_layer_computes_again_what_its_backward_pass_needs_and_no_more(
+def test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs(
     make_root: Make, make_batch: Make, recompute: Any, again: int
 ) -> None:
-    """The seventh product of a layer is its last: nothing but the next layer needs it."""
+    """The seventh matrix product of a layer is its last: only the next layer needs it."""
     products: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -222,12 +220,12 @@ def test_a_compiled_layer_computes_again_what_its_backward_pass_needs_and_no_mor
     assert products == [7, 14 + again], "one forward and one backward graph, for all layers"
 
 
-def test_compiled_layers_keep_less_than_the_compiler_would_by_itself_and_full_the_least(
+def test_compiled_layers_save_less_than_by_default_and_full_the_least(
     make_root: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "backend": "eager"}
     kept: dict[str, int] = {}
-    for kind in ("by itself", "none", "full"):
+    for kind in ("default", "none", "full"):
         torch._dynamo.reset()
         root, recompute = make_root(dtype=torch.float32, **sizes), "full" if kind == "full" else "none"
         backend = aot_autograd(
@@ -235,8 +233,8 @@ def test_compiled_layers_keep_less_than_the_compiler_would_by_itself_and_full_th
             partition_fn=min_cut_rematerialization_partition,
         )
         transform_layers(root.language_model, ParallelConfig(recompute=recompute), True, backend)
-        if kind == "by itself":
+        if kind == "default":
             monkeypatch.setattr(torch._functorch.config, "ban_recompute_materialized_backward", True)
-        kept[kind] = kept_bytes(root, make_batch([40, 30, 50], total=128))
+        kept[kind] = saved_bytes(root, make_batch([40, 30, 50], total=128))
     assert kept["full"] < 0.5 * kept["none"]
-    assert kept["none"] < 0.9 * kept["by itself"]
+    assert kept["none"] < 0.9 * kept["default"]

@@ -84,19 +84,19 @@ def test_every_weight_can_be_trained(tmp_path: Path, options: tuple[str, ...], m
     assert [loss for loss, _ in recorded] == pytest.approx([loss for loss, _ in asked], rel=0.01)
 
 
-def test_what_looks_at_the_device_is_not_recorded(
+def test_layers_that_synchronize_with_the_host_are_not_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = _run(tmp_path / "wanted")
     aliased = StaticGradients.aliased
 
-    def looking(self: StaticGradients) -> Any:
+    def synchronizing(self: StaticGradients) -> Any:
         torch.ones(1, device="cuda").item()
         return aliased(self)
 
-    monkeypatch.setattr(StaticGradients, "aliased", looking)
-    assert _run(tmp_path / "looking") == wanted
-    assert capsys.readouterr().err.count("cannot be recorded") == 1
+    monkeypatch.setattr(StaticGradients, "aliased", synchronizing)
+    assert _run(tmp_path / "synchronizing") == wanted
+    assert capsys.readouterr().err.count("CUDA graph capture failed") == 1
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     room = torch.empty(2**28, dtype=torch.uint8, device="cuda")
@@ -106,20 +106,20 @@ def test_what_looks_at_the_device_is_not_recorded(
     assert torch.cuda.memory_reserved() == before
 
 
-def test_what_is_forgotten_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_graphs_free_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    forget = GraphedHidden.forget
+    release = GraphedHidden.release
 
     def measured(self: GraphedHidden) -> None:
-        recordings = bool(getattr(self, "_recordings", None))
+        had_graphs = bool(getattr(self, "_graphs", None))
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        forget(self)
+        release(self)
         torch.cuda.empty_cache()
-        if recordings:
+        if had_graphs:
             held.append(before - torch.cuda.memory_reserved())
 
-    monkeypatch.setattr(GraphedHidden, "forget", measured)
+    monkeypatch.setattr(GraphedHidden, "release", measured)
     _run(tmp_path / "run", "eval.every=10")
     assert len(held) == 3
     assert min(held) > 0

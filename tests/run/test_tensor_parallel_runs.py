@@ -85,7 +85,7 @@ def test_one_run_by_two_by_four_in_three_ways_and_by_one(
         (["train.precision=fp8"], "2 does not go with train.precision: "),
         (["parallel.context=2"], "2 does not go with parallel.context: "),
         (["train.optimizer.name=adamw8bit"], "2 does not go with train.optimizer.name: "),
-        (["model.path=random:smollm-135m", "model.tokenizer=builtin:tiny"], "2, but this model has 9 heads"),
+        (["model.path=random:smollm-135m", "model.tokenizer=builtin:tiny"], "2, but the model has 9 heads"),
         ([], "parallel.tensor=2 does not fit 1 process"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_divided_is_refused_before_any_data_is_prepared(
         "train", recipe, f"run.dir={tmp_path / 'run'}", f"data.store={tmp_path / 'store'}", "parallel.tensor=4"
     )
     assert result.code == 1
-    assert "parallel.tensor: 4, but this model has 2 key/value heads" in result.err
+    assert "parallel.tensor: 4, but the model has 2 key/value heads" in result.err
     assert not (tmp_path / "store").exists()
 
 

@@ -1,4 +1,9 @@
-"""torch.compile by region: every decoder layer shares one compiled forward."""
+"""torch.compile by region: every decoder layer is compiled, and all layers share what was compiled for the first.
+
+The compiler caches by the code of `forward` and takes a layer's weights as inputs, so layers that differ only in their
+weights share one compilation. It compiles again for another kind of layer (a sliding window), for the first layer
+behind frozen embeddings (its input needs no gradient), for evaluation, and for each batch length.
+"""
 
 from __future__ import annotations
 
@@ -22,44 +27,35 @@ from whet.core.console import warn
 from whet.core.files import cache_dir
 from whet.core.imports import has_triton
 
-# torch.compile by region: each layer's forward is compiled, and all layers share what was compiled for the first.
-#
-# The compiler keeps what it made with the code of `forward`, and takes a layer's weights as inputs: layers that differ in
-# weights only are one compile. A second one is made where something else differs: another kind of layer (a window), the
-# first layer behind frozen embeddings (its input needs no gradient), evaluation, each length of a batch.
-
-LayerForward = Callable[..., Any]
-
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _RECOMPILE_LIMIT = 32
 """Two kinds of layer × four lengths × training and evaluation × with and without a gradient of the input."""
 
 
-def should_compile(wanted: Literal["auto"] | bool, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers are compiled. `auto`: on CUDA where triton is there, and not in fp64, which is for proofs."""
-    if wanted == "auto":
+def should_compile(setting: Literal["auto"] | bool, device: torch.device, dtype: torch.dtype) -> bool:
+    """`auto` compiles on CUDA with Triton, except in fp64, which is for proofs."""
+    if setting == "auto":
         return device.type == "cuda" and dtype != torch.float64 and has_triton()
-    return wanted
+    return setting
 
 
 def set_activation_memory_budget(full: bool) -> None:
-    """What compiled layers keep for the backward pass, from now on; `full`: their inputs alone.
+    """What compiled layers save for the backward pass: `full` their inputs, else matrix products and attention.
 
-    The compiler sees both passes, so it computes again no more than the backward pass needs: not a layer's last matrix
-    product, which is a quarter of a layer. By itself it would keep what the backward pass has to write to memory again,
-    as the feed-forward part's product: a fifth of all memory for one hundredth of the time. So it keeps matrix products
-    and attention.
+    The compiler sees both passes, so it recomputes no more than the backward pass needs: not a layer's last matrix
+    product, which is a quarter of a layer. Its default would also save what the backward pass has to write to memory
+    again, such as the activations of the MLP: a fifth of all memory for 1 % of the time.
     """
     set_activation_budget(0.0 if full else 1.0)
 
 
 @functools.cache
 def use_compile_cache() -> None:
-    """Have torch keep what it compiles in whet's cache, where the next start finds it; said once if it cannot.
+    """Keep compiled code in whet's cache directory, for the next start; warns once if it is not writable.
 
-    torch's own choice is a folder in /tmp, which a restart empties. Folders that the user has set stay.
+    torch's default is a folder in /tmp, which a reboot empties. Directories that the user has set are kept.
     """
-    if os.environ.get(_CACHE_VARIABLE) in (None, default_inductor_cache()):  # torch itself writes its own choice there
+    if os.environ.get(_CACHE_VARIABLE) in (None, default_inductor_cache()):  # torch sets the variable to its default
         folder = cache_dir() / "compiled"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,8 +63,8 @@ def use_compile_cache() -> None:
                 pass
         except OSError as error:
             warn(
-                f"{folder}: compiled code cannot be kept here ({error.strerror}), so the next start compiles again. "
-                f"Set WHET_CACHE or {_CACHE_VARIABLE} to a folder that can be written"
+                f"{folder}: compiled code is not cached ({error.strerror}); every start compiles again. Set WHET_CACHE "
+                f"or {_CACHE_VARIABLE} to a writable directory"
             )
             return
         os.environ[_CACHE_VARIABLE] = str(folder)
@@ -79,24 +75,25 @@ def use_compile_cache() -> None:
         enable_autograd_cache()
 
 
-def compile_forward(forward: LayerForward, backend: Any = "inductor") -> LayerForward:
-    """The same forward pass, compiled for batches of documents; anything else, as generating, runs as it is."""
+def compile_forward(forward: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """Compiles a layer's forward pass for packed batches (calls with `documents`); other calls, such as generation, run
+    eagerly."""
     use_compile_cache()
     set_recompile_limit(_RECOMPILE_LIMIT)
-    fast: LayerForward | None = torch.compile(forward, backend=backend, dynamic=False)
+    compiled: Callable[..., Any] | None = torch.compile(forward, backend=backend, dynamic=False)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal fast
-        if fast is None or "documents" not in kwargs:
+        nonlocal compiled
+        if compiled is None or "documents" not in kwargs:
             return forward(*args, **kwargs)
         try:
-            return fast(*args, **kwargs)
+            return compiled(*args, **kwargs)
         except RecompileLimitError:
-            fast = None
+            compiled = None
             warn(
-                f"a layer was compiled more than {_RECOMPILE_LIMIT} times, because something in it differs from batch to "
-                "batch; it runs uncompiled from now on, which is slower. model.compile=false spares the attempts"
+                f"a decoder layer was recompiled more than {_RECOMPILE_LIMIT} times, because something in it differs "
+                "from batch to batch; it runs eagerly now, which is slower. Set model.compile=false to skip compilation"
             )
             return forward(*args, **kwargs)
 

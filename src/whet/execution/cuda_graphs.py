@@ -1,4 +1,9 @@
-"""CUDA graphs of the decoder layers, captured per batch shape: for launch-bound models and batches."""
+"""CUDA graphs of the decoder layers, captured per batch shape: for launch-bound models and batches.
+
+The host needs some milliseconds to launch the kernels of a layer's two passes. If the device needs less, because the
+model or the batch is small, it idles most of the time. Two CUDA graphs, one for each pass, launch the same kernels in
+the same order with two calls. Graphs hold their memory between steps; they are released when something else needs it.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +24,33 @@ from whet.model.flops import count_step_flops
 from whet.model.layers import decoder_layers
 from whet.model.loss.loss_model import LossModel
 
-# CUDA graphs: what was asked of the device, asked for again in one call.
-
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes what asks the device for something, and gives what asks for it again."""
+"""Captures a function's kernels in a graph and returns the function that replays it."""
+
+_LAUNCH_BOUND_S = 0.005
+"""A layer whose two passes take longer than this at the device's peak FLOP/s is not launch-bound."""
+_MAX_GRADIENT_BYTES = 2**30
+"""Gradients are allocated a second time for the graphs."""
+_MAX_SHAPES = 8
+"""Batch shapes for which graphs are kept."""
 
 
 def make_capture() -> Capture:
-    """Graphs that share their memory: only one of them is on its way at a time.
+    """Graphs captured by one Capture share a memory pool: only one of them may be in flight.
 
-    One that cannot be recorded is a RuntimeError, which leaves torch able to compute without."""
+    A capture that fails raises RuntimeError and leaves torch usable without graphs."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(ask: Callable[[], None]) -> Callable[[], None]:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # other threads may go on using the device, as for the next batch, a checkpoint, or NCCL's own
+            # thread_local: other threads (the loader, a checkpoint, NCCL) may use the device meanwhile
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                ask()
+                function()
         except RuntimeError:
-            # torch leaves both as they were in the middle of it where the driver has given up the recording
-            torch.cuda.set_stream(here)
-            release_graph_pool(here.device_index, pool)
+            # when the driver invalidates a capture, torch restores neither the stream nor the allocator
+            torch.cuda.set_stream(stream)
+            release_graph_pool(stream.device_index, pool)
             raise
         return graph.replay
 
@@ -48,32 +58,17 @@ def make_capture() -> Capture:
 
 
 def root_cause(error: BaseException) -> str:
-    """The first line of what came first: what ends a recording fails too, and says no more than that."""
+    """The first line of the error that came first: ending an invalid capture raises another one, which says less."""
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)
 
 
-# Hidden states asked for at once: what the layers ask of the device for a batch, recorded for each shape of batches.
-#
-# A layer's two passes take the host some milliseconds to ask for. Where the device needs less for them, because the model
-# is small or the batch is, it waits for the host most of the time. Two CUDA graphs, one each way, ask for the same and in
-# the same order, in two calls. They hold their memory from one step to the next, so they are forgotten where something
-# else needs it.
-
-_LAUNCH_BOUND_S = 0.005
-"""Of a layer's two passes, by the peak of the device: where they take longer, the host is fast enough."""
-_MAX_GRADIENT_BYTES = 2**30
-"""Bytes of gradients, which are there twice."""
-_MAX_SHAPES = 8
-"""Shapes that are recorded."""
-
-
 def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool:
-    """Record what `root`'s layers ask for from now on, if nothing in them is random or looks at the device, if their
-    gradients are small, and if the host is slower than the device for a batch of `tokens`; gives whether it does.
+    """Capture the hidden states of `root` from now on, if that is possible and worthwhile; returns whether it is.
 
-    `peak`: FLOP/s of the device; None where it is not known."""
+    Possible: no dropout, attention that does not synchronize with the host, small gradients, no tied weights inside the
+    layers. Worthwhile: the layers are launch-bound for a batch of `tokens` at `peak` FLOP/s (None: unknown)."""
     model = root.language_model
     if root.alone or peak is None or not supports_fullgraph(model) or has_dropout(model):
         return False
@@ -81,38 +76,35 @@ def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool
         layers = decoder_layers(model)
     except WhetError:
         return False
-    learned = StaticGradients(root)
-    if (
-        not learned.weights
-        or not learned.are_single
-        or sum(weight.nbytes for weight in learned.weights) > _MAX_GRADIENT_BYTES
-    ):
+    gradients = StaticGradients(root)
+    if not gradients.weights or not gradients.are_untied:
+        return False
+    if sum(weight.nbytes for weight in gradients.weights) > _MAX_GRADIENT_BYTES:
         return False
     if count_step_flops(model).per_token * tokens / len(layers) / peak > _LAUNCH_BOUND_S:
         return False
-    root.hidden = GraphedHidden(root, learned, make_capture)  # type: ignore[method-assign]
+    root.hidden = GraphedHidden(root, gradients, make_capture)  # type: ignore[method-assign]
     return True
 
 
 def uses_cuda_graphs(root: LossModel) -> bool:
-    """Whether it records what its layers ask for."""
     return isinstance(root.hidden, GraphedHidden)
 
 
 def release_cuda_graphs(root: LossModel) -> None:
-    """Give back the memory of what was recorded; it is recorded again when it is needed."""
+    """Free the memory of all graphs; they are captured again when needed."""
     hidden: Any = getattr(root, "hidden", None)
     if isinstance(hidden, GraphedHidden):
-        hidden.forget()
+        hidden.release()
 
 
 def compile_and_capture_count() -> int:
-    """How much was compiled and recorded in this process: a step in which it grows says nothing about speed."""
-    return compiled_graph_count() + GraphedHidden.made
+    """Compilations and captures so far in this process: a step in which it grows is not representative of speed."""
+    return compiled_graph_count() + GraphedHidden.captures
 
 
 class _GraphInputs(NamedTuple):
-    """What `LossModel.hidden` is told. Batches of one shape differ in the numbers of the tensors and in edges."""
+    """The arguments of `LossModel.hidden`. Batches of one shape differ in the tensors' values and in `edges`."""
 
     tokens: Tensor
     positions: Tensor
@@ -129,8 +121,8 @@ class _GraphInputs(NamedTuple):
             tokens=self.tokens.clone(), positions=self.positions.clone(), cu_seqlens=self.cu_seqlens.clone()
         )
 
-    def take(self, other: _GraphInputs) -> None:
-        """The numbers of another one of the same shape."""
+    def copy_from(self, other: _GraphInputs) -> None:
+        """Copy the values of another batch of the same shape."""
         self.tokens.copy_(other.tokens)
         self.positions.copy_(other.positions)
         self.cu_seqlens.copy_(other.cu_seqlens)
@@ -140,116 +132,113 @@ _ShapeKey = tuple[int, ...]
 
 
 class GraphedHidden:
-    """`LossModel.hidden`, computed as before or, where gradients are wanted and the shape is known, by a recording."""
+    """Replaces `LossModel.hidden`: replays a graph if gradients are enabled and the batch's shape has one, else runs
+    eagerly. A shape is captured when it comes a second time, after its layers are compiled and kernels are loaded."""
 
-    made: ClassVar[int] = 0
-    """Recordings so far in this process."""
+    captures: ClassVar[int] = 0
+    """Captures so far in this process."""
 
-    def __init__(self, root: LossModel, learned: StaticGradients, capturing: Callable[[], Capture]) -> None:
-        self._body = _base_model(root)
+    def __init__(self, root: LossModel, gradients: StaticGradients, make_capture: Callable[[], Capture]) -> None:
+        self._base_model = _base_model(root)
         self._compute = root.hidden
-        self._learned = learned
+        self._gradients = gradients
         self._tensors = [*root.parameters(), *root.buffers()]
-        self._capturing, self._possible = capturing, True
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._warm: set[_ShapeKey] = set()  # in both of their passes layers were compiled and kernels loaded
-        self._number = 0
-        self.forget()
+        self._make_capture, self._is_enabled = make_capture, True
+        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
+        self._warm_shapes: set[_ShapeKey] = set()  # seen in both passes
+        self._generation = 0  # counts replays and releases: each invalidates the forward passes before it
+        self.release()
 
-    def forget(self) -> None:
-        self._capture = self._capturing() if self._possible else None
-        self._recordings: dict[_ShapeKey, GraphPair] = {}
-        self._learned.lose()
-        self._places: list[int] = []
-        self._number += 1
+    def release(self) -> None:
+        self._capture = self._make_capture() if self._is_enabled else None
+        self._graphs: dict[_ShapeKey, GraphPair] = {}
+        self._gradients.release()
+        self._weight_addresses: list[int] = []
+        self._generation += 1
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Sequence[int]
     ) -> Tensor:
         batch = _GraphInputs(tokens, positions, cu_seqlens, longest, edges)
-        # a recording calls no hooks, by which somebody looks at what modules compute
-        if not (self._possible and torch.is_grad_enabled()) or has_forward_hooks(self._body):
+        # a replay calls no module hooks
+        if not (self._is_enabled and torch.is_grad_enabled()) or has_forward_hooks(self._base_model):
             return self._compute(*batch)
-        recording = self._recording(batch)
-        if recording is None:
+        graphs = self._find_or_capture(batch)
+        if graphs is None:
             hidden, shape = self._compute(*batch), batch.shape
-            hidden.register_hook(lambda _: self._warm.add(shape))
+            hidden.register_hook(lambda _: self._warm_shapes.add(shape))
             return hidden
-        self._number += 1
-        recording.batch.take(batch)
-        replayed: Tensor = _ReplayFunction.apply(self._anchor, self, recording, self._number)
+        self._generation += 1
+        graphs.batch.copy_from(batch)
+        replayed: Tensor = _ReplayFunction.apply(self._anchor, self, graphs, self._generation)
         return replayed
 
-    def _recording(self, batch: _GraphInputs) -> GraphPair | None:
-        if self._recordings and self._places != [tensor.data_ptr() for tensor in self._tensors]:
-            self.forget()  # it would read weights where they were
-        found = self._recordings.get(batch.shape)
-        if found is not None or len(self._recordings) == _MAX_SHAPES:
+    def _find_or_capture(self, batch: _GraphInputs) -> GraphPair | None:
+        if self._graphs and self._weight_addresses != [tensor.data_ptr() for tensor in self._tensors]:
+            self.release()  # weights have moved; the graphs would read the old addresses
+        found = self._graphs.get(batch.shape)
+        if found is not None or len(self._graphs) == _MAX_SHAPES:
             return found
-        if batch.shape in self._warm:
-            return self._record(batch)
-        largest = max(
-            (len(recording.batch.tokens) for recording in self._recordings.values()), default=len(batch.tokens)
-        )
+        if batch.shape in self._warm_shapes:
+            return self._capture_pair(batch)
+        largest = max((len(graphs.batch.tokens) for graphs in self._graphs.values()), default=len(batch.tokens))
         if len(batch.tokens) > largest:
-            self.forget()  # the memory that they keep is needed
+            self.release()  # a larger batch, computed without a graph, may need the memory that they hold
         return None
 
-    def _record(self, batch: _GraphInputs) -> GraphPair | None:
+    def _capture_pair(self, batch: _GraphInputs) -> GraphPair | None:
         assert self._capture is not None
-        GraphedHidden.made += 1
-        self._learned.find()
+        GraphedHidden.captures += 1
+        self._gradients.allocate()
         try:
-            recording = GraphPair(self._compute, batch.copy(), self._learned, self._capture)
-        except RuntimeError as error:  # too little memory, or something in the layers looks at the device after all
-            warn(f"what layers ask of the device cannot be recorded, so the host asks each time: {root_cause(error)}")
-            self._possible = False
-            self.forget()
+            graphs = GraphPair(self._compute, batch.copy(), self._gradients, self._capture)
+        except RuntimeError as error:  # out of memory, or a layer synchronizes with the host after all
+            warn(f"CUDA graph capture failed ({root_cause(error)}); running without graphs")
+            self._is_enabled = False
+            self.release()
             return None
-        self._recordings[batch.shape] = recording
-        self._places = [tensor.data_ptr() for tensor in self._tensors]
-        return recording
+        self._graphs[batch.shape] = graphs
+        self._weight_addresses = [tensor.data_ptr() for tensor in self._tensors]
+        return graphs
 
-    def backward(self, recording: GraphPair, number: int, d_hidden: Tensor) -> None:
-        """Add the gradients of what was the last to be computed forward to those of the weights."""
-        if number != self._number:
-            raise RuntimeError("the memory of this forward pass was used for another; its backward pass comes too late")
-        recording.d_hidden.copy_(d_hidden)
-        self._learned.gather()
-        recording.backward()
-        self._learned.hand_out()
+    def backward(self, graphs: GraphPair, generation: int, d_hidden: Tensor) -> None:
+        """Add the gradients of the latest forward pass to those of the weights."""
+        if generation != self._generation:
+            raise RuntimeError("backward is too late: a later forward pass or release has reused the graph's memory")
+        graphs.d_hidden.copy_(d_hidden)
+        self._gradients.load_gradients()
+        graphs.backward()
+        self._gradients.assign_gradients()
 
 
 class StaticGradients:
-    """The trained weights that hidden states come from, under other names while they are recorded, and the sums of
-    their gradients.
+    """The trained weights that hidden states depend on, and gradient sums at fixed addresses.
 
-    Gradients are added up by the recording itself, so autograd must not: it is asked for those of other tensors with
-    the same numbers, which it has never seen before. What the head adds to a weight that is its own too, it adds.
+    The graph itself accumulates gradients into the sums, so autograd must not: while it is captured, the model computes
+    with aliases of the weights, parameters of their own that share memory. Autograd accumulates what the output head
+    adds to the gradient of a tied weight.
     """
 
     def __init__(self, root: LossModel) -> None:
-        self._places = [
+        self._slots = [
             (module, name, weight)
             for module in _base_model(root).modules()
             for name, weight in module.named_parameters(recurse=False)
             if weight.requires_grad
         ]
-        self.weights = [weight for _, _, weight in self._places]
-        self.sums: list[Tensor]
-        self.aliases: list[nn.Parameter]
-        self.lose()
+        self.weights = [weight for _, _, weight in self._slots]
+        self.sums: list[Tensor] = []
+        self.aliases: list[nn.Parameter] = []
 
     @property
-    def are_single(self) -> bool:
-        """Whether each stands in one place only."""
+    def are_untied(self) -> bool:
+        """Whether every weight belongs to one module only."""
         return len(set(map(id, self.weights))) == len(self.weights)
 
-    def lose(self) -> None:
+    def release(self) -> None:
         self.sums, self.aliases = [], []
 
-    def find(self) -> None:
-        """Where the weights are now."""
+    def allocate(self) -> None:
         self.sums = self.sums or [torch.zeros_like(weight, dtype=weight.grad_dtype) for weight in self.weights]
         self.aliases = [nn.Parameter(weight.detach()) for weight in self.weights]
 
@@ -257,70 +246,70 @@ class StaticGradients:
     def aliased(self) -> Iterator[None]:
         """The model computes with the aliases."""
         try:
-            for (module, name, _), alias in zip(self._places, self.aliases, strict=True):
+            for (module, name, _), alias in zip(self._slots, self.aliases, strict=True):
                 module.register_parameter(name, alias)
             yield
         finally:
-            for module, name, weight in self._places:
+            for module, name, weight in self._slots:
                 module.register_parameter(name, weight)
 
-    def gather(self) -> None:
-        """Let the sums begin with the gradients that the weights have."""
+    def load_gradients(self) -> None:
+        """Initialize the sums with the gradients that the weights have."""
         pairs = list(zip(self.weights, self.sums, strict=True))
-        none = [total for weight, total in pairs if weight.grad is None]
+        without = [total for weight, total in pairs if weight.grad is None]
         others = [(total, grad) for weight, total in pairs if (grad := weight.grad) is not None and grad is not total]
-        if none:
-            foreach_zero_(none)
+        if without:
+            foreach_zero_(without)
         if others:
             foreach_copy_([total for total, _ in others], [grad for _, grad in others])
 
-    def hand_out(self) -> None:
-        """Let the weights have the sums as their gradients."""
+    def assign_gradients(self) -> None:
+        """Make the sums the gradients of the weights."""
         for weight, total in zip(self.weights, self.sums, strict=True):
             weight.grad = total
 
 
 class GraphPair:
-    """The hidden states of one shape of batches, and their gradients, in memory of their own."""
+    """The forward and the backward graph of one batch shape, with their inputs and outputs."""
 
     def __init__(
-        self, compute: Callable[..., Tensor], batch: _GraphInputs, learned: StaticGradients, capture: Capture
-    ) -> None:  # fmt: skip
+        self, compute: Callable[..., Tensor], batch: _GraphInputs, gradients: StaticGradients, capture: Capture
+    ) -> None:
         self.batch = batch
-        self._compute, self._learned = compute, learned
-        self.forward = capture(self._ask_forward)
+        self._compute, self._gradients = compute, gradients
+        self.forward = capture(self._forward)
         self.d_hidden = torch.zeros_like(self.hidden)
-        self.backward = capture(self._ask_backward)
+        self.backward = capture(self._backward)
 
     @torch.enable_grad()
-    def _ask_forward(self) -> None:
-        with self._learned.aliased():
+    def _forward(self) -> None:
+        with self._gradients.aliased():
             self._result: Tensor | None = self._compute(*self.batch)
         self.hidden = self._result.detach()
 
-    def _ask_backward(self) -> None:
-        result, self._result = self._result, None  # with it goes what it has kept
+    def _backward(self) -> None:
+        result, self._result = self._result, None  # frees the saved activations
         assert result is not None
-        # a weight that nothing comes from is an error: the model may have another way to it, and would learn nothing
-        found = torch.autograd.grad(result, self._learned.aliases, self.d_hidden)
-        foreach_add_(self._learned.sums, found)
+        # an unused weight is an error: the model may use it in another way, and would not learn it
+        found = torch.autograd.grad(result, self._gradients.aliases, self.d_hidden)
+        foreach_add_(self._gradients.sums, found)
 
 
 class _ReplayFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, replay: GraphedHidden, recording: GraphPair, number: int) -> Tensor:
-        ctx.replay, ctx.recording, ctx.number = replay, recording, number
-        recording.forward()
-        return recording.hidden.detach()
+    def forward(ctx: Any, anchor: Tensor, hidden: GraphedHidden, graphs: GraphPair, generation: int) -> Tensor:
+        ctx.hidden, ctx.graphs, ctx.generation = hidden, graphs, generation
+        graphs.forward()
+        return graphs.hidden.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.replay.backward(ctx.recording, ctx.number, grads[0])
+        ctx.hidden.backward(ctx.graphs, ctx.generation, grads[0])
         return None, None, None, None
 
 
 def _base_model(root: LossModel) -> nn.Module:
-    """What hidden states come from."""
+    """The model without its head."""
     body = root.language_model.base_model
     assert isinstance(body, nn.Module)
     return body

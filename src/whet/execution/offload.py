@@ -1,4 +1,5 @@
-"""CPU offload of activations and of optimizer state."""
+"""CPU offload of activations and of optimizer state. Small tensors stay on the device: moving them costs more time than
+it saves memory."""
 
 from __future__ import annotations
 
@@ -14,21 +15,17 @@ from torch.distributed.tensor import DTensor
 from whet.compat.torch_private import replace_step, set_dtensor_local
 from whet.parallel.dtensor import local_tensor
 
-# Offloading: what is not needed right now waits in the host's memory.
-#
-# Small tensors stay where they are: moving one costs more time than it saves memory.
-
-LayerForward = Callable[..., Any]
-
-_MIN_BYTES = 2**20  # bytes
-_CHUNK_PARAMETERS = (
-    2**26
-)  # weights whose optimizer state is on the device at a time: two fp32 numbers each make 512 MiB
+_MIN_BYTES = 2**20
+_CHUNK_PARAMETERS = 2**26
+"""Parameters whose optimizer state is on the device at a time: 512 MiB for two fp32 moments."""
 _CAST_OR_VIEW_NODES = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "_ToTorchTensorBackward")
 
 
-def with_activation_offload(forward: LayerForward, layer: nn.Module) -> LayerForward:
-    """The same forward pass; what it keeps for the backward pass is kept on the host, weights excepted."""
+# Activations
+
+
+def with_activation_offload(forward: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
+    """Wraps a forward pass so that what it saves for the backward pass, except weights, is kept in CPU memory."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -37,19 +34,20 @@ def with_activation_offload(forward: LayerForward, layer: nn.Module) -> LayerFor
         weights = {local_tensor(parameter).untyped_storage().data_ptr() for parameter in layer.parameters()}
 
         def pack(tensor: Tensor) -> Tensor | _OffloadedTensor:
-            stays = (
-                tensor.nbytes < _MIN_BYTES or tensor.untyped_storage().data_ptr() in weights or _is_weight_view(tensor)
-            )
-            return tensor if stays else _OffloadedTensor(tensor)
+            is_weight = tensor.untyped_storage().data_ptr() in weights or _is_weight_view(tensor)
+            return tensor if tensor.nbytes < _MIN_BYTES or is_weight else _OffloadedTensor(tensor)
 
-        with saved_tensors_hooks(pack, lambda kept: kept.back() if isinstance(kept, _OffloadedTensor) else kept):
+        def unpack(saved: Tensor | _OffloadedTensor) -> Tensor:
+            return saved.to_device() if isinstance(saved, _OffloadedTensor) else saved
+
+        with saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
 
     return run
 
 
 def _is_weight_view(tensor: Tensor) -> bool:
-    """Whether it is a weight in another type or turned around, as mixed precision makes them."""
+    """Whether a tensor is a cast or transposed weight, as mixed precision makes them."""
     node = tensor.grad_fn
     while node is not None and node.name() in _CAST_OR_VIEW_NODES:
         node = node.next_functions[0][0]
@@ -57,25 +55,25 @@ def _is_weight_view(tensor: Tensor) -> bool:
 
 
 class _OffloadedTensor:
-    """A tensor on the host. It leaves on a stream of its own, beside the computing; it comes back when asked for."""
+    """A tensor copied to CPU memory on a stream of its own, while the device computes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
         self._host = _pinned_like(tensor)
-        self._left: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            side = _copy_stream(tensor.device)
-            side.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(side):
+            stream = _copy_stream(tensor.device)
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
                 self._host.copy_(tensor.detach(), non_blocking=True)
-                self._left = side.record_event()
-            tensor.record_stream(side)  # its memory is not used for something else before it has left
+                self._copied = stream.record_event()
+            tensor.record_stream(stream)  # the allocator must not reuse its memory before the copy is done
         else:
             self._host.copy_(tensor.detach())
 
-    def back(self) -> Tensor:
-        if self._left is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._left)
+    def to_device(self) -> Tensor:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self._host.to(self._device, non_blocking=True)
 
 
@@ -85,40 +83,43 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
-    """Room for a tensor in the host's memory, in pages that a GPU reads and writes by itself."""
+    """An uninitialized CPU tensor, in pinned memory if `tensor` is on a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
 
 
-def offload_optimizer_state(optimizer: torch.optim.Optimizer, piece: int = _CHUNK_PARAMETERS) -> None:
-    """Make `optimizer` step through its weights in pieces, with the state of one piece on the device at a time.
+# Optimizer state
 
-    Its `state` and `param_groups` are what they were, so that checkpoints are too. An optimizer that keeps all it
-    knows of a weight in `state[weight]` computes the same in pieces as at once.
+
+def offload_optimizer_state(optimizer: torch.optim.Optimizer, chunk: int = _CHUNK_PARAMETERS) -> None:
+    """Make `optimizer` step through its parameters in chunks, with the state of one chunk on the device at a time.
+
+    `state` and `param_groups` keep their layout, and so do checkpoints. The result is the same as at once for any
+    optimizer that keeps everything about a parameter in `state[parameter]`.
     """
-    whole: Callable[[], Any] = optimizer.step
+    step_all: Callable[[], Any] = optimizer.step
 
     def step() -> None:
         groups = [list(group["params"]) for group in optimizer.param_groups]
         try:
-            for number, weights in _parameter_chunks(groups, piece):
+            for index, parameters in _parameter_chunks(groups, chunk):
                 for other, group in enumerate(optimizer.param_groups):
-                    group["params"] = weights if other == number else []
-                hosts = {weight: _fetch_state(optimizer.state[weight], weight.device) for weight in weights}
-                whole()
-                for weight in weights:
+                    group["params"] = parameters if other == index else []
+                hosts = {weight: _fetch_state(optimizer.state[weight], weight.device) for weight in parameters}
+                step_all()
+                for weight in parameters:
                     _store_state(optimizer.state[weight], hosts[weight])
         finally:
-            for group, weights in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = weights
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # whoever reads the state now finds it whole
+            torch.cuda.synchronize()  # the copies to the host are complete
 
     replace_step(optimizer, step)
-    optimizer.steps_in_pieces = True  # type: ignore[attr-defined]
+    optimizer.steps_in_chunks = True  # type: ignore[attr-defined]
 
 
 def state_to_host(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state of a weight with what is large in the host's memory: for optimizers that make theirs at once."""
+    """Move the large tensors of a parameter's state to CPU memory: for optimizers that create all state at once."""
     for key, value in _large_tensors(state).items():
         if value.is_cuda:
             _set_tensor(state, key, _pinned_like(value).copy_(value))
@@ -126,22 +127,22 @@ def state_to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameter_chunks(groups: list[list[Tensor]], limit: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """(group, some of its weights), in order; a weight larger than the limit is a piece of its own."""
-    for number, weights in enumerate(groups):
-        piece: list[Tensor] = []
+    """(index of the group, some of its parameters), in order; a parameter above the limit is a chunk of its own."""
+    for index, parameters in enumerate(groups):
+        chunk: list[Tensor] = []
         size = 0
-        for weight in weights:
-            if piece and size + weight.numel() > limit:
-                yield number, piece
-                piece, size = [], 0
-            piece.append(weight)
+        for weight in parameters:
+            if chunk and size + weight.numel() > limit:
+                yield index, chunk
+                chunk, size = [], 0
+            chunk.append(weight)
             size += weight.numel()
-        if piece:
-            yield number, piece
+        if chunk:
+            yield index, chunk
 
 
 def _fetch_state(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Bring a weight's state to its device; gives where it was on the host."""
+    """Copy a parameter's state to its device; returns the CPU tensors."""
     hosts = _large_tensors(state)
     for key, host in hosts.items():
         _set_tensor(state, key, host.to(device, non_blocking=True))
@@ -149,7 +150,7 @@ def _fetch_state(state: dict[str, Any], device: torch.device) -> dict[str, Tenso
 
 
 def _store_state(state: dict[str, Any], hosts: dict[str, Tensor]) -> None:
-    """Back to where it was; what the step made is given room there."""
+    """Copy the state back into its CPU tensors; allocates those that the step has added."""
     for key, value in _large_tensors(state).items():
         host = hosts[key] if key in hosts else _pinned_like(value)
         _set_tensor(state, key, host.copy_(value, non_blocking=True))

@@ -1,4 +1,14 @@
-"""Activation recomputation (selective or full) in the backward pass."""
+"""Activation recomputation (checkpointing), selective or full: the backward pass computes a layer again instead of
+keeping its activations.
+
+Bytes saved per token and layer of a Llama of width E (MLP width 3.5 E, a quarter as many key/value heads as heads):
+
+    fp32                              none 94 E, selective 50 E, full 4 E
+    bf16 over fp32 weights            none 64 E, selective 30 E, full 4 E
+    bf16 over fp32 weights, LoRA      none 57 E, selective 27 E, full 4 E
+
+With LoRA on CUDA, where adapters are fused (model/lora/fuse.py) and layers are compiled, none is 23 E.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +26,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from whet.compat.bitsandbytes_private import GEMM_4BIT_OP
 from whet.compat.torch_private import function_modes
 
-# Recomputing: the backward pass computes a layer again instead of keeping what the forward pass made.
-#
-# Kept for each token and layer of a Llama of width E (feed-forward 3.5 E, a quarter as many key-value heads), in bytes:
-#
-# none 94 E, selective 50 E, full 4 E     in fp32
-# none 64 E, selective 30 E, full 4 E     in bf16 over fp32 weights; with LoRA 57 E, 27 E, 4 E
-#
-# With LoRA on CUDA, where adapters are fused with their layers (model/fused_lora.py) and layers are compiled, it is 23 E.
-
-LayerForward = Callable[..., Any]
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
 _MATMULS = {
     "aten::mm": 0,
     "aten::bmm": 0,
@@ -37,25 +34,25 @@ _MATMULS = {
     "aten::addmm": 1,
     "aten::baddbmm": 1,
 }
-"""Matrix products, and which argument their first matrix is."""
+"""Matrix products, and the index of their first matrix among the arguments."""
 _LOW_RANK_RATIO = 8
 _ALWAYS_SAVED = (
     "scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention", "short_attention",
     "whet::lora_linear", "whet::lora_mlp", GEMM_4BIT_OP, "_c10d_functional::all_reduce",
 )  # fmt: skip
-"""Attention, layers fused with their adapters, products with 4-bit weights, which only frozen ones are, and sums over
-processes that compute a layer together."""
+"""Attention, layers fused with their adapters, products with 4-bit weights, tensor-parallel all-reduces."""
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def with_recompute(forward: LayerForward, kind: Literal["selective", "full"]) -> LayerForward:
-    """The same forward pass, of which the backward pass computes again what `kind` does not keep."""
+def with_recompute(forward: Callable[..., Any], kind: Literal["selective", "full"]) -> Callable[..., Any]:
+    """Wraps a forward pass so that the backward pass recomputes what `kind` does not save."""
     first = next(iter(inspect.signature(forward).parameters))
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if not args:  # torch looks at positional arguments for the device, its randomness, and what can be offloaded
+        if not args:  # torch derives device and RNG state from positional arguments, and saves only those
             args = (kwargs.pop(first),)
         contexts = functools.partial(_checkpoint_contexts, kind, function_modes())
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -63,21 +60,21 @@ def with_recompute(forward: LayerForward, kind: Literal["selective", "full"]) ->
     return run
 
 
-def with_recompute_in_eager(forward: LayerForward) -> LayerForward:
-    """The same forward pass for the compiler, which is to compute it again by itself; wherever it runs uncompiled, as
-    when a fault is looked for, it is computed again in full."""
-    again = with_recompute(forward, "full")
+def with_recompute_in_eager(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Full recomputation wherever a layer runs eagerly, such as when a non-finite value is diagnosed. Compiled, the
+    compiler recomputes by itself."""
+    recomputed = with_recompute(forward, "full")
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if torch.compiler.is_compiling() else again(*args, **kwargs)
+        return forward(*args, **kwargs) if torch.compiler.is_compiling() else recomputed(*args, **kwargs)
 
     return run
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether random numbers are drawn in its layers, as for dropout. Where compiled code computes something again, it
-    would draw others, and gradients would be wrong; `recomputed` draws the same."""
+    """Whether the model draws random numbers in training. Compiled code that recomputes would draw others, and
+    gradients would be wrong; `with_recompute` restores the RNG state."""
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return True
     config: Any = getattr(model, "config", None)
@@ -88,16 +85,16 @@ def has_dropout(model: nn.Module) -> bool:
 def _checkpoint_contexts(
     kind: str, modes: list[Any]
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Around the forward pass and around the recomputation. torch restores autocast and randomness by itself, but not
-    function modes: without HonestDouble a layer would be computed again in fp32."""
+    """The contexts of the forward pass and of its recomputation. torch restores autocast and RNG state, but not
+    function modes: without KeepFloat64 a layer would be recomputed in fp32."""
     if kind == "full":
         return contextlib.nullcontext(), _CombinedContexts(modes)
-    keeping, kept = create_selective_checkpoint_contexts(_selective_policy)
-    return keeping, _CombinedContexts([*modes, kept])
+    saving, restoring = create_selective_checkpoint_contexts(_selective_policy)
+    return saving, _CombinedContexts([*modes, restoring])
 
 
 class _CombinedContexts(AbstractContextManager[object]):
-    """Several contexts entered as one; unlike an ExitStack, prepared before it is entered."""
+    """Several contexts entered as one. Unlike an ExitStack, it enters none before it is entered itself."""
 
     def __init__(self, contexts: list[AbstractContextManager[object]]) -> None:
         self._contexts, self._stack = contexts, ExitStack()
@@ -112,16 +109,19 @@ class _CombinedContexts(AbstractContextManager[object]):
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is dear to compute: matrix products and attention."""
+    """Save what is expensive to compute: matrix products and attention."""
     name = operation.name().partition(".")[0]  # aten::mm of aten::mm.out
     first = _MATMULS.get(name)
-    dear = any(part in name for part in _ALWAYS_SAVED) if first is None else _is_expensive(args[first], args[first + 1])
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+    if first is None:
+        expensive = any(part in name for part in _ALWAYS_SAVED)
+    else:
+        expensive = _is_expensive(args[first], args[first + 1])
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_expensive(left: Tensor, right: Tensor) -> bool:
-    """A number of a product costs as much as the matrices are long inside; an adapter's wide one is cheap.
+    """Recomputing an element costs the inner dimension, which is small for the second matrix of an adapter.
 
-    Kept too, it would make `selective` keep more than `none` with LoRA: 93 bytes a token, layer and width, not 87.
+    Saving those too would make `selective` save more than `none` with LoRA: 93 E bytes per token and layer, not 87 E.
     """
     return left.shape[-1] * _LOW_RANK_RATIO >= right.shape[-1]

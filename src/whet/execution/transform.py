@@ -19,11 +19,13 @@ from whet.parallel.config import ParallelConfig
 def transform_layers(
     language_model: nn.Module, config: ParallelConfig, compile: bool, backend: Any = "inductor"
 ) -> None:
-    """Change the layers of a model in place, from the inside out. Weights keep their names and places."""
+    """Wrap the forward pass of every decoder layer in place, from the inside out. Parameter names do not change."""
     offload = config.offload in ("activations", "both")
     if not (compile or offload or config.recompute != "none"):
         return
     full = config.recompute == "full"
+    # The compiler recomputes less than a whole layer, but only if the layer is one graph; with dropout it would draw
+    # other random numbers.
     by_compiler = full and compile and supports_fullgraph(language_model) and not has_dropout(language_model)
     if compile:
         set_activation_memory_budget(full=by_compiler)
@@ -34,15 +36,14 @@ def transform_layers(
         if by_compiler:
             forward = with_recompute_in_eager(forward)
         if compile:
-            # innermost: the compiler sees the layer alone, which is the same for all, and no hooks around it
+            # innermost: the compiler sees the bare layer, the same code for all of them
             forward = compile_forward(forward, backend)
         if full and not by_compiler:
-            # around what is compiled in pieces, so that the same compiled code runs again: each piece by itself would
-            # keep what it gets
+            # around the compiled parts, so that the same compiled code runs again: each part would save its inputs
             forward = with_recompute(forward, "full")
         elif config.recompute == "selective" and not compile:
             forward = with_recompute(forward, "selective")
         if offload:
-            # outermost: sees only what is kept after recomputing, with `full` the input of the layer
+            # outermost: it sees what is saved after recomputation, with `full` the layer's input
             forward = with_activation_offload(forward, layer)
         replace_forward(layer, forward)

@@ -148,7 +148,7 @@ class ConditionalStep:
 def build_conditional_step(optimizer: torch.optim.Optimizer) -> ConditionalStep | None:
     """None where the step takes decisions of the host: elsewhere than on CUDA, for Muon, for states in 8 bits or in the
     host's memory, and for divided weights that torch's AdamW moves."""
-    if getattr(optimizer, "steps_in_pieces", False):
+    if getattr(optimizer, "steps_in_chunks", False):
         return None
     if isinstance(optimizer, AdamW):
         return ConditionalStep(optimizer) if optimizer.can_decide_on_device() else None
