@@ -7,11 +7,25 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from layouts import CHOICES, CLIP, STEPS, Layout, Trace, all_of, in_pairs, make_store, plan_of, run_naively, run_steps
+from layouts import (
+    CHOICES,
+    CLIP,
+    FEW_STEPS,
+    STEPS,
+    Layout,
+    Trace,
+    all_of,
+    in_pairs,
+    make_store,
+    plan_of,
+    run_naively,
+    run_steps,
+)
 
 from whet.data.prepare.store import Store
 
@@ -24,6 +38,11 @@ def store() -> Store:
 @pytest.fixture(scope="module")
 def naive(store: Store) -> Trace:
     return run_naively(store)
+
+
+@pytest.fixture(scope="module")
+def few_naive(store: Store) -> Trace:
+    return run_naively(store, steps=FEW_STEPS)
 
 
 def assert_equal(found: Trace, naive: Trace) -> None:
@@ -47,7 +66,7 @@ def test_the_comparison_is_worth_something(store: Store, naive: Trace) -> None:
 
 
 def test_two_choices_of_any_kind_meet() -> None:
-    chosen = list(in_pairs(CHOICES))
+    chosen = LAYOUTS
     assert {(layout.packing, layout.micro_rows) for layout in chosen} == {
         (packing, rows) for packing in CHOICES["packing"] for rows in CHOICES["micro_rows"]
     }
@@ -55,9 +74,19 @@ def test_two_choices_of_any_kind_meet() -> None:
     assert len({(layout.recompute, layout.chunk_rows) for layout in chosen}) == 9
 
 
-@pytest.mark.parametrize("layout", in_pairs(CHOICES), ids=str)
+LAYOUTS = in_pairs(CHOICES)
+"""All steps for the first of each packing, few for the others."""
+LONG = [next(layout for layout in LAYOUTS if layout.packing == packing) for packing in CHOICES["packing"]]
+
+
+@pytest.mark.parametrize("layout", LONG, ids=str)
 def test_no_layout_of_one_process_matters(store: Store, naive: Trace, layout: Layout) -> None:
     assert_equal(run_steps(store, layout), naive)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in LONG], ids=str)
+def test_no_pair_of_choices_matters(store: Store, few_naive: Trace, layout: Layout) -> None:
+    assert_equal(run_steps(store, replace(layout, steps=FEW_STEPS)), few_naive)
 
 
 def plain_of(layout: Layout) -> Layout:
