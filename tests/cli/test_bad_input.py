@@ -35,8 +35,8 @@ def test_an_empty_file(refused: Refused, write_data: Any) -> None:
     ("line", "explanation"),
     [
         ('{"messages": [', "not valid JSON: Expecting value at column"),
-        ({"messages": [{"content": "Hi"}, HELLO]}, "message 1 has no 'role'; add one of system, developer, user"),
-        ({"messages": [USER, {"role": "robot", "content": "Hi"}]}, "message 2 has the role 'robot'; known are system"),
+        ({"messages": [{"content": "Hi"}, HELLO]}, "message 1 has no 'role'; set it to one of system, developer, user"),
+        ({"messages": [USER, {"role": "robot", "content": "Hi"}]}, "message 2 has the role 'robot'; known: system"),
         ({"txt": "Hi"}, "no 'messages'"),
         ({"messages": [USER]}, "no message has the role 'assistant'"),
     ],

@@ -13,7 +13,7 @@ LONG = "word " * 60
     ("line", "explanation"),
     [
         ('{"messages": [', "not valid JSON"),
-        ({"messages": [{"role": "robot", "content": "Hi"}]}, "message 1 has the role 'robot'; known are system"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "message 1 has the role 'robot'; known: system"),
         ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]}, "message 2"),
     ],
     ids=["broken JSON", "unknown role", "empty answer"],

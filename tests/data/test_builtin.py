@@ -1,17 +1,19 @@
-"""Generators: right answers, two splits that never meet, the same each time."""
+"""Built-in datasets: correct answers, disjoint splits, reproducible."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import re
 
 import pytest
 
-from whet.data.builtin.spelling import COMMON_WORDS
+from whet.data.builtin import BUILTIN_GENERATORS, COMMON_WORDS, generate_orders
 from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.config import Source
 from whet.data.conversation import Conversation, Message
-from whet.data.read.sources import BUILTIN_GENERATORS, SourceReader
+from whet.data.read.sources import SourceReader
 
 SIGNS = str.maketrans("−×÷", "-*/")
 
@@ -24,7 +26,7 @@ def first(name: str, count: int = 300, **options: str) -> list[Conversation]:
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_GENERATORS))
-def test_a_generator_gives_the_same_each_time_and_little_twice(name: str) -> None:
+def test_a_builtin_dataset_is_reproducible_and_varied(name: str) -> None:
     name = name.removeprefix("builtin:")
     one = first(name)
     assert one == first(name)
@@ -42,14 +44,14 @@ def test_no_word_is_in_both_splits(name: str) -> None:
     assert train.isdisjoint(held)
 
 
-def test_spelling_is_right() -> None:
+def test_spelling_is_correct() -> None:
     for item in first("spelling"):
         prompt, answer = (message.content for message in item.messages)
         assert answer.replace(", ", "") in re.findall("[a-z]+", prompt)
         assert set(answer.split(", ")) <= set("abcdefghijklmnopqrstuvwxyz")
 
 
-def test_letters_are_counted_right() -> None:
+def test_letters_are_counted_correctly() -> None:
     counts = set()
     for item in first("spelling-bee"):
         answer = item.messages[1].content
@@ -73,7 +75,7 @@ def _task(item: Conversation) -> str:
     return found.group().translate(SIGNS)
 
 
-def test_sums_are_right() -> None:
+def test_arithmetic_is_correct() -> None:
     steps = set()
     for item in first("arithmetic"):
         lines = item.messages[1].content.split("\n")
@@ -87,22 +89,22 @@ def test_sums_are_right() -> None:
     assert steps == {1, 2, 3, 4}
 
 
-def test_sums_with_calls_say_the_same() -> None:
+def test_arithmetic_with_calls_has_the_same_text() -> None:
     for plain, called in zip(first("arithmetic"), first("arithmetic", calculator="calls"), strict=True):
         assert plain.messages[0] == called.messages[0]
         assert plain.tools == ()
         assert called.tools == (CALCULATOR_SCHEMA,)
-        said = "".join(message.content for message in called.messages if message.role == "assistant")
-        assert said == plain.messages[1].content
-        for call, result in itertools.pairwise(called.messages[1:]):
-            if call.tool_calls:
-                [asked] = call.tool_calls
-                assert eval(asked.arguments["expression"]) == int(result.content)
-                assert result == Message("tool", result.content, tool_call_id=asked.id, name="calculator")
+        text = "".join(message.content for message in called.messages if message.role == "assistant")
+        assert text == plain.messages[1].content
+        for message, result in itertools.pairwise(called.messages[1:]):
+            if message.tool_calls:
+                [call] = message.tool_calls
+                assert eval(call.arguments["expression"]) == int(result.content)
+                assert result == Message("tool", result.content, tool_call_id=call.id, name="calculator")
         assert called.messages[-1].tool_calls == ()
 
 
-def test_the_same_numbers_are_never_in_both_splits() -> None:
+def test_no_operands_are_in_both_splits() -> None:
     def numbers(split: str) -> set[tuple[str, ...]]:
         return {tuple(sorted(re.findall(r"\d+", _task(item)))) for item in first("arithmetic", 2000, split=split)}
 
@@ -112,3 +114,71 @@ def test_the_same_numbers_are_never_in_both_splits() -> None:
 def test_the_common_words_are_words() -> None:
     assert len(set(COMMON_WORDS)) == len(COMMON_WORDS) > 400
     assert all(re.fullmatch("[a-z]{4,}", word) for word in COMMON_WORDS)
+
+
+# builtin:orders
+
+MANY = 4000
+AMOUNT_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+PINNED = (
+    "Victor from Vienna wants eight pillows in yellow, delivery on Monday.",
+    '{"item": "pillow", "amount": 8, "colour": "yellow", "name": "Victor", "city": "Vienna", "day": "Monday"}',
+)
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
+
+
+def take_orders(split: str, count: int = MANY) -> list[tuple[str, str]]:
+    samples = itertools.islice(generate_orders(split), count)
+    return [(sample.messages[0].content, sample.messages[1].content) for sample in samples]
+
+
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_orders_are_reproducible(split: str) -> None:
+    assert take_orders(split, 500) == take_orders(split, 500)
+
+
+@pytest.mark.parametrize(("split", "digest"), [("train", "ca67c8ee401ad202"), ("held-out", "47593e7785f724f2")])
+def test_the_first_orders_are_pinned(split: str, digest: str) -> None:
+    """Other orders under the same name would make old results incomparable."""
+    assert hashlib.sha256(json.dumps(take_orders(split, 300)).encode()).hexdigest()[:16] == digest
+
+
+def test_the_first_order_is_as_documented() -> None:
+    assert take_orders("train", 1) == [PINNED]
+
+
+def test_the_splits_of_orders_share_neither_prompts_nor_answers() -> None:
+    train, held = take_orders("train"), take_orders("held-out")
+    assert {text for text, _ in train}.isdisjoint(text for text, _ in held)
+    assert {answer for _, answer in train}.isdisjoint(answer for _, answer in held)
+
+
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_orders_do_not_repeat(split: str) -> None:
+    texts = [text for text, _ in take_orders(split)]
+    assert len(set(texts)) == len(texts)
+
+
+def test_orders_are_answered_by_json_that_agrees_with_the_prompt() -> None:
+    for text, answer in take_orders("train", 1500) + take_orders("held-out", 1500):
+        facts = json.loads(answer)
+        assert list(facts) == ["item", "amount", "colour", "name", "city", "day"]
+        assert "\n" not in answer
+        words = re.findall(r"\w+", text)
+        amounts = [int(word) for word in words if word.isdigit()] + [
+            AMOUNT_WORDS.index(w) + 2 for w in words if w in AMOUNT_WORDS
+        ]
+        assert amounts == [facts["amount"]]
+        assert f"{facts['item']}s" in words
+        assert {facts["colour"], facts["name"], facts["city"]} <= set(words)
+        assert [day for day in DAYS if {day, day[:3]} & set(words)] == [facts["day"]]
+
+
+def test_the_prompt_never_shows_the_schema() -> None:
+    assert not any("{" in text or "amount" in text.lower() or '"' in text for text, _ in take_orders("train"))
+
+
+def test_orders_are_varied() -> None:
+    answers = [json.loads(answer) for _, answer in take_orders("train", 1000)]
+    counts = {key: len({answer[key] for answer in answers}) for key in answers[0]}
+    assert counts == {"item": 12, "amount": 10, "colour": 10, "name": 16, "city": 12, "day": 6}

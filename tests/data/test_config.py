@@ -1,4 +1,4 @@
-"""The knobs of the data side that cannot go together."""
+"""The data section of the configuration: options that exclude each other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def load(*overrides: str) -> DataConfig:
     return load_config(DataConfig, None, ["sources=[{path: a.jsonl}]", *overrides])
 
 
-def test_a_training_source_cannot_be_validation_too() -> None:
+def test_a_training_source_cannot_be_a_validation_source() -> None:
     with pytest.raises(WhetError, match=r"validation: a\.jsonl is a training source too.*validation\.fraction"):
         load("validation={sources: [{path: b.jsonl}, {path: a.jsonl}]}")
 
 
-def test_the_other_split_of_the_same_generator_can() -> None:
+def test_another_split_of_a_builtin_dataset_can() -> None:
     config = load_config(
         DataConfig,
         None,
@@ -41,12 +41,12 @@ def test_validation_is_a_fraction_or_sources() -> None:
 
 
 @pytest.mark.parametrize("bad", ["sources=[]", "max_length=1", "validation.fraction=0", "validation.fraction=1.0"])
-def test_limits_are_held(bad: str) -> None:
+def test_limits_are_checked(bad: str) -> None:
     with pytest.raises(WhetError, match="is not valid"):
         load(bad)
 
 
-def test_a_file_of_knobs_reads_as_written(tmp_path: Path) -> None:
+def test_a_config_file_is_read(tmp_path: Path) -> None:
     recipe = tmp_path / "data.yaml"
     recipe.write_text("sources:\n  - path: a.jsonl\n    max_samples: 3\ntoo_long: truncate\n")
     config = load_config(DataConfig, recipe)

@@ -115,9 +115,9 @@ def test_offsets_that_point_elsewhere_are_an_error(tmp_path: Path) -> None:
     raw = bytearray((folder / "tokens.idx").read_bytes())
     raw[34:42] = (3).to_bytes(4, "little") + (2).to_bytes(4, "little")  # sizes 3, 2 where offsets say 2, 2
     (folder / "tokens.idx").write_bytes(raw)
-    with pytest.raises(WhetError, match="damaged at sequence 0"):
+    with pytest.raises(WhetError, match="corrupt at sequence 0"):
         Store(folder).ids(0)
-    with pytest.raises(WhetError, match="damaged at sequence 0"):
+    with pytest.raises(WhetError, match="corrupt at sequence 0"):
         Store(folder).gather(np.array([1, 0]), np.empty(5, np.int64), np.empty(5, np.uint8))
 
 

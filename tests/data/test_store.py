@@ -13,7 +13,7 @@ from whet.data.prepare.store import Store, StoreWriter, count_targets
 from whet.data.render.renderer import Rendered
 
 from .conftest import MakeStore, write_store
-from .test_indexed import read_by_hand
+from .test_indexed_dataset import read_by_hand
 
 DOCUMENTS = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([9, 10], [1, 1])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from calling import TOOL_TEMPLATE
 
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.data.builtin.orders import generate_orders
+from whet.data.builtin import generate_orders
 from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.render.renderer import Renderer
 from whet.inference.config import EvalConfig, TaskConfig
@@ -192,8 +193,9 @@ def test_a_question_over_the_context_is_named(renderer: Renderer, model: Any) ->
 def test_built_in_tasks_ask_held_out_questions() -> None:
     tasks = load_tasks(EvalConfig(tasks=["orders", "builtin:spelling", "spelling-bee", "arithmetic"], examples=3))  # type: ignore[list-item]
     assert [each.name for each, _ in tasks] == ["orders", "spelling", "spelling-bee", "arithmetic"]
-    stream = generate_orders("held-out")
-    assert [(each.prompt, each.expected) for each in tasks[0][0].examples(3)] == [next(stream) for _ in range(3)]
+    samples = itertools.islice(generate_orders("held-out"), 3)
+    expected = [tuple(message.content for message in sample.messages) for sample in samples]
+    assert [(each.prompt, each.expected) for each in tasks[0][0].examples(3)] == expected
     for each, count in tasks:
         assert count == 3
         for example in each.examples(20):

@@ -122,7 +122,7 @@ def test_gsm8k_is_judged_by_its_number(write: Write) -> None:
             "my.jsonl:1: 'answer' is 7; it must be one of 0 to 1",
         ),
         ([{"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}], "my.jsonl:1: the last of 'messages'"),
-        ([], 'the file is empty. It needs one JSON object on each line, such as {"prompt": '),
+        ([], 'the file is empty. Write one JSON object per line, such as {"prompt": '),
     ],
 )
 def test_a_file_that_cannot_be_a_task(write: Write, records: list[Any], said: str) -> None:

@@ -22,7 +22,7 @@ CALCULATOR_SCHEMA: dict[str, Any] = {
 
 
 class CalculatorStep(NamedTuple):
-    """Text, and the sum that follows it."""
+    """Text, then an expression for the calculator, then its result."""
 
     text: str
     expression: str
@@ -30,11 +30,11 @@ class CalculatorStep(NamedTuple):
 
 
 def calculator_messages(steps: Sequence[CalculatorStep], rest: str) -> tuple[Message, ...]:
-    """The assistant's turns: each text with its call, the calculator's answer, and what is said after the last one."""
+    """For each step an assistant message with a call and the tool's result; then an assistant message with `rest`."""
     messages = []
     for number, step in enumerate(steps, 1):
-        identity = f"call{number:05}"  # nine characters, as Mistral's templates demand
-        call = ToolCall("calculator", {"expression": step.expression}, identity)
+        call_id = f"call{number:05}"  # 9 characters: Mistral's templates require exactly that
+        call = ToolCall("calculator", {"expression": step.expression}, call_id)
         messages.append(Message("assistant", step.text, tool_calls=(call,)))
-        messages.append(Message("tool", step.result, tool_call_id=identity, name="calculator"))
+        messages.append(Message("tool", step.result, tool_call_id=call_id, name="calculator"))
     return (*messages, Message("assistant", rest))

@@ -1,4 +1,4 @@
-"""The knobs of the data side."""
+"""The `data` section of the configuration."""
 
 from __future__ import annotations
 
@@ -17,129 +17,143 @@ _Pair = Annotated[tuple[int, int], Field(strict=False)]
 
 
 class MaskRules(Section):
-    """Of a .bin file: which tokens are not learned, by id. The rules are GPT-NeoX's; a token that is masked is no
-    target."""
+    """Loss mask of a .bin file, by token id. The rules are GPT-NeoX's; a masked token is never a target."""
 
     pairs: list[_Pair] | None = Field(
         default=None,
-        description="[[a, b], …]: from a to its b, both included, nothing is learned; [7, 7] is from each odd 7 to the "
-        "next. NeoX's loss_mask_pairs writes them in one list: [7, 7].",
+        description="[[a, b], …]: mask from each a to its b, inclusive; [7, 7] masks from each odd 7 to the next. "
+        "GPT-NeoX's loss_mask_pairs is the same as a flat list: [7, 7].",
     )
-    individual: list[int] | None = Field(default=None, description="These ids are never learned.")
+    individual: list[int] | None = Field(default=None, description="Mask these ids.")
     alternating: list[int] | None = Field(
-        default=None, description="Of these ids every first occurrence is not learned and every second is."
+        default=None, description="Mask every odd occurrence (1st, 3rd, …) of these ids."
     )
     eod: int | None = Field(
         default=None,
-        description="The token after this end-of-document id is not learned (NeoX's eod_mask_loss); the id itself is.",
+        description="Mask the token after this end-of-document id, not the id itself (GPT-NeoX's eod_mask_loss).",
     )
 
 
 class Source(Section):
-    """Where conversations come from."""
+    """A source of conversations or documents."""
 
     alternatives = (("epochs", "weight"),)
 
     path: str = Field(
         description="A file (.jsonl, .json, .csv, .txt, .parquet, .arrow, .bin; .gz and .zst too), a folder, a glob, "
-        "- for stdin, hub:OWNER/NAME, or a generator such as builtin:orders."
+        "- for stdin, hub:OWNER/NAME, or a built-in dataset such as builtin:orders."
     )
     format: Format = Field(
-        default="auto", description="How a record becomes a conversation; auto looks and says what it found."
+        default="auto", description="The format of the records; auto detects it and prints the result."
     )
     fields: dict[str, str] | None = Field(
-        default=None, description="Names in your file for the format's fields, such as {prompt: question}."
+        default=None, description="The names of the format's fields in your file, such as {prompt: question}."
     )
     split: str | None = Field(
-        default=None, description="Of a data set: its split. Of a generator: train or held-out, which never overlap."
+        default=None,
+        description="The split of a dataset. Built-in datasets have train and held-out, which are disjoint.",
     )
-    subset: str | None = Field(default=None, description="Of a data set on the hub: the name of its configuration.")
+    subset: str | None = Field(default=None, description="The subset (configuration) of a dataset on the hub.")
     epochs: float | None = Field(
-        default=None, gt=0, description="How often its conversations occur in one epoch of the run; 1 if absent."
+        default=None, gt=0, description="How often each conversation occurs per epoch of the run; default 1."
     )
     weight: float | None = Field(
-        default=None, gt=0, description="Or: its share of the conversations, relative to the other sources' weights."
+        default=None,
+        gt=0,
+        description="Alternative to epochs: its share of the conversations, relative to the other sources' weights.",
     )
-    start: int | None = Field(default=None, ge=0, description="Skip this many records first.")
-    stop: int | None = Field(default=None, ge=1, description="Stop before this record, counted from 0.")
-    step: int | None = Field(default=None, ge=1, description="Take every so-manieth of them.")
-    max_samples: int | None = Field(default=None, ge=1, description="Take at most this many, from the start.")
+    start: int | None = Field(default=None, ge=0, description="Skip this many records.")
+    stop: int | None = Field(default=None, ge=1, description="Stop before this record, counting from 0.")
+    step: int | None = Field(default=None, ge=1, description="Take every n-th record.")
+    max_samples: int | None = Field(
+        default=None, ge=1, description="Take at most this many records, after start, stop and step."
+    )
     where: str | None = Field(
-        default=None, description="Keep records for which this holds, such as: turns <= 6 and lang == 'de'."
+        default=None, description="Keep only records that match, such as: turns <= 6 and lang == 'de'."
     )
     calculator: Literal["calls", "remove"] = Field(
-        default="remove", description="Of gsm8k and builtin:arithmetic: sums become calculator calls, or plain text."
+        default="remove",
+        description="For gsm8k and builtin:arithmetic: turn calculations into calculator calls, or keep plain text.",
     )
-    mask: MaskRules | None = Field(default=None, description="Of a .bin file: what is not learned.")
+    mask: MaskRules | None = Field(
+        default=None, description="The loss mask of a .bin file; default: every token is supervised."
+    )
 
     @property
     def is_generated(self) -> bool:
         return self.path.startswith("builtin:")
 
     def identity(self) -> tuple[str, str]:
-        """The same for two ways to write the same path."""
+        """(resolved path, split): equal for two spellings of the same path."""
         named = self.path == "-" or self.path.startswith(("builtin:", "hub:"))
         path = self.path if named else str(Path(self.path).expanduser().resolve())
         return path, self.split or ("train" if self.is_generated else "")
 
 
 class Validation(Section):
-    """Conversations kept apart from training, to measure on."""
+    """Validation data, never trained on."""
 
     alternatives = (("sources", "fraction"),)
 
-    sources: list[Source] | None = Field(default=None, min_length=1, description="Where they come from.")
+    sources: list[Source] | None = Field(default=None, min_length=1, description="Sources of the validation data.")
     fraction: float | None = Field(
-        default=None, gt=0, lt=1, description="Or: this part of the training conversations, drawn by run.seed."
+        default=None,
+        gt=0,
+        lt=1,
+        description="Alternative to sources: hold out this fraction of the training data, drawn with run.seed.",
     )
 
 
 class Marker(Section):
-    """A text that opens and closes a turn, and its id."""
+    """The marker text that opens and closes a turn, and its token id."""
 
-    text: str = Field(min_length=1, description="As it stands in the file, such as <<<|user|>>>.")
-    id: int | None = Field(default=None, ge=0, description="Its token; absent: what the tokenizer says.")
+    text: str = Field(min_length=1, description="The text of the marker in the file, such as <<<|user|>>>.")
+    id: int | None = Field(default=None, ge=0, description="Its token id; default: looked up in the tokenizer.")
 
 
 class Markers(Section):
-    """How marked text is written: the same marker opens and closes a turn."""
+    """The markers of marked text; the same marker opens and closes a turn."""
 
-    user: Marker = Field(description="Of the user's turns.")
-    assistant: Marker = Field(description="Of the assistant's turns; the closing one is learned and ends an answer.")
-    system: Marker | None = Field(default=None, description="Of system turns, if there are any.")
-    append_eod: bool = Field(default=True, description="End each document with the tokenizer's end-of-document.")
+    user: Marker = Field(description="The marker of user turns.")
+    assistant: Marker = Field(
+        description="The marker of assistant turns; the closing one is supervised and ends an answer."
+    )
+    system: Marker | None = Field(default=None, description="The marker of system turns, if there are any.")
+    append_eod: bool = Field(default=True, description="Append the tokenizer's end-of-document token to each document.")
 
 
 class DataConfig(Section):
-    """What to train on."""
+    """Training and validation data."""
 
-    sources: list[Source] = Field(min_length=1, description="Where the training conversations come from.")
-    validation: Validation | None = Field(default=None, description="What to measure on.")
+    sources: list[Source] = Field(min_length=1, description="Sources of the training data.")
+    validation: Validation | None = Field(default=None, description="Validation data.")
     template: str = Field(
         default="auto",
-        description="The chat template: the tokenizer's own, one of its others by name, or a .jinja file.",
+        description="The chat template: auto (the tokenizer's default), the name of another one, or a .jinja file.",
     )
-    markers: Markers | None = Field(default=None, description="Write turns between markers instead of by a template.")
+    markers: Markers | None = Field(default=None, description="Delimit turns by markers instead of a chat template.")
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",
-        description="Which tokens are learned: all assistant turns, the last one only, or every token.",
+        description="Which tokens are supervised: all assistant turns, only the last one, or every token.",
     )
-    max_length: int = Field(default=4096, ge=2, description="The longest conversation, in tokens.")
+    max_length: int = Field(default=4096, ge=2, description="Maximum length of a conversation, in tokens.")
     too_long: Literal["drop", "truncate", "split", "error"] = Field(
         default="drop",
-        description="What happens to a longer one: left out, cut to its first tokens, split between turns (plain text: "
-        "into windows), or an error. It is counted.",
+        description="What to do with longer conversations: drop, truncate, split between turns (plain text: into "
+        "windows), or stop with an error. The ledger counts them.",
     )
     on_bad: Literal["error", "skip"] = Field(
-        default="error", description="A record that cannot be used: stop and name it, or leave it out and count it."
+        default="error",
+        description="What to do with a record that cannot be used: stop with an error, or skip it and count it.",
     )
-    deduplicate: bool = Field(default=False, description="Leave out exact copies; they are counted in any case.")
+    deduplicate: bool = Field(default=False, description="Drop exact duplicates; the ledger counts them in any case.")
     packing: Literal["best-fit", "k-bin", "none"] = Field(
-        default="best-fit", description="How conversations share rows; they never see each other."
+        default="best-fit",
+        description="How conversations are packed into rows; attention never crosses a conversation.",
     )
-    bins: int = Field(default=16, ge=1, description="Of k-bin: how many rows are open at a time.")
+    bins: int = Field(default=16, ge=1, description="For k-bin: the number of open rows.")
     store: str | None = Field(
-        default=None, description="A folder for the prepared data; absent: the cache, addressed by content."
+        default=None, description="The folder of the prepared data; default: a content-addressed folder in the cache."
     )
 
     @model_validator(mode="after")
@@ -150,8 +164,8 @@ class DataConfig(Section):
             if source.identity() in train:
                 raise config_error(
                     "validation",
-                    f"{source.path} is a training source too, so the validation would measure memory. "
-                    "Name another file, or use validation.fraction",
+                    f"{source.path} is a training source too, so validation would measure memorization. "
+                    "Give another file, or use validation.fraction",
                 )
         return self
 
@@ -162,6 +176,6 @@ class DataConfig(Section):
             other = next(source for source in self.sources if source.weight is None)
             raise config_error(
                 "sources",
-                f"{weighted[0].path} has a weight and {other.path} has none: give a weight to all, or to none",
+                f"{weighted[0].path} has a weight and {other.path} has none; set weight for all sources or for none",
             )
         return self

@@ -1,4 +1,4 @@
-"""What sources give: conversations, plain text, marked text, ready tokens, and lines that cannot be used."""
+"""Parsed records: conversations, plain text, marked text, tokenized documents, and records that cannot be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a record was read: a source and a line (in Parquet and the like a row), counted from 1."""
+    """Where a record was read: a file and a line (in a table, a row), counted from 1."""
 
     source: str
     line: int
@@ -25,7 +25,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the assistant asks for."""
+    """A function call by the assistant."""
 
     name: str
     arguments: dict[str, Any]
@@ -38,22 +38,22 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn."""
+    """One turn of a conversation."""
 
     role: str
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     train: bool | None = None
-    """False: not supervised whatever train_on says (`weight: 0`, `train: false`). None: as train_on says."""
+    """False: never supervised (`weight: 0` or `train: false` in the record). None: data.train_on decides."""
     tool_call_id: str | None = None
-    """Of a tool's result: the call that it answers."""
+    """For role `tool`: the id of the call it answers."""
     name: str | None = None
-    """Of a tool's result: the tool."""
+    """For role `tool`: the name of the tool."""
 
     def as_dict(self, in_parts: bool = False) -> dict[str, Any]:
-        """As chat templates expect it. Some call the reasoning `reasoning_content`, some `thinking`: both get it.
-        Those of models that see images want the content in parts."""
+        """The dict that chat templates take. Templates read reasoning from `reasoning_content` or `thinking`, so both
+        are set. Templates of multimodal models take the content as a list of parts (`in_parts`)."""
         content = [{"type": "text", "text": self.content}] if in_parts else self.content
         turn: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning:
@@ -69,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of one conversation, in order, and the tools that the assistant may call (OpenAI's schema)."""
+    """The messages of one conversation, and the tools the assistant may call (OpenAI schema)."""
 
     messages: tuple[Message, ...]
     origin: Origin
@@ -78,7 +78,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A plain document: every token is learned."""
+    """A plain document: every token is supervised."""
 
     text: str
     origin: Origin
@@ -86,7 +86,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """Text in which markers open and close the turns (data.markers)."""
+    """Text whose turns are delimited by markers (data.markers)."""
 
     text: str
     origin: Origin
@@ -94,7 +94,7 @@ class MarkedText:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDocument:
-    """A document that was tokenised before, with its loss mask."""
+    """A pretokenized document with its loss mask (1: supervised)."""
 
     ids: NDArray[np.int32]
     loss: NDArray[np.uint8]
@@ -103,7 +103,7 @@ class TokenizedDocument:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot be used."""
+    """A record that cannot be used. `reason` is the key in the ledger, `explanation` the sentence for the user."""
 
     origin: Origin
     reason: str
@@ -112,11 +112,11 @@ class BadRecord:
 
 @dataclass(frozen=True, slots=True)
 class FilteredRecord:
-    """A record that the source's filter excludes."""
+    """A record excluded by the source's `where`."""
 
     origin: Origin
     reason: str
 
 
 ParsedRecord = Conversation | PlainText | MarkedText | TokenizedDocument | BadRecord | FilteredRecord
-"""What becomes of one record of a source."""
+"""What one record of a source turns into."""

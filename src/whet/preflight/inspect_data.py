@@ -57,7 +57,7 @@ class InspectionTarget:
 def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, validation: bool) -> InspectionTarget:
     """A store, a configuration (its data is prepared if need be), a run, or a .bin file."""
     if what.suffix in (".bin", ".idx") or Path(f"{what}.idx").exists():
-        file = TokenFile(what)
+        file = TokenFile(str(what), what)
         return InspectionTarget(str(what), file, range(len(file)), open_decoder(tokenizer) if tokenizer else None)
     if (what / MANIFEST).exists():
         store = Store(what)

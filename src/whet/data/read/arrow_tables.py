@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.container import Container, RawRecord, require_pyarrow
 
-# Parquet and Arrow tables, a few rows at a time.
-
 _BATCH_ROWS = 128
 _ARROW_FILE_MAGIC, _ARROW_STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RowBatch:
-    """Some rows of a table, made into Python values together and only if one of them is asked for."""
+    """Rows of a table, converted to Python values together, when the first of them is decoded."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -35,16 +33,20 @@ class RowBatch:
         try:
             return self._batch.slice(number, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
-            return BadRecordError("not UTF-8", f"a text in this row is not valid UTF-8: {error}")
+            return BadRecordError("not UTF-8", f"a string in this row is not valid UTF-8: {error}")
 
 
 class TableRow(NamedTuple):
-    """A row of a table. A column exists for every row, so where a value is missing there is a null."""
+    """A row of a table."""
 
     batch: RowBatch
     number: int
 
-    def decode(self) -> object:
+    def decode(self) -> Any:
+        """The row as JSON would have it. A table has every column in every row, so a null means an absent field."""
+        return drop_nulls(self.decode_with_nulls())
+
+    def decode_with_nulls(self) -> Any:
         row = self.batch.rows[self.number]
         if isinstance(row, BadRecordError):
             raise row
@@ -52,7 +54,7 @@ class TableRow(NamedTuple):
 
 
 def iter_rows(batches: Iterator[Any], name: str) -> Iterator[RawRecord]:
-    """Raw records of Arrow batches (or tables) of any length."""
+    """The records of Arrow batches (or tables) of any length."""
     line = 0
     for whole in batches:
         for start in range(0, whole.num_rows, _BATCH_ROWS):
@@ -63,14 +65,14 @@ def iter_rows(batches: Iterator[Any], name: str) -> Iterator[RawRecord]:
 
 
 def drop_nulls(value: Any) -> Any:
-    """A table's value as JSON would have it: a null in an object is a field that is not there."""
+    """Without the fields whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class ParquetTable(Container):
-    """Read in batches, so that a row group of any size fits."""
+    """A Parquet file, read in batches: a row group may be larger than memory."""
 
     kind = "parquet"
 
@@ -122,7 +124,7 @@ class ArrowTable(Container):
             else:
                 yield from pyarrow.ipc.open_stream(mapped)
         if not ends:
-            raise EOFError("its end is missing")
+            raise EOFError("the end-of-stream marker is missing")
 
 
 @contextlib.contextmanager
@@ -133,14 +135,14 @@ def _report_damage(name: str, kind: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        said = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise WhetError(
-            f"data.sources: {name}: no {kind} file, or one that is cut off or damaged ({said}). "
+            f"data.sources: {name}: not {kind} data, or truncated or corrupt ({first_line}). "
             "Copy or download it again"
         ) from None
 
 
-# Data sets of the hub, or a local folder or file, through the `datasets` library.
+# hub:OWNER/NAME, or hub:PATH of a local folder or file, through the `datasets` library.
 
 _BUILDER_OF_SUFFIX = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet",
@@ -149,7 +151,7 @@ _BUILDER_OF_SUFFIX = {
 
 
 class HubDataset(Container):
-    """`hub:OWNER/NAME`; the library keeps its own cache, so a set is fetched once."""
+    """`hub:OWNER/NAME`; the library caches downloads."""
 
     kind = "hub"
 
@@ -167,7 +169,7 @@ class HubDataset(Container):
         return int(self._data.data.nbytes)
 
     def content_key(self) -> list[str]:
-        """The library's own name for the content."""
+        """The library's fingerprint of the content."""
         return [self.kind, str(self._data._fingerprint)]
 
 
@@ -177,8 +179,7 @@ def _load_dataset(name: str, subset: str | None, split: str | None) -> tuple[Any
         import datasets
     except ImportError:
         raise WhetError(
-            f"data.sources: hub:{name}: this needs the datasets library, which is not installed: "
-            "pip install 'whet[data]'"
+            f"data.sources: hub:{name}: the datasets library is not installed: pip install 'whet[data]'"
         ) from None
     path = Path(name).expanduser()
     try:
@@ -187,14 +188,14 @@ def _load_dataset(name: str, subset: str | None, split: str | None) -> tuple[Any
             found = datasets.load_dataset(builder, data_files=str(path))
         else:
             found = datasets.load_dataset(str(path) if path.is_dir() else name, name=subset)
-    except Exception as error:  # the library raises whatever its parts raise
-        said = (str(error) or type(error).__name__).partition("\n")[0]
+    except Exception as error:  # the library raises exceptions of many kinds
+        first_line = (str(error) or type(error).__name__).partition("\n")[0]
         raise WhetError(
-            f"data.sources: hub:{name}: the data set cannot be loaded: {said}. Check its name, subset and the network; "
-            "a folder that was downloaded can be given as a path"
+            f"data.sources: hub:{name}: cannot load the dataset: {first_line}. Check its name, its subset and the "
+            "network; for a downloaded folder, give its path"
         ) from None
     chosen = split or (next(iter(found)) if len(found) == 1 else "")
     if chosen not in found:
-        given = f"no split {split!r}" if split else "more than one split"
-        raise WhetError(f"data.sources: hub:{name}: it has {given}; set split to one of: {', '.join(found)}")
+        fault = f"there is no split {split!r}" if split else "there is more than one split"
+        raise WhetError(f"data.sources: hub:{name}: {fault}; set split to one of: {', '.join(found)}")
     return found[chosen], chosen

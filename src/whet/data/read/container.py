@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
+import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,110 +16,148 @@ from typing import IO, Any, NamedTuple, Protocol
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import hash_file
 
-# What every container gives: raw records that know their place and cost nothing until they are looked at.
-
-
-class RawRecord(NamedTuple):
-    """One record as it stands in its file. Workers skip those of others, so nothing is parsed yet."""
-
-    line: int
-    """Its line (in a table its row, in an array its element), from 1."""
-    value: object
-    """The bytes of a JSON value, or a Lazy."""
-    file: str
-    """The file, as the user would write it."""
+# Records. Every worker iterates over all records and decodes only its own, so a raw record must cost next to nothing.
 
 
 class LazyRecord(Protocol):
-    """A record that is made when it is asked for."""
+    """A record that is decoded on demand."""
 
-    def decode(self) -> object:
-        """The record as Python values; BadRecordError if there is none."""
+    def decode(self) -> Any:
+        """The record as Python values; raises BadRecordError if it is unreadable."""
+
+
+class RawRecord(NamedTuple):
+    """One undecoded record and its place."""
+
+    line: int
+    """Its line (in a table its row, in an array its element), counted from 1."""
+    value: bytes | LazyRecord
+    """The bytes of a JSON value, or an object that decodes itself."""
+    file: str
+    """The file, spelled as the user spelled it."""
+
+    def decode(self) -> Any:
+        """The record as Python values; raises BadRecordError if it is unreadable."""
+        return decode_json(self.value) if isinstance(self.value, bytes) else self.value.decode()
 
 
 class DecodedRecord(NamedTuple):
-    """A record that had to be made anyway."""
+    """A record whose container had to decode it anyway."""
 
     value: object
 
-    def decode(self) -> object:
+    def decode(self) -> Any:
         return self.value
 
 
 class UnreadableRecord(NamedTuple):
-    """A place where a record should be and cannot be read."""
+    """A record that its container cannot read."""
 
     reason: str
     explanation: str
 
-    def decode(self) -> object:
+    def decode(self) -> Any:
         raise BadRecordError(self.reason, self.explanation)
 
 
+def _reject_constant(name: str) -> Any:
+    raise BadRecordError("broken JSON", f"{name} is not JSON; write null or a number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+_scan_once = _DECODER.scan_once  # type: ignore[attr-defined]  # JSONDecoder.decode without its regex for white space
+
+
+def decode_json(raw: bytes) -> Any:
+    """The value, or a BadRecordError with the column of the error."""
+    try:
+        text = raw.decode().strip()
+        value, end = _scan_once(text, 0)
+        if end == len(text):
+            return value
+    except (ValueError, StopIteration, RecursionError):
+        pass
+    return _decode_or_explain(raw)
+
+
+def _decode_or_explain(raw: bytes) -> Any:
+    try:
+        return _DECODER.decode(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadRecordError("not UTF-8", f"byte {error.start} is not valid UTF-8; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        starts_array = raw.removeprefix(codecs.BOM_UTF8).strip() in (b"[", b"[{")
+        hint = ". If the file is one JSON array, name it .json" if starts_array else ""
+        raise BadRecordError("broken JSON", f"not valid JSON: {error.msg} at column {error.colno}{hint}") from None
+    except RecursionError:
+        raise BadRecordError("broken JSON", "the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise BadRecordError("broken JSON", f"not readable as JSON: {error}") from None
+
+
 class Container(ABC):
-    """One file (or data set) with records."""
+    """One file or dataset of records."""
 
     kind: str
-    """A word that, with the bytes, settles what is read; part of the fingerprint."""
+    """The type of the container. Part of the fingerprint of a source, so these strings never change."""
     note = ""
-    """What was decided about the file, if that needs saying."""
+    """What was detected about the file, if the user should know."""
 
     def __init__(self, name: str, path: Path) -> None:
-        """`name` is how the user writes it, `path` where it is."""
+        """`name` is the path as the user spelled it."""
         self.name, self.path = name, path
 
     @abstractmethod
     def records(self) -> Iterator[RawRecord]:
-        """All records, in order; a WhetError where the file is damaged, after the records before that place."""
+        """All records, in order. A corrupt file raises a WhetError after the last good record."""
 
     @abstractmethod
     def count(self) -> int:
-        """How many records there are; an estimate where counting would mean reading everything."""
+        """The number of records; an estimate where the exact number would mean reading everything."""
 
     def content_key(self) -> list[str]:
-        """What distinguishes its content, whatever it is called."""
+        """Identifies the content, whatever the file is called."""
         return [self.kind, hash_file(self.path)]
 
     def size(self) -> int:
-        """Bytes, uncompressed; an estimate where they are compressed."""
-        return self.path.stat().st_size
+        """Uncompressed bytes; an estimate for compressed files."""
+        return content_size(self.path)
 
 
-# Byte streams of files, decompressed where they are compressed; damage is an error, never a shorter file.
+# Byte streams. A truncated compressed file is an error, never a shorter file.
 
-_GZIP, _ZSTD = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"
-_COMPRESSION_RATIO = 4  # text compresses about so well; only estimates use it
+_GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"
+_COMPRESSION_RATIO = 4  # typical for text; used for estimates only
 _SAMPLE_BYTES = 2**20
 
 
 def detect_compression(path: Path) -> str | None:
-    """gzip, zstd or None, by the first bytes: a name may lie."""
+    """gzip, zstd or None, by the magic bytes: the name may be wrong."""
     with path.open("rb") as file:
         head = file.read(4)
-    if head.startswith(_GZIP):
+    if head.startswith(_GZIP_MAGIC):
         return "gzip"
-    return "zstd" if head == _ZSTD else None
+    return "zstd" if head == _ZSTD_MAGIC else None
 
 
 @contextlib.contextmanager
 def open_bytes(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """The content of a file for reading, decompressed."""
-    packed = detect_compression(path)
+    """Open a file for reading, decompressed if it is compressed."""
+    compression = detect_compression(path)
     try:
-        with _OPENERS[packed](path) as stream:
+        with _OPENERS[compression](path) as stream:
             yield stream
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _damaged_file_error(name, error) from None
     except OSError as error:
-        if packed is None or error.errno is not None:
+        if compression is None or error.errno is not None:
             raise
         raise _damaged_file_error(name, error) from None
 
 
 def _damaged_file_error(name: str, error: Exception) -> WhetError:
     return WhetError(
-        f"data.sources: {name}: the compressed file is cut off or damaged ({error}). "
-        "Copy or download it again; what it holds after this place would be lost"
+        f"data.sources: {name}: the compressed file is truncated or corrupt ({error}). Copy or download it again"
     )
 
 
@@ -135,23 +175,23 @@ _OPENERS: dict[str | None, Callable[[Path], Any]] = {
 
 
 def require_pyarrow(name: str) -> Any:
-    """The module, or a WhetError that says how to get it."""
+    """The module, or a WhetError with the command that installs it."""
     try:
         import pyarrow
     except ImportError:
         raise WhetError(
-            f"data.sources: {name}: reading this needs pyarrow, which is not installed: pip install 'whet[data]'"
+            f"data.sources: {name}: reading this file needs pyarrow, which is not installed: pip install 'whet[data]'"
         ) from None
     return pyarrow
 
 
 def content_size(path: Path) -> int:
-    """Bytes of the content; estimated where the file is compressed."""
+    """Uncompressed bytes; estimated if the file is compressed."""
     return path.stat().st_size * (1 if detect_compression(path) is None else _COMPRESSION_RATIO)
 
 
 def estimate_count(path: Path, name: str, count: Callable[[bytes], int]) -> int:
-    """How many records a file holds: `count` of a piece, scaled to the whole."""
+    """The number of records: `count` of the first MiB, scaled to the file."""
     with open_bytes(path, name) as stream:
         head = stream.read(_SAMPLE_BYTES)
     if len(head) < _SAMPLE_BYTES:

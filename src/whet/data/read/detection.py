@@ -8,30 +8,26 @@ from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
-from whet.data.read.arrow_tables import TableRow, drop_nulls
 from whet.data.read.container import Container, RawRecord, open_bytes
 from whet.data.read.formats import FORMATS, has_chat_markers
-from whet.data.read.json_files import decode_json
 from whet.data.read.record_fields import present_names
-
-# Which format a source has: its first records are looked at, the decision is said, and nothing is guessed.
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "text"}
 _SUPERSEDES = {
     "messages": _WEAKER_THAN_TURNS, "sharegpt": _WEAKER_THAN_TURNS, "multiple-choice": {"prompt-completion"},
     "gsm8k": {"prompt-completion"}, "alpaca": {"text"},
 }  # fmt: skip
-"""A list of turns is what the other fields were made from; a gsm8k answer is an answer with more in it; and Stanford's
-own file has its prompt again as `text`."""
+"""If a record matches the key, the matches in the set are dropped: a list of turns beats the fields derived from it, a
+gsm8k answer is more specific than any answer, and Stanford Alpaca repeats its prompt as `text`."""
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
-"""A format, and names for the fields that it needs."""
+"""A format, and for each field it requires the name in the record."""
 
 
 class DetectedFormat(NamedTuple):
-    """A format, a name for each of its fields, and how to say it."""
+    """A format, the name of each of its fields, and a line that describes both."""
 
     format: str
     names: dict[str, str]
@@ -39,33 +35,33 @@ class DetectedFormat(NamedTuple):
 
 
 def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) -> DetectedFormat:
-    """The format of records like these. What the user set is taken; the names of fields are found either way."""
+    """The format of the sampled records. Options of the source win; the names of fields are detected either way."""
     _check_fields(source)
     fields = source.fields or {}
     if source.format != "auto":
         found = _common_matches([_match_formats(record, [source.format], fields) for record in sample])
-        own = [reading for reading in found if all(field == name for field, name in reading[1])]
+        own = [match for match in found if all(field == name for field, name in match[1])]
         chosen = own[0] if own else _require_one_match(found, sample, source) if found else (source.format, ())
         return _make_detected(chosen, sample, source)
-    if not sample:  # not one that could be read: each says why when its turn comes
+    if not sample:  # no readable record: each is reported as a bad record later
         return DetectedFormat(
-            "messages", FORMATS["messages"].resolve_names(fields), "messages (no record could be looked at)"
+            "messages", FORMATS["messages"].resolve_names(fields), "messages (assumed: no record is readable)"
         )
     candidates = [name for name in _DETECTABLE if fields.keys() <= FORMATS[name].fields.keys()]
     each = [_match_formats(record, candidates, fields) for record in sample]
     found = _common_matches(each)
     if not found and any(each):
         odd = next(number for number in range(len(each)) if each[number] and not _common_matches(each[: number + 1]))
+        this, before = _format_names(each[odd]), _format_names(_common_matches(each[:odd]))
         raise WhetError(
-            f"data.sources: {places[odd]}: this record ({_format_names(each[odd])}) is of another format than those before it "
-            f"({_format_names(_common_matches(each[:odd]))}), or names its fields differently. Put them into sources of their own, or "
-            "set format and fields"
+            f"data.sources: {places[odd]}: the format or the field names of this record ({this}) differ from those "
+            f"before it ({before}). Make one source per format, or set format and fields"
         )
     chosen = _require_one_match(_drop_superseded(found), sample, source)
     if chosen[0] == "text" and any(has_chat_markers(record, dict(chosen[1])["text"]) for record in sample):
         raise WhetError(
-            f"data.sources: {source.path}: its texts hold marks of turns. Set format: marked, with data.markers, to "
-            "learn the assistant's turns, or format: text to learn everything"
+            f"data.sources: {source.path}: the texts contain chat markers. Set format: marked and data.markers to "
+            "train on the assistant's turns, or format: text to train on every token"
         )
     return _make_detected(chosen, sample, source)
 
@@ -77,61 +73,60 @@ def _match_formats(record: Any, formats: Sequence[str], fields: Mapping[str, str
 
 
 def _common_matches(each: Sequence[set[FormatMatch]]) -> set[FormatMatch]:
-    """What holds for all records that can be recognised at all; the others are bad lines, told in their place."""
-    recognised = [readings for readings in each if readings]
+    """The matches common to all records that match anything; the others are reported as bad records later."""
+    recognised = [matches for matches in each if matches]
     return set.intersection(*recognised) if recognised else set()
 
 
-def _format_names(readings: set[FormatMatch]) -> str:
-    return " or ".join(sorted({form for form, _ in readings}))
+def _format_names(matches: set[FormatMatch]) -> str:
+    return " or ".join(sorted({form for form, _ in matches}))
 
 
 def _drop_superseded(found: set[FormatMatch]) -> set[FormatMatch]:
-    covered = {weaker for form, _ in found for weaker in _SUPERSEDES.get(form, ())}
-    return {reading for reading in found if reading[0] not in covered}
+    superseded = {weaker for form, _ in found for weaker in _SUPERSEDES.get(form, ())}
+    return {match for match in found if match[0] not in superseded}
 
 
 def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: Source) -> FormatMatch:
     if len(found) == 1:
         return next(iter(found))
     keys = [repr(key) for key in _record_keys(sample)]
-    seen = f"its records have {', '.join(keys[:_MAX_SHOWN_KEYS])}" if keys else "its records have no fields"
+    seen = f"the records have {', '.join(keys[:_MAX_SHOWN_KEYS])}" if keys else "the records have no fields"
     if not found:
         raise WhetError(
-            f"data.sources: {source.path}: the format is not recognised: {seen}. Say what it is, such as "
+            f"data.sources: {source.path}: the format is not recognised: {seen}. Set it, for example "
             "format: prompt-completion and fields: {prompt: NAME, completion: NAME}; "
-            f"formats are {', '.join(FORMATS)}"
+            f"formats: {', '.join(FORMATS)}"
         )
-    ways = "; or ".join(sorted(_describe_match(reading) for reading in found))
+    options = "; or ".join(sorted(_describe_match(match) for match in found))
     raise WhetError(
-        f"data.sources: {source.path}: it can be read in more than one way: {seen}, so it may be {ways}. "
-        "Set format and fields to what you mean"
+        f"data.sources: {source.path}: the format is ambiguous: {seen}, so it may be {options}. Set format and fields"
     )
 
 
-def _describe_match(reading: FormatMatch) -> str:
-    form, names = reading
+def _describe_match(match: FormatMatch) -> str:
+    form, names = match
     return f"{form} with {{{', '.join(f'{field}: {name}' for field, name in names)}}}"
 
 
-def _make_detected(reading: FormatMatch, sample: Sequence[Any], source: Source) -> DetectedFormat:
-    form, fields = reading[0], source.fields or {}
+def _make_detected(match: FormatMatch, sample: Sequence[Any], source: Source) -> DetectedFormat:
+    form, fields = match[0], source.fields or {}
     records = [record for record in sample if isinstance(record, dict)]
-    found = dict(reading[1])
-    for field, usual in FORMATS[form].fields.items():
-        there = {name for record in records for name in present_names(record, field, usual, fields)}
-        if field not in found and len(there) > 1:
+    found = dict(match[1])
+    for field, known in FORMATS[form].fields.items():
+        present = {name for record in records for name in present_names(record, field, known, fields)}
+        if field not in found and len(present) > 1:
             raise WhetError(
-                f"data.sources: {source.path}: {' and '.join(sorted(there))} may each be its {field}. "
-                f"Say which: fields: {{{field}: NAME}}"
+                f"data.sources: {source.path}: {' and '.join(sorted(present))} may each be the field {field}. "
+                f"Choose one: fields: {{{field}: NAME}}"
             )
-        found.setdefault(field, next(iter(there), fields.get(field, usual[0])))
+        found.setdefault(field, next(iter(present), fields.get(field, known[0])))
     names = FORMATS[form].resolve_names(found)
     return DetectedFormat(form, names, _describe_format(form, names, _record_keys(sample)))
 
 
 def _describe_format(form: str, names: Mapping[str, str], keys: Sequence[str]) -> str:
-    """Such as: sharegpt (conversations: from, value); not used: id."""
+    """For example: sharegpt (conversations: from, value); not used: id."""
     inner = FORMATS[form].turn_fields
     outer = {field: name for field, name in names.items() if field not in inner and name in keys}
     used = [name if name == field or inner else f"{name} as {field}" for field, name in outer.items()]
@@ -139,11 +134,11 @@ def _describe_format(form: str, names: Mapping[str, str], keys: Sequence[str]) -
         turns = ", ".join(names[field] for field in inner)
         used[:1] = [f"{used[0]}: {turns}" if used else turns]
     unused = [key for key in keys if key not in outer.values()]
-    said = form + (f" ({', '.join(used)})" if used else "")
+    description = form + (f" ({', '.join(used)})" if used else "")
     if unused:
         more = len(unused) - _MAX_SHOWN_KEYS
-        said += f"; not used: {', '.join(unused[:_MAX_SHOWN_KEYS])}" + (f" and {more} more" if more > 0 else "")
-    return said
+        description += f"; not used: {', '.join(unused[:_MAX_SHOWN_KEYS])}" + (f" and {more} more" if more > 0 else "")
+    return description
 
 
 def _record_keys(sample: Sequence[Any]) -> list[str]:
@@ -153,58 +148,51 @@ def _record_keys(sample: Sequence[Any]) -> list[str]:
 def _check_fields(source: Source) -> None:
     formats = _DETECTABLE if source.format == "auto" else [source.format]
     known = sorted({field for name in formats for field in FORMATS[name].fields})
-    whose = "no format has a" if source.format == "auto" else f"{source.format} has no"
+    subject = "no format has a" if source.format == "auto" else f"{source.format} has no"
     for field in source.fields or {}:
         if field not in known:
             raise WhetError(
-                f"data.sources: {source.path}: fields: {whose} field {field!r}; known are {', '.join(known)}"
+                f"data.sources: {source.path}: fields: {subject} field {field!r}; known: {', '.join(known)}"
             )
 
 
-# Looking at a source before it is read: a few records of its files tell the format.
+# Sampling a source.
 
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 
 def detect_source_format(containers: Sequence[Container], source: Source) -> DetectedFormat:
-    """The format, from the first good records and the first one of each of some further files."""
+    """The format, from the first readable records of the source and the first one of some further files."""
     sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
     for each in containers[1:_SAMPLED_FILES]:
         sample += _sample_records(each.records(), 1)
     if not sample and source.format == "auto":
-        _refuse_binary(containers[0])
+        _reject_binary(containers[0])
     chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
     notes = dict.fromkeys(f", {each.note}" for each in containers if each.note)
     return chosen._replace(description=chosen.description + "".join(notes))
 
 
-def _sample_records(records: Iterator[RawRecord], wanted: int) -> list[tuple[Any, str]]:
-    """Records that can be read, each with its place."""
+def _sample_records(records: Iterator[RawRecord], count: int) -> list[tuple[Any, str]]:
+    """The first readable records, each with its file:line."""
     found: list[tuple[Any, str]] = []
     for raw in itertools.islice(records, _MAX_RECORDS_TRIED):
-        if len(found) == wanted:
+        if len(found) == count:
             break
         try:
-            found.append((_decode_raw(raw), f"{raw.file}:{raw.line}"))
+            found.append((raw.decode(), f"{raw.file}:{raw.line}"))
         except (BadRecordError, RecursionError):
             continue
     return found
 
 
-def _decode_raw(raw: RawRecord) -> Any:
-    if isinstance(raw.value, bytes):
-        return decode_json(raw.value)
-    record = raw.value.decode()  # type: ignore[attr-defined]
-    return drop_nulls(record) if isinstance(raw.value, TableRow) else record
-
-
-def _refuse_binary(container: Container) -> None:
-    """Not one record could be read, so say it once if the file as a whole is at fault."""
+def _reject_binary(container: Container) -> None:
+    """Report a binary file once, instead of every record of it."""
     with open_bytes(container.path, container.name) as stream:
         head = stream.read(4096)
     if b"\0" in head:
-        what = "UTF-16; save it as UTF-8" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data, no text"
+        what = "UTF-16; save it as UTF-8" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data, not text"
         raise WhetError(
-            f"data.sources: {container.name}: this is {what}. whet reads JSONL, JSON, CSV, Parquet, Arrow and .txt, "
-            "by these suffixes, also as .gz and .zst"
+            f"data.sources: {container.name}: the file is {what}. whet reads JSONL, JSON, CSV, Parquet, Arrow and .txt "
+            "by suffix, also compressed (.gz, .zst)"
         )

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 from whet.core.errors import BadRecordError
 from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
-from whet.data.read import messages
 from whet.data.read.messages import (
+    MESSAGES_FIELDS,
     check_message_order,
+    is_turn_list,
     parse_message_list,
+    parse_messages,
     parse_tool_call,
     parse_tools,
     parse_train_flag,
+    recognise_messages,
 )
 from whet.data.read.record_fields import (
     decode_list,
@@ -31,10 +34,15 @@ from whet.data.read.record_fields import (
     shorten,
 )
 
-# The `sharegpt` format: {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}.
+# sharegpt: {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}.
 
-SHAREGPT_FIELDS = {"conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),
-          "from": ("from",), "value": ("value",), "system": ("system",), "tools": ("tools",)}  # fmt: skip
+SHAREGPT_FIELDS = {
+    "conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),
+    "from": ("from",),
+    "value": ("value",),
+    "system": ("system",),
+    "tools": ("tools",),
+}
 _SHAREGPT_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -45,22 +53,16 @@ _SHAREGPT_CALL = "function_call"
 
 
 def recognise_sharegpt(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The names under which a record holds such turns; none if it is of another format."""
+    """Every set of field names under which the record matches."""
     if not isinstance(record, dict):
         return []
     speaker = fields.get("from", "from")
     names = [fields["conversations"]] if "conversations" in fields else SHAREGPT_FIELDS["conversations"]
-    return [{"conversations": name, "from": speaker} for name in names if _is_sharegpt_list(record.get(name), speaker)]
-
-
-def _is_sharegpt_list(turns: Any, speaker: str) -> bool:
-    if isinstance(turns, str) and f'"{speaker}"' in turns[:200]:
-        return True
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and speaker in turns[0]
+    return [{"conversations": name, "from": speaker} for name in names if is_turn_list(record.get(name), speaker)]
 
 
 def parse_sharegpt(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """A conversation, or a BadRecordError with the reason."""
+    """Parse a record; raises BadRecordError."""
     record = require_object(record, _SHAREGPT_EXAMPLE)
     name = names["conversations"]
     turns = decode_list(require_field(record, name, "no messages"), f"'{name}'")
@@ -79,44 +81,49 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
         raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
     speaker, value = turn.get(names["from"]), turn.get(names["value"])
     if speaker is None:
-        raise BadRecordError("no role", f"{place} has no '{names['from']}'; add human or gpt")
+        raise BadRecordError("no role", f"{place} has no '{names['from']}'; set it to human or gpt")
     if speaker == _SHAREGPT_CALL:
         calls = parse_json(require_text(value, f"{place}: '{names['value']}'"), place)
         parsed = tuple(parse_tool_call(call, place) for call in (calls if isinstance(calls, list) else [calls]))
         if not parsed:
-            raise BadRecordError("bad tool call", f"{place} calls nothing; remove it")
+            raise BadRecordError("bad tool call", f"{place} has no calls; remove it")
         return Message("assistant", "", tool_calls=parsed, train=parse_train_flag(turn, "assistant", place))
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         known = ", ".join((*_SHAREGPT_ROLES, _SHAREGPT_CALL))
-        raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known are {known}")
+        raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known: {known}")
     where = f"{place}: '{names['value']}'"
     text = require_nonempty(value, where) if role in ("user", "assistant") else require_text(value, where)
     return Message(role, text, train=parse_train_flag(turn, role, place))
 
 
-# The `alpaca` format: {"instruction": "…", "input": "…", "output": "…"}.
+# alpaca: {"instruction": "…", "input": "…", "output": "…"}.
 #
-# The user's turn is the instruction and, if there is one, the input after a blank line. `history` is a list of earlier
-# [question, answer] pairs.
+# The user turn is the instruction and, after a blank line, the input. `history` is a list of earlier [question, answer]
+# pairs.
 
-ALPACA_FIELDS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response"),
-          "system": ("system",), "history": ("history",)}  # fmt: skip
+ALPACA_FIELDS = {
+    "instruction": ("instruction",),
+    "input": ("input", "context"),
+    "output": ("output", "response"),
+    "system": ("system",),
+    "history": ("history",),
+}
 _ALPACA_EXAMPLE = '{"instruction": "…", "input": "…", "output": "…"}'
 
 
 def recognise_alpaca(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The names under which a record holds such fields; none if it is of another format."""
+    """Every set of field names under which the record matches."""
     return match_fields(record, ALPACA_FIELDS, ("instruction", "output"), fields)
 
 
 def parse_alpaca(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """A conversation, or a BadRecordError with the reason."""
+    """Parse a record; raises BadRecordError."""
     record = require_object(record, _ALPACA_EXAMPLE)
     instruction = require_text(require_field(record, names["instruction"]), f"'{names['instruction']}'")
-    given = record.get(names["input"])
-    addition = "" if given is None else require_text(given, f"'{names['input']}'")
-    prompt = "\n\n".join(text for text in (instruction, addition) if text.strip())
+    value = record.get(names["input"])
+    context = "" if value is None else require_text(value, f"'{names['input']}'")
+    prompt = "\n\n".join(text for text in (instruction, context) if text.strip())
     messages = [
         *_alpaca_system(record.get(names["system"]), names["system"]),
         *_alpaca_history(record.get(names["history"]), names["history"]),
@@ -145,30 +152,25 @@ def _alpaca_history(history: Any, name: str) -> list[Message]:
     return messages
 
 
-# The `prompt-completion` format: {"prompt": "…", "completion": "…"}; both may be lists of messages.
+# prompt-completion: {"prompt": "…", "completion": "…"}; both may be lists of messages.
 #
-# Texts become a user's and an assistant's turn. Of lists, the prompt's assistant turns are context: not learned.
+# Strings become a user and an assistant turn. Assistant turns of a prompt that is a list are context: not supervised.
 
-PROMPT_COMPLETION_FIELDS = {"prompt": ("prompt", "question", "query", "input", "problem"),
-          "completion": ("completion", "answer", "response", "output", "solution"),
-          "system": ("system",), "tools": ("tools",)}  # fmt: skip
+PROMPT_COMPLETION_FIELDS = {
+    "prompt": ("prompt", "question", "query", "input", "problem"),
+    "completion": ("completion", "answer", "response", "output", "solution"),
+    "system": ("system",),
+    "tools": ("tools",),
+}
 _PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
 _MORE_THAN_A_PROMPT = (
-    "instruction",
-    "context",
-    "passage",
-    "document",
-    "choices",
-    "options",
-    "history",
-    "chosen",
-    "rejected",
-)
-"""Fields that belong to the question. A record that has one says more than a prompt and a completion do."""
+    "instruction", "context", "passage", "document", "choices", "options", "history", "chosen", "rejected",
+)  # fmt: skip
+"""Fields that add to the question, so that the record is more than a prompt and a completion."""
 
 
 def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The names under which a record holds such fields; none if it holds more than they say."""
+    """Every set of field names under which the record matches; none if it has fields that add to the prompt."""
     if not isinstance(record, dict):
         return []
     more = [
@@ -178,7 +180,7 @@ def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[
 
 
 def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """A conversation, or a BadRecordError with the reason."""
+    """Parse a record; raises BadRecordError."""
     record = require_object(record, _PROMPT_COMPLETION_EXAMPLE)
     prompt = _as_messages(require_field(record, names["prompt"]), names["prompt"], "user")
     if system := record.get(names["system"]):
@@ -195,7 +197,7 @@ def _as_messages(value: Any, name: str, role: str) -> list[Any]:
     return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]
 
 
-# The `gsm8k` format: a question, and an answer with sums such as <<48/2=24>> and a last line #### 24.
+# gsm8k: a question, and an answer with calculations such as <<48/2=24>> that ends with a line `#### 24`.
 
 GSM8K_FIELDS = {"question": ("question",), "answer": ("answer",)}
 _GSM8K_EXAMPLE = '{"question": "…", "answer": "… <<48/2=24>>24 …\\n#### 24"}'
@@ -204,19 +206,19 @@ _GSM8K_RESULT = "####"
 
 
 def recognise_gsm8k(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The names under which a record holds such an answer; none if it is of another format."""
+    """Every set of field names under which the record matches."""
     found = match_fields(record, GSM8K_FIELDS, ("question", "answer"), fields)
     return [names for names in found if _has_gsm8k_result(record[names["answer"]])]
 
 
 def parse_gsm8k(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """The sums removed: the answer in plain text."""
+    """The answer as plain text, without the <<…>> annotations."""
     question, answer = _gsm8k_question_and_answer(record, names)
     return Conversation((Message("user", question), Message("assistant", _GSM8K_CALCULATION.sub("", answer))), origin)
 
 
 def parse_gsm8k_calls(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """Each sum a call of the calculator, whose result is given to the assistant."""
+    """Each calculation becomes a call of the calculator tool, followed by its result."""
     question, answer = _gsm8k_question_and_answer(record, names)
     if "<<" not in answer:
         return Conversation((Message("user", question), Message("assistant", answer)), origin, (CALCULATOR_SCHEMA,))
@@ -224,7 +226,7 @@ def parse_gsm8k_calls(record: Any, names: Mapping[str, str], origin: Origin) -> 
     for found in _GSM8K_CALCULATION.finditer(answer):
         expression, equals, result = found.group(1).rpartition("=")
         if not equals or not expression.strip() or not result.strip():
-            raise BadRecordError("bad sum", f"{shorten(found.group())} is no sum such as <<48/2=24>>")
+            raise BadRecordError("bad sum", f"{shorten(found.group())} is not a calculation such as <<48/2=24>>")
         steps.append(CalculatorStep(answer[place : found.start()], expression, result))
         place = found.end()
     return Conversation(
@@ -248,9 +250,9 @@ def _has_gsm8k_result(answer: Any) -> bool:
     return last.startswith(_GSM8K_RESULT) and len(last) > len(_GSM8K_RESULT)
 
 
-# The `multiple-choice` format: MMLU's {"question", "choices": […], "answer": 2} and ARC's with "answerKey": "C".
+# multiple-choice: MMLU's {"question", "choices": […], "answer": 2}, and ARC's with "answerKey": "C".
 #
-# It becomes a question with lettered choices and the letter as the answer. How the question is put is whet's own.
+# The prompt lists the choices by letter; the answer is the letter. The wording of the prompt is whet's own.
 
 MULTIPLE_CHOICE_FIELDS = {
     "question": ("question",),
@@ -261,48 +263,50 @@ _MULTIPLE_CHOICE_EXAMPLE = '{"question": "…", "choices": ["…", "…"], "answ
 
 
 def recognise_multiple_choice(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The names under which a record holds such fields; none if it is of another format."""
+    """Every set of field names under which the record matches."""
     found = match_fields(record, MULTIPLE_CHOICE_FIELDS, ("question", "choices", "answer"), fields)
     return [names for names in found if isinstance(record[names["choices"]], (list, dict, str))]
 
 
 def parse_multiple_choice(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """A conversation, or a BadRecordError with the reason."""
-    question, texts, right = read_multiple_choice(record, names)
+    """Parse a record; raises BadRecordError."""
+    question, texts, correct = read_multiple_choice(record, names)
     return Conversation(
-        (Message("user", multiple_choice_prompt(question, texts)), Message("assistant", ascii_uppercase[right])), origin
+        (Message("user", multiple_choice_prompt(question, texts)), Message("assistant", ascii_uppercase[correct])),
+        origin,
     )
 
 
 def read_multiple_choice(record: Any, names: Mapping[str, str]) -> tuple[str, list[str], int]:
-    """The question, its choices, and the place of the right one; or a BadRecordError with the reason."""
+    """(question, choices, index of the correct choice); raises BadRecordError."""
     record = require_object(record, _MULTIPLE_CHOICE_EXAMPLE)
     question = require_nonempty(require_field(record, names["question"]), f"'{names['question']}'")
     texts, labels = _parse_choices(require_field(record, names["choices"]), names["choices"])
-    right = _correct_choice(require_field(record, names["answer"]), labels, len(texts), names["answer"])
-    return question, texts, right
+    correct = _correct_choice(require_field(record, names["answer"]), labels, len(texts), names["answer"])
+    return question, texts, correct
 
 
 def multiple_choice_prompt(question: str, choices: Sequence[str]) -> str:
-    """The user's turn."""
+    """The user turn."""
     lettered = "\n".join(f"- {letter}) {text}" for letter, text in zip(ascii_uppercase, choices, strict=False))
     return f"{question}\n\n{lettered}\n\nAnswer with the letter of the right choice only."
 
 
 def _parse_choices(choices: Any, name: str) -> tuple[list[str], list[str] | None]:
-    """Texts and, as ARC has them, labels."""
+    """The texts and, in ARC's schema, their labels."""
     labels = choices.get("label") if isinstance(choices, dict) else None
     texts = choices.get("text") if isinstance(choices, dict) else decode_list(choices, f"'{name}'")
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
-        said = f"{len(texts)} of them" if isinstance(texts, list) else describe_type(texts)
-        raise BadRecordError("bad choices", f"'{name}' must be a list of 2 to 26 texts, not {said}")
+        found = f"a list of {len(texts)}" if isinstance(texts, list) else describe_type(texts)
+        raise BadRecordError("bad choices", f"'{name}' must be a list of 2 to 26 strings, not {found}")
     if isinstance(choices, dict) and (not isinstance(labels, list) or len(labels) != len(texts)):
         raise BadRecordError("bad choices", f"'{name}' must have one label for each text")
     return [require_nonempty(text, f"choice {number} of '{name}'") for number, text in enumerate(texts, 1)], labels
 
 
 def _correct_choice(answer: Any, labels: list[str] | None, choices: int, name: str) -> int:
-    """The place of the right choice. A digit as text is a label of ARC's, or unclear: from 0 or from 1?"""
+    """The index of the correct choice. A digit as a string is accepted only as an ARC label: else 0-based or 1-based is
+    unclear."""
     if labels is not None:
         if isinstance(answer, str) and labels.count(answer) == 1:
             return labels.index(answer)
@@ -314,14 +318,14 @@ def _correct_choice(answer: Any, labels: list[str] | None, choices: int, name: s
     raise BadRecordError("bad answer", f"'{name}' is {shorten(answer)}; it must be one of {known}")
 
 
-# The `text` and `marked` formats: {"text": "…"}, or the whole of a .txt file.
+# text and marked: {"text": "…"}, or a whole .txt file.
 
 TEXT_FIELDS = {"text": ("text",)}
 _CHAT_MARKERS = re.compile(r"<\|(?:user|assistant|system|im_start|start_header_id)\|>|\[INST\]")
 
 
 def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The name under which a record holds a text; none if it is of another format."""
+    """Every set of field names under which the record matches."""
     if isinstance(record, str):
         return [{"text": fields.get("text", "text")}]
     return [
@@ -332,18 +336,18 @@ def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str
 
 
 def has_chat_markers(record: Any, name: str) -> bool:
-    """Whether turns stand in the text, so that learning all of it may not be what is meant."""
+    """Whether the text contains turns, so that training on every token may not be intended."""
     text = record.get(name) if isinstance(record, dict) else record
     return isinstance(text, str) and _CHAT_MARKERS.search(text) is not None
 
 
 def parse_text(record: Any, names: Mapping[str, str], origin: Origin) -> PlainText:
-    """A plain document: every token is learned."""
+    """A plain document: every token is supervised."""
     return PlainText(_require_document(record, names["text"]), origin)
 
 
 def parse_marked_text(record: Any, names: Mapping[str, str], origin: Origin) -> MarkedText:
-    """Text whose markers are read when it is rendered (data.markers)."""
+    """Text with turn markers, which the renderer resolves (data.markers)."""
     return MarkedText(_require_document(record, names["text"]), origin)
 
 
@@ -353,30 +357,26 @@ def _require_document(record: Any, name: str) -> str:
     return require_nonempty(require_field(require_object(record, '{"text": "…"}'), name), f"'{name}'")
 
 
-# All formats by name: the fields each knows, how a record is recognised, how it is read.
-
 RecordParser = Callable[[Any, Mapping[str, str], Origin], Conversation | PlainText | MarkedText]
 
 
 class RecordFormat(NamedTuple):
-    """A format."""
+    """How records of a format are recognised and parsed."""
 
     fields: Mapping[str, Sequence[str]]
-    """Its fields, each with the names under which it is looked for; the first is its own."""
+    """Its fields, each with its known names; the first is the canonical one."""
     recognise: Callable[[Any, Mapping[str, str]], list[dict[str, str]]]
     parse: RecordParser
     turn_fields: Sequence[str] = ()
-    """Fields of each turn, not of the record."""
+    """Fields of a turn, not of the record."""
 
     def resolve_names(self, found: Mapping[str, str]) -> dict[str, str]:
-        """A name for every field: those found, else the format's own."""
+        """The name of every field: the one found, else the canonical one."""
         return {field: found.get(field, names[0]) for field, names in self.fields.items()}
 
 
 FORMATS: dict[str, RecordFormat] = {
-    "messages": RecordFormat(
-        messages.MESSAGES_FIELDS, messages.recognise_messages, messages.parse_messages, ("role", "content")
-    ),
+    "messages": RecordFormat(MESSAGES_FIELDS, recognise_messages, parse_messages, ("role", "content")),
     "sharegpt": RecordFormat(SHAREGPT_FIELDS, recognise_sharegpt, parse_sharegpt, ("from", "value")),
     "multiple-choice": RecordFormat(MULTIPLE_CHOICE_FIELDS, recognise_multiple_choice, parse_multiple_choice),
     "gsm8k": RecordFormat(GSM8K_FIELDS, recognise_gsm8k, parse_gsm8k),
@@ -388,5 +388,5 @@ FORMATS: dict[str, RecordFormat] = {
 
 
 def parser_of(name: str, calculator: str) -> RecordParser:
-    """How records of a format are read."""
+    """The parser of a format."""
     return parse_gsm8k_calls if name == "gsm8k" and calculator == "calls" else FORMATS[name].parse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import codecs
 import glob
 import json
 import os
@@ -18,20 +19,20 @@ from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import Container, detect_compression, open_bytes
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile
 from whet.data.read.text_files import CsvFile, TextFile
-from whet.data.read.token_files import TokenFileContainer
+from whet.data.read.token_files import TokenFile
 
-# `-`: standard input, kept in a file, because it is read several times and by several processes.
+# `-`: standard input is spooled to a file, because a source is read several times and by several processes.
 
 _STDIN_VARIABLE = "WHET_STDIN"
-"""Where it is kept, for this process and those that it starts: they cannot read the same input again."""
+"""The spool file, for this process and its children, which cannot read standard input again."""
 
 
 def spool_stdin() -> Path:
-    """The file with what came by standard input; it is removed when the process that read it ends."""
+    """The file that holds standard input. The process that wrote it removes it on exit."""
     if _STDIN_VARIABLE in os.environ:
         return Path(os.environ[_STDIN_VARIABLE])
     if sys.stdin is None or sys.stdin.isatty():
-        raise WhetError("data.sources: -: nothing is piped in. Write: cat chats.jsonl | whet … data.sources=…")
+        raise WhetError("data.sources: -: standard input is a terminal. Pipe data in: cat chats.jsonl | whet …")
     folder = cache_dir() / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=folder)
@@ -49,27 +50,26 @@ def _remove_spool(path: Path, owner: int) -> None:
         os.environ.pop(_STDIN_VARIABLE, None)
 
 
-# Which container a file is: by its name, and by its first bytes where those know better.
+# A file → its container, by its suffix and, where they are more reliable, its first bytes.
 
 _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",)
 _PARQUET_SUFFIXES, _ARROW_SUFFIXES = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
 _MAX_LINE_BYTES = 2**26
-_BOM = b"\xef\xbb\xbf"
 
 DATA_SUFFIXES = (*_JSONL_SUFFIXES, *_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_ARROW_SUFFIXES, *_CSV_DELIMITERS, ".txt")
-"""Files that are data wherever they are met; of a folder only these are read."""
+"""Suffixes of data files; other files in a folder are ignored."""
 
 
 def data_suffix(path: Path) -> str:
-    """The suffix that tells the kind: `.jsonl` for chats.jsonl.gz."""
-    packed = path.suffix.lower() in _COMPRESSED_SUFFIXES
-    return Path(path.stem if packed else path.name).suffix.lower()
+    """The suffix without that of the compression: `.jsonl` for chats.jsonl.gz."""
+    compressed = path.suffix.lower() in _COMPRESSED_SUFFIXES
+    return Path(path.stem if compressed else path.name).suffix.lower()
 
 
 def open_container(name: str, path: Path, source: Source) -> Container:
-    """The container for a file that is there and not empty."""
+    """The container of a file that exists and is not empty."""
     suffix = data_suffix(path)
     with path.open("rb") as file:
         head = file.read(6)
@@ -78,7 +78,12 @@ def open_container(name: str, path: Path, source: Source) -> Container:
     if head == b"ARROW1" or suffix in _ARROW_SUFFIXES:
         return ArrowTable(name, _require_uncompressed(path, name))
     if suffix == ".bin":
-        return TokenFileContainer(name, path, source.mask)
+        if not path.with_suffix(".idx").exists():
+            raise WhetError(
+                f"data.sources: {name}: {path.with_suffix('.idx').name} is missing next to it; it holds the "
+                "boundaries of the documents. Copy it there"
+            )
+        return TokenFile(name, path, source.mask)
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix])
     if suffix == ".txt":
@@ -89,12 +94,12 @@ def open_container(name: str, path: Path, source: Source) -> Container:
 
 
 def _open_json(name: str, path: Path, split: str | None) -> Container:
-    """An array, lines, or one object: its first line alone tells, if it is whole and something follows it."""
+    """JSON Lines if the first line is valid JSON and more lines follow; otherwise an array or an object."""
     with open_bytes(path, name) as stream:
         lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
-        full = (line for line in lines if line.removeprefix(_BOM).strip())
-        head = next(full, b"").removeprefix(_BOM).lstrip()
-        more = next(full, None) is not None
+        nonblank = (line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip())
+        head = next(nonblank, b"").removeprefix(codecs.BOM_UTF8).lstrip()
+        more = next(nonblank, None) is not None
     if more and _is_valid_json(head):
         return JsonLinesFile(name, path)
     if head.startswith(b"["):
@@ -112,44 +117,42 @@ def _is_valid_json(line: bytes) -> bool:
 
 def _require_uncompressed(path: Path, name: str) -> Path:
     if detect_compression(path):
-        raise WhetError(
-            f"data.sources: {name}: tables are compressed inside and cannot be read from a compressed file; unpack it"
-        )
+        raise WhetError(f"data.sources: {name}: Parquet and Arrow files cannot be read compressed; decompress the file")
     return path
 
 
-# From what the user wrote to the files: a file, a folder, a glob, a saved data set, stdin, the hub.
+# A source → its files: a file, a folder, a glob, a saved dataset, stdin, the hub.
 
 _EXAMPLE_RECORD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 
 
 def locate_containers(source: Source, example: str = _EXAMPLE_RECORD) -> list[Container]:
-    """The containers of a source, in the order in which they are read; a WhetError if there is nothing to read, with an
-    `example` of what is wanted."""
+    """The containers of a source, in reading order. Raises a WhetError if there is nothing to read; `example` is the
+    record that its message shows."""
     if source.path.startswith("hub:"):
         return [HubDataset(source.path, source.subset, source.split)]
     files = _locate_files(source)
     found = [open_container(name, path, source) for name, path in files if path.stat().st_size]
     if not found:
         raise WhetError(
-            f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. It needs one JSON "
-            f"object on each line, such as {example}"
+            f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. Write one JSON "
+            f"object per line, such as {example}"
         )
     _check_options(source, found)
     return found
 
 
 def _check_options(source: Source, found: list[Container]) -> None:
-    """A setting without effect is an error: whoever wrote it expects one."""
+    """An option without effect is an error."""
     kinds = {container.kind for container in found}
     takes_split = all(isinstance(container, JsonObjectFile) for container in found) or _is_saved_dataset(source)
     for key, fits, what in (
-        ("split", takes_split, "generators and data sets (hub:, or saved by datasets)"),
-        ("subset", False, "data sets of the hub (hub:)"),
+        ("split", takes_split, "built-in datasets, the hub and folders saved by datasets"),
+        ("subset", False, "datasets of the hub (hub:)"),
         ("mask", "tokens" in kinds, ".bin files"),
     ):
         if getattr(source, key) is not None and not fits:
-            raise WhetError(f"data.sources: {source.path}: {key} is for {what} and means nothing here; remove it")
+            raise WhetError(f"data.sources: {source.path}: {key} applies to {what} only; remove it")
 
 
 def _locate_files(source: Source) -> list[tuple[str, Path]]:
@@ -170,9 +173,9 @@ def _locate_files(source: Source) -> list[tuple[str, Path]]:
         files = [(source.path, path)]
     for name, file in files:
         if not file.is_file():
-            raise WhetError(f"data.sources: {name}: this is no regular file; to read from a pipe give -")
+            raise WhetError(f"data.sources: {name}: not a regular file; to read from a pipe, give -")
         if not os.access(file, os.R_OK):
-            raise WhetError(f"data.sources: {name}: permission denied; make the file readable for you")
+            raise WhetError(f"data.sources: {name}: permission denied; make the file readable")
     return files
 
 
@@ -180,7 +183,7 @@ def _no_such_file(name: str, is_glob: bool) -> WhetError:
     what = "no file matches" if is_glob else "no such file"
     return WhetError(
         f"data.sources: {name}: {what} (looked in {Path.cwd()}). "
-        "Give the path of a JSONL file, or a built-in generator such as builtin:orders"
+        "Give the path of a data file, or a built-in dataset such as builtin:orders"
     )
 
 
@@ -189,8 +192,8 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
         splits = read_json(folder / "dataset_dict.json")["splits"]
         split = source.split or (splits[0] if len(splits) == 1 else "")
         if split not in splits:
-            given = f"no split {split!r}" if split else "more than one split"
-            raise WhetError(f"data.sources: {name}: it has {given}; set split to one of: {', '.join(splits)}")
+            fault = f"there is no split {split!r}" if split else "there is more than one split"
+            raise WhetError(f"data.sources: {name}: {fault}; set split to one of: {', '.join(splits)}")
         folder, name = folder / split, str(Path(name) / split)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         parts = [part["filename"] for part in read_json(folder / "state.json")["_data_files"]]
@@ -205,7 +208,7 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
     )
     if not paths:
         raise WhetError(
-            f"data.sources: {name}: this folder has no data file in it ({', '.join(wanted)}, also .gz and .zst). "
+            f"data.sources: {name}: the folder has no data files ({', '.join(wanted)}, also .gz and .zst). "
             "Give a file or another folder"
         )
     return [(str(Path(name) / path.relative_to(folder)), path) for path in paths]

@@ -17,17 +17,17 @@ from whet.data.read.record_fields import (
     shorten,
 )
 
-# Tools: their schemas, the assistant's calls, and results that answer a call.
+# Tools: schemas, calls by the assistant, results.
 
 
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """The record's tools in OpenAI's schema; a bare function is put into it."""
+    """The tools of a record in OpenAI's schema; a bare function is wrapped."""
     tools = decode_list(tools, "'tools'")
     if tools is None or tools in ("", [], {}):
         return ()
     if not isinstance(tools, list):
         raise BadRecordError(
-            "bad tools", f"'tools' must be a list of tools or JSON text of one, not {describe_type(tools)}"
+            "bad tools", f"'tools' must be a list of tools or a JSON string of one, not {describe_type(tools)}"
         )
     return tuple(_parse_tool(tool, number) for number, tool in enumerate(tools, 1))
 
@@ -39,12 +39,12 @@ def _parse_tool(tool: Any, number: int) -> dict[str, Any]:
             "bad tools",
             f'tool {number} must be {{"type": "function", "function": {{"name": …}}}}, not {shorten(tool)}',
         )
-    require_json_value(tool, f"the texts of tool {number}")
+    require_json_value(tool, f"the strings of tool {number}")
     return {"type": "function", "function": function} if function is tool else tool
 
 
 def parse_tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
-    """A message's `tool_calls`."""
+    """The `tool_calls` of a message."""
     calls = decode_list(calls, f"{place}: 'tool_calls'")
     if not isinstance(calls, list):
         raise BadRecordError("bad tool call", f"{place}: 'tool_calls' must be a list, not {describe_type(calls)}")
@@ -52,46 +52,48 @@ def parse_tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
 
 
 def parse_tool_call(call: Any, place: str) -> ToolCall:
-    """{"id": …, "function": {"name": …, "arguments": …}}, or the inner object alone."""
+    """{"id": …, "function": {"name": …, "arguments": …}}, or only the inner object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not function.get("name"):
         raise BadRecordError(
             "bad tool call", f'{place}: a call must be {{"name": …, "arguments": {{…}}}}, not {shorten(call)}'
         )
     if call.get("type") not in (None, "function"):
-        raise BadRecordError("bad tool call", f"{place}: a call is of type function, not {shorten(call['type'])}")
-    name, identity = require_text(function["name"], f"{place}: the name of a call"), call.get("id")
+        raise BadRecordError(
+            "bad tool call", f"{place}: the type of a call must be function, not {shorten(call['type'])}"
+        )
+    name, call_id = require_text(function["name"], f"{place}: the name of a call"), call.get("id")
     return ToolCall(
         name, _parse_arguments(function.get("arguments"), f"{place}: the arguments of {name}"),
-        None if identity is None else require_text(identity, f"{place}: the id of a call"),
+        None if call_id is None else require_text(call_id, f"{place}: the id of a call"),
     )  # fmt: skip
 
 
 def _parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
-    """An object, or JSON text of one; nothing is a call without arguments."""
+    """An object, or a JSON string of one; null or blank: no arguments."""
     if isinstance(arguments, str) and arguments.strip():
         arguments = parse_json(arguments, place)
     if arguments is None or arguments == "" or (isinstance(arguments, str) and arguments.isspace()):
         return {}
     if not isinstance(arguments, dict):
         raise BadRecordError(
-            "bad tool call", f"{place} must be an object or JSON text of one, not {describe_type(arguments)}"
+            "bad tool call", f"{place} must be an object or a JSON string of one, not {describe_type(arguments)}"
         )
     require_json_value(arguments, place)
     return arguments
 
 
 def check_message_order(messages: Sequence[Message]) -> None:
-    """Refuse what templates would garble: a system message that is not the first, a result that answers nothing."""
-    waiting: list[ToolCall] = []
+    """Reject what chat templates render wrongly: a system message that is not first, a result without a call."""
+    unanswered: list[ToolCall] = []
     for number, message in enumerate(messages, 1):
         if message.role in ("system", "developer"):
             if number > 1:
                 _reject_system_message(messages[0], number)
         elif message.role == "assistant":
-            waiting.extend(message.tool_calls)
+            unanswered.extend(message.tool_calls)
         elif message.role == "tool":
-            waiting.remove(_find_answered_call(waiting, message, number))
+            unanswered.remove(_find_answered_call(unanswered, message, number))
 
 
 def _reject_system_message(first: Message, number: int) -> None:
@@ -100,61 +102,61 @@ def _reject_system_message(first: Message, number: int) -> None:
     raise BadRecordError("system message not first", f"message {number} is a system message; it must be the first")
 
 
-def _find_answered_call(waiting: Sequence[ToolCall], message: Message, number: int) -> ToolCall:
-    for call in waiting:
+def _find_answered_call(unanswered: Sequence[ToolCall], message: Message, number: int) -> ToolCall:
+    for call in unanswered:
         if message.tool_call_id is None or call.id == message.tool_call_id:
             return call
-    whose = "" if message.tool_call_id is None else f" (its tool_call_id is {shorten(message.tool_call_id)})"
+    call_id = "" if message.tool_call_id is None else f" with tool_call_id {shorten(message.tool_call_id)}"
     raise BadRecordError(
-        "result without a call", f"message {number} is a tool's result{whose} and no call before it waits for it"
+        "result without a call", f"message {number} is a tool result{call_id}, but no unanswered call precedes it"
     )
 
 
-# One message of OpenAI's form, with all that it may carry: parts, tool calls, reasoning, a weight.
+# One message: content or content parts, tool calls, reasoning, weight.
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _EMPTY_VALUES: tuple[Any, ...] = (None, [], {}, "")
 
 
 def parse_message(turn: Any, number: int, role_name: str = "role", content_name: str = "content") -> Message:
-    """A message, or a BadRecordError that names it by its number."""
+    """A message; BadRecordErrors name it by its number."""
     place = f"message {number}"
     if not isinstance(turn, dict):
         raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
     role = _parse_role(turn.get(role_name), place, role_name)
-    calls, reasoning = _parse_message_calls(turn, role, place), _parse_reasoning(turn, role, place)
-    content = _parse_content(turn.get(content_name), place, bool(calls or reasoning))
-    if role in ("user", "assistant") and not (calls or reasoning) and not content.strip():
-        raise BadRecordError("empty turn", f"{place} of the {role} is empty; fill it or remove it")
+    tool_calls, reasoning = _parse_message_calls(turn, role, place), _parse_reasoning(turn, role, place)
+    content = _parse_content(turn.get(content_name), place, bool(tool_calls or reasoning))
+    if role in ("user", "assistant") and not (tool_calls or reasoning) and not content.strip():
+        raise BadRecordError("empty turn", f"{place} (role {role!r}) is empty; remove it")
     if turn.get("tools") not in _EMPTY_VALUES:
-        raise BadRecordError("unsupported key", f"{place} has 'tools'; they belong beside the messages, in the record")
-    learn = parse_train_flag(turn, role, place)
+        raise BadRecordError("unsupported key", f"{place} has 'tools'; move them into the record, next to the messages")
+    train = parse_train_flag(turn, role, place)
     if role != "tool":
-        return Message(role, content, reasoning, calls, learn)
+        return Message(role, content, reasoning, tool_calls, train)
     return Message(
-        role, content, train=learn, tool_call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
+        role, content, train=train, tool_call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
         name=_optional_text(turn.get("name"), f"{place}: 'name'"),
     )  # fmt: skip
 
 
 def _parse_role(role: Any, place: str, role_name: str) -> str:
     if role is None:
-        raise BadRecordError("no role", f"{place} has no '{role_name}'; add one of {', '.join(ROLES)}")
-    if role == "function":  # OpenAI's older word
+        raise BadRecordError("no role", f"{place} has no '{role_name}'; set it to one of {', '.join(ROLES)}")
+    if role == "function":  # OpenAI's deprecated name
         return "tool"
     if role not in ROLES:
-        raise BadRecordError("unknown role", f"{place} has the role {shorten(role)}; known are {', '.join(ROLES)}")
+        raise BadRecordError("unknown role", f"{place} has the role {shorten(role)}; known: {', '.join(ROLES)}")
     return str(role)
 
 
-def _parse_content(content: Any, place: str, may_lack: bool) -> str:
-    if content is None and may_lack:
+def _parse_content(content: Any, place: str, optional: bool) -> str:
+    if content is None and optional:
         return ""
     if not isinstance(content, list):
         return require_text(content, f"{place}: 'content'")
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise BadRecordError("bad content", f"{place}: only parts of type 'text' can be trained on")
+        raise BadRecordError("bad content", f"{place}: only content parts of type 'text' are supported")
     return require_text("".join(map(str, texts)), f"{place}: 'content'")
 
 
@@ -163,7 +165,7 @@ def _parse_message_calls(turn: Mapping[str, Any], role: str, place: str) -> tupl
     if many in _EMPTY_VALUES and one in _EMPTY_VALUES:
         return ()
     if role != "assistant":
-        raise BadRecordError("bad tool call", f"{place} of the {role} calls a tool; only the assistant can")
+        raise BadRecordError("bad tool call", f"{place} (role {role!r}) calls a tool; only the assistant can")
     calls = () if many in _EMPTY_VALUES else parse_tool_calls(many, place)
     return calls if one in _EMPTY_VALUES else (*calls, parse_tool_call(one, place))
 
@@ -174,7 +176,7 @@ def _parse_reasoning(turn: Mapping[str, Any], role: str, place: str) -> str:
         return ""
     if role != "assistant":
         key = next(iter(given))
-        raise BadRecordError("bad reasoning", f"{place} of the {role} has '{key}'; only the assistant's may")
+        raise BadRecordError("bad reasoning", f"{place} (role {role!r}) has '{key}'; only the assistant can")
     texts = [require_text(text, f"{place}: '{key}'") for key, text in given.items()]
     if any(text != texts[0] for text in texts):
         raise BadRecordError("bad reasoning", f"{place} has {' and '.join(given)}, which differ; keep one")
@@ -182,65 +184,68 @@ def _parse_reasoning(turn: Mapping[str, Any], role: str, place: str) -> str:
 
 
 def parse_train_flag(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
-    """False where the message says that it is not learned: `weight: 0` or `train: false`."""
+    """False for `weight: 0` or `train: false`, otherwise None."""
     weight, train = turn.get("weight"), turn.get("train")
     if weight is None and train is None:
         return None
     if weight not in (None, 0, 1) or isinstance(weight, bool):
-        raise BadRecordError("bad weight", f"{place} has the weight {shorten(weight)}; only 0 and 1 are possible")
+        raise BadRecordError("bad weight", f"{place} has weight: {shorten(weight)}; it must be 0 or 1")
     if train not in (None, True, False) or isinstance(train, (int, float)) != isinstance(train, bool):
-        raise BadRecordError("bad weight", f"{place} has train: {shorten(train)}; only true and false are possible")
+        raise BadRecordError("bad weight", f"{place} has train: {shorten(train)}; it must be true or false")
     if weight is not None and train is not None and bool(weight) != train:
         raise BadRecordError("bad weight", f"{place} has weight: {weight} and train: {train}, which differ; keep one")
-    learned = bool(weight) if train is None else bool(train)
-    if learned and role != "assistant":
+    supervised = bool(weight) if train is None else bool(train)
+    if supervised and role != "assistant":
         raise BadRecordError(
             "bad weight",
-            f"{place} of the {role} asks to be learned; only assistant turns can be. To learn everything: "
+            f"{place} (role {role!r}) is marked for training; only assistant turns can be. To train on every turn: "
             "data.train_on=all",
         )
-    return None if learned else False
+    return None if supervised else False
 
 
 def _optional_text(value: Any, place: str) -> str | None:
     return None if value is None else require_text(value, place)
 
 
-# The `messages` format: {"messages": [{"role": "user", "content": "…"}, …]}, or the list alone.
+# The record: {"messages": [{"role": "user", "content": "…"}, …]}, or only the list.
 
-MESSAGES_FIELDS = {"messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
-          "role": ("role",), "content": ("content",), "tools": ("tools",)}  # fmt: skip
+MESSAGES_FIELDS = {
+    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
+    "role": ("role",),
+    "content": ("content",),
+    "tools": ("tools",),
+}
 _MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 _CHAT_ROLES = ("user", "assistant")
 
 _UNSUPPORTED_KEYS = {"images", "image", "videos", "video", "audio", "audios", "chat_template_kwargs"}
 _MEANINGFUL_KEYS = frozenset({"tools", "functions", "weight", "train", *_UNSUPPORTED_KEYS})
-"""Keys of a record that change what a model should learn."""
+"""Keys of a record, besides the messages, that change what to train on."""
 
 
 def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The names under which a record holds such messages; none if it is of another format."""
+    """Every set of field names under which the record matches; empty for records of other formats."""
     role, content = fields.get("role", "role"), fields.get("content", "content")
     if isinstance(record, list):
-        return [{"messages": "messages", "role": role, "content": content}] if _is_message_list(record, role) else []
+        return [{"messages": "messages", "role": role, "content": content}] if is_turn_list(record, role) else []
     if not isinstance(record, dict):
         return []
     names = [fields["messages"]] if "messages" in fields else MESSAGES_FIELDS["messages"]
     return [
-        {"messages": name, "role": role, "content": content}
-        for name in names
-        if _is_message_list(record.get(name), role)
+        {"messages": name, "role": role, "content": content} for name in names if is_turn_list(record.get(name), role)
     ]
 
 
-def _is_message_list(turns: Any, role: str) -> bool:
-    if isinstance(turns, str) and f'"{role}"' in turns[:200]:
+def is_turn_list(turns: Any, key: str) -> bool:
+    """Whether this is a list of objects, or a JSON string of one, whose first object has `key`."""
+    if isinstance(turns, str) and f'"{key}"' in turns[:200]:
         return True
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and role in turns[0]
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
 
 
 def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """A conversation, or a BadRecordError with the reason."""
+    """Parse a record; raises BadRecordError."""
     if isinstance(record, dict):
         turns: Any = record.get(names["messages"])
         more = len(record) > 1 and (names["tools"] in record or not _MEANINGFUL_KEYS.isdisjoint(record))
@@ -254,7 +259,7 @@ def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Con
 def parse_message_list(
     turns: Sequence[Any], role_name: str = "role", content_name: str = "content"
 ) -> tuple[Message, ...]:
-    """The messages of a list; plain ones by a short way, because they are nearly all there is."""
+    """Parse a list of messages. Messages with only a role and a string, nearly all of them, take a fast path."""
     messages, plain = [], True
     for number, turn in enumerate(turns, 1):
         if isinstance(turn, dict) and len(turn) == 2:
@@ -280,20 +285,22 @@ def _require_messages(turns: Any, record: Any, name: str) -> list[Any]:
     if isinstance(turns, list) and turns:
         return turns
     if not isinstance(record, (dict, list)):
-        raise BadRecordError("not an object", f"a record is an object with '{name}', this is {describe_type(record)}")
+        raise BadRecordError(
+            "not an object", f"the record must be an object with '{name}', not {describe_type(record)}"
+        )
     if isinstance(record, dict) and turns is None:
         keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
-        raise BadRecordError("no messages", f"the record has no '{name}' (it has {keys}); write {_MESSAGES_EXAMPLE}")
+        raise BadRecordError("no messages", f"the record has no '{name}' (it has {keys}). Write {_MESSAGES_EXAMPLE}")
     raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {describe_type(turns)}")
 
 
 def _parse_record_keys(record: Mapping[str, Any], tools_name: str) -> tuple[dict[str, Any], ...]:
     for key in _UNSUPPORTED_KEYS & record.keys():
         if record[key] not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"the record has '{key}', and whet trains on text alone; remove it")
+            raise BadRecordError("unsupported key", f"the record has '{key}', but whet trains on text only; remove it")
     if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
         raise BadRecordError(
             "bad weight",
-            "a record as a whole has no weight. Give its messages a weight of 0 or 1, or the source a weight",
+            "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
     return parse_tools(record.get(tools_name)) or parse_tools(record.get("functions"))

@@ -1,9 +1,9 @@
-"""The `where` of a source: a small expression over a record's fields, read by `ast` and never evaluated as Python.
+"""The `where` of a source: an expression over a record's fields, parsed by `ast` and never executed as Python.
 
-Names are fields of the record; `meta.lang` and `meta["lang"]` look into one. `record` is the whole record, `turns` the
-number of messages, `characters` the length of their texts. There are literals, lists, comparisons, `and`, `or`, `not`,
-`in`, `+ - * / // %` on numbers, `+` on texts, `len(x)` and `lower(x)`. A field that a record lacks is an error of that
-record, because a misspelt name would otherwise keep or drop everything; where fields may be absent, write
+Names are fields of the record; `meta.lang` and `meta["lang"]` are nested fields. `record` is the whole record, `turns`
+the number of messages, `characters` the length of their texts. Supported are literals, lists, comparisons, `and`, `or`,
+`not`, `in`, `+ - * / // %` on numbers, `+` on strings, `len(x)` and `lower(x)`. A record without a field that the
+expression reads is a bad record: a misspelled name would otherwise keep or drop everything. For optional fields, write
 `"lang" in record and lang == "de"`.
 """
 
@@ -36,12 +36,12 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {"len": len, "lower": str.lower}
 
 
 class RecordFilter:
-    """A filter, checked when it is made."""
+    """A compiled filter; errors in the expression are raised by the constructor."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.needs_parsed_record = False
-        """Whether it asks for turns or characters, so that the conversation must be there first."""
+        """Whether it reads turns or characters, so that the record must be parsed first."""
         if len(text) > _MAX_CHARACTERS:
             raise WhetError(f"data.sources: where: longer than {_MAX_CHARACTERS} characters; filter the file instead")
         try:
@@ -52,20 +52,20 @@ class RecordFilter:
             raise self._error(str(error) or "too deeply nested") from None
 
     def __call__(self, record: Any, turns: int = 0, characters: int = 0) -> bool:
-        """Whether a record is kept; BadRecordError if the record does not allow an answer."""
+        """Whether to keep a record; raises BadRecordError if the expression cannot be evaluated on it."""
         values = {**record} if isinstance(record, dict) else {}
         try:
             return bool(self._predicate({**values, "record": record, "turns": turns, "characters": characters}))
         except (TypeError, ValueError, ArithmeticError, IndexError) as error:
-            raise BadRecordError("where", f"where: {self._text} has no answer here: {error}") from None
+            raise BadRecordError("where", f"where: {self._text} cannot be evaluated: {error}") from None
 
     def _error(self, fault: str) -> WhetError:
         return WhetError(
-            f"data.sources: where: {self._text!r}: {fault}. Write a condition such as: turns <= 6 and lang == 'de'"
+            f"data.sources: where: {self._text!r}: {fault}. Write, for example: turns <= 6 and lang == 'de'"
         )
 
-    def _refuse(self, node: ast.expr | ast.keyword, what: str) -> WhetError:
-        return self._error(f"{what} at column {node.col_offset + 1} is not possible in a filter")
+    def _unsupported(self, node: ast.expr | ast.keyword, what: str) -> WhetError:
+        return self._error(f"{what} at column {node.col_offset + 1} is not supported in a filter")
 
     def _compile(self, node: ast.expr) -> Expression:
         match node:
@@ -97,9 +97,9 @@ class RecordFilter:
                 function, inner_term = _FUNCTIONS[name], self._compile(argument)
                 return lambda values: function(inner_term(values))
             case ast.Call(func=ast.Name(id=name)):
-                raise self._refuse(node, f"{name}(…)")
+                raise self._unsupported(node, f"{name}(…)")
             case _:
-                raise self._refuse(node, shorten(ast.unparse(node)))
+                raise self._unsupported(node, shorten(ast.unparse(node)))
 
     def _name(self, name: str) -> Expression:
         self.needs_parsed_record = self.needs_parsed_record or name in _COMPUTED_NAMES
@@ -145,8 +145,7 @@ class RecordFilter:
 def _missing_field(name: Any, whole: str) -> BadRecordError:
     return BadRecordError(
         "where",
-        f"where: there is no field {shorten(name)} in this record. If it may be absent, ask first: "
-        f"{name!r} in {whole} and …",
+        f"where: the record has no field {shorten(name)}. If it is optional, write: {name!r} in {whole} and …",
     )
 
 
@@ -157,7 +156,7 @@ def _require_number(value: Any) -> Any:
 
 
 def _binary_operation(op: type[ast.operator], left: Expression, right: Expression) -> Expression:
-    """Numbers, and texts that are joined; `%` and `*` on texts could make them as long as memory."""
+    """Arithmetic on numbers, and `+` on strings; `%` and `*` on strings could fill the memory."""
 
     def value(values: Variables) -> Any:
         a, b = left(values), right(values)

@@ -15,19 +15,16 @@ from whet.data.read.container import (
     LazyRecord,
     RawRecord,
     UnreadableRecord,
-    content_size,
     estimate_count,
     open_bytes,
 )
 from whet.data.read.json_files import count_lines
 
-# CSV and TSV: a row of names, then a record a row.
-
-_MAX_FIELD_BYTES = 2**31 - 1  # the csv module's own limit is 128 KiB, less than a long answer
+_MAX_FIELD_BYTES = 2**31 - 1  # the csv module's default is 128 KiB, less than a long answer
 
 
 class CsvFile(Container):
-    """Values are text; a list of messages stands in its cell as JSON."""
+    """CSV or TSV with a header row. Values are strings; a list of messages is JSON inside its cell."""
 
     def __init__(self, name: str, path: Path, delimiter: str) -> None:
         super().__init__(name, path)
@@ -60,15 +57,12 @@ class CsvFile(Container):
     def count(self) -> int:
         return max(0, estimate_count(self.path, self.name, count_lines) - 1)
 
-    def size(self) -> int:
-        return content_size(self.path)
-
     def _check_header(self, header: list[str]) -> list[str]:
         twice = {name for name in header if header.count(name) > 1}
         if twice or not all(header):
             fault = f"{sorted(twice)[0]!r} twice" if twice else "a column without a name"
             raise WhetError(
-                f"data.sources: {self.name}: the first row must name the columns, and it has {fault} "
+                f"data.sources: {self.name}: the first row must name the columns, but it has {fault} "
                 f"({', '.join(header)[:200]})"
             )
         return header
@@ -76,7 +70,7 @@ class CsvFile(Container):
 
 def _csv_record(header: list[str], row: list[str]) -> LazyRecord:
     if len(row) != len(header):
-        return UnreadableRecord("broken CSV", f"this row has {len(row)} fields, the first row names {len(header)}")
+        return UnreadableRecord("broken CSV", f"this row has {len(row)} fields, the header has {len(header)}")
     try:
         "".join(row).encode()
     except UnicodeEncodeError:
@@ -84,11 +78,8 @@ def _csv_record(header: list[str], row: list[str]) -> LazyRecord:
     return DecodedRecord(dict(zip(header, row, strict=True)))
 
 
-# A .txt file: one document.
-
-
 class TextFile(Container):
-    """The whole file is one record: lines of prose are no units. One document a line is JSON lines with `text`."""
+    """A .txt file is one document. For one document per line, use JSON Lines with `text`."""
 
     kind = "document"
 
@@ -98,15 +89,12 @@ class TextFile(Container):
     def count(self) -> int:
         return 1
 
-    def size(self) -> int:
-        return content_size(self.path)
-
 
 class _LazyText(NamedTuple):
     path: Path
     name: str
 
-    def decode(self) -> object:
+    def decode(self) -> str:
         with open_bytes(self.path, self.name) as stream:
             raw = stream.read()
         try:

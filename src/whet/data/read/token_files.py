@@ -1,11 +1,10 @@
-"""Pre-tokenized documents in Megatron's .bin/.idx files, as GPT-NeoX and Megatron-LM write them."""
+"""Pretokenized documents in Megatron's .bin/.idx files, as GPT-NeoX and Megatron-LM write them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,110 +14,116 @@ from whet.data.config import MaskRules
 from whet.data.conversation import Origin, TokenizedDocument
 from whet.data.indexed_dataset import IndexedReader
 from whet.data.read.container import Container, RawRecord
-from whet.data.read.mask_rules import loss_mask_from_rules
-
-# Documents that were tokenised elsewhere: the `.bin/.idx` files of GPT-NeoX and Megatron-LM.
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class TokenFile:
-    """A `.bin/.idx` pair by document. The path may end in .bin, .idx or neither.
+class TokenFile(Container):
+    """A .bin/.idx pair, by document: one sequence, or several that the index's doc_idx groups."""
 
-    A document is what the index's doc_idx groups: one sequence, or several that belong together.
-    """
+    kind = "tokens"
 
-    def __init__(self, path: Path, mask: MaskRules | None = None) -> None:
-        self._path, self._mask = path, mask
-        self._reader = _open_index(path)
+    def __init__(self, name: str, path: Path, mask: MaskRules | None = None) -> None:
+        """`path` may end in .bin, in .idx or in neither."""
+        super().__init__(name, path)
+        self._mask = mask
+        self._reader = IndexedReader(
+            path.with_suffix("") if path.suffix in (".bin", ".idx") else path, contiguous=False
+        )
+        if self._reader.dtype.kind == "f":
+            raise WhetError(f"{self._reader.index}: the file holds {self._reader.dtype} numbers, not token ids")
         self._bounds = self._reader.documents
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
     def ids(self, document: int) -> NDArray[np.int32]:
+        """The token ids of a document, counted from 0."""
         reader = self._reader
         first, last = int(self._bounds[document]), int(self._bounds[document + 1])
         if not 0 <= first <= last <= len(reader):
-            raise WhetError(
-                f"{reader.index}: damaged: document {document + 1} is said to be sequences {first} to {last}"
-            )
+            raise WhetError(f"{reader.index}: corrupt: document {document + 1} has sequences {first} to {last}")
         parts = [reader[sequence] for sequence in range(first, last)]
         whole = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, reader.dtype), *parts])
-        return _to_token_ids(whole, self.origin(document))
+        wide = whole.astype(np.int64)
+        invalid = wide[(wide < 0) | (wide > np.iinfo(np.int32).max)]
+        if len(invalid):
+            raise WhetError(f"{self.origin(document)}: {int(invalid[0])} is not a token id; the file is corrupt")
+        return wide.astype(np.int32)
 
     def loss(self, document: int) -> NDArray[np.uint8]:
-        """What the mask rules leave to learn."""
+        """The loss mask of a document, by the mask rules of the source."""
         return loss_mask_from_rules(self.ids(document), self._mask)
 
     def origin(self, document: int) -> Origin:
-        return Origin(str(self._path), document + 1)
+        return Origin(self.name, document + 1)
 
-
-def read_token_file(path: Path, mask: MaskRules | None) -> Iterator[TokenizedDocument]:
-    """The documents of a file, in order, with what `mask` leaves to learn."""
-    file = TokenFile(path, mask)
-    for number in range(len(file)):
-        ids = file.ids(number)
-        yield TokenizedDocument(ids, loss_mask_from_rules(ids, mask), file.origin(number))
-
-
-def count_documents(path: Path) -> int:
-    """How many documents a file holds, without reading it."""
-    return len(TokenFile(path))
-
-
-def _open_index(path: Path) -> IndexedReader:
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    reader = IndexedReader(prefix, contiguous=False)
-    if reader.dtype.kind == "f":
-        raise WhetError(f"{reader.index}: the file holds {reader.dtype} numbers, which are no token ids")
-    return reader
-
-
-def _to_token_ids(tokens: NDArray[np.generic], origin: Origin) -> NDArray[np.int32]:
-    wide = tokens.astype(np.int64)
-    wrong = wide[(wide < 0) | (wide > np.iinfo(np.int32).max)]
-    if len(wrong):
-        raise WhetError(f"{origin}: the document holds {int(wrong[0])}, which is no token id; the file is damaged")
-    return wide.astype(np.int32)
-
-
-# `.bin` with its `.idx`: documents that were tokenised before.
-
-
-@dataclass(frozen=True, slots=True)
-class _LazyDocument:
-    """One document of a file, read when it is asked for."""
-
-    file: TokenFile
-    number: int
-
-    def decode(self) -> TokenizedDocument:
-        return TokenizedDocument(self.file.ids(self.number), self.file.loss(self.number), self.file.origin(self.number))
-
-
-class TokenFileContainer(Container):
-    """The tokens are handed on as they are, with the mask that the source's rules give."""
-
-    kind = "tokens"
-
-    def __init__(self, name: str, path: Path, mask: MaskRules | None) -> None:
-        super().__init__(name, path)
-        if not path.with_suffix(".idx").exists():
-            raise WhetError(
-                f"data.sources: {name}: {path.with_suffix('.idx').name} is missing beside it. "
-                "Both files are needed: the .idx says where documents begin"
-            )
-        self._file = TokenFile(path, mask)
+    def document(self, document: int) -> TokenizedDocument:
+        ids = self.ids(document)
+        return TokenizedDocument(ids, loss_mask_from_rules(ids, self._mask), self.origin(document))
 
     def records(self) -> Iterator[RawRecord]:
-        for number in range(len(self._file)):
-            yield RawRecord(number + 1, _LazyDocument(self._file, number), self.name)
+        for document in range(len(self)):
+            yield RawRecord(document + 1, _LazyDocument(self, document), self.name)
+
+    def count(self) -> int:
+        return len(self)
 
     def content_key(self) -> list[str]:
         return [*super().content_key(), hash_file(self.path.with_suffix(".idx"))]
 
-    def count(self) -> int:
-        return len(self._file)
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+
+class _LazyDocument(NamedTuple):
+    file: TokenFile
+    document: int
+
+    def decode(self) -> TokenizedDocument:
+        return self.file.document(self.document)
+
+
+# Loss masks by GPT-NeoX's rules on token ids. As in GPT-NeoX, they apply to targets: loss[i] = 1 means that token i is
+# to be predicted.
+#
+# ids          7  a  b  7  8  c  d  8  EOD        pairs [[7, 7]], alternating [8]
+# pairs        ·  ·  ·  ·  1  1  1  1  1          a pair of one id: from each odd occurrence to the next, inclusive
+# alternating  1  1  1  1  ·  1  1  1  1          each odd occurrence of the id
+# loss         0  0  0  0  0  1  1  1  1
+#
+# A pair of two ids nests: a token is masked while more openings than closings precede it. `eod` masks the token *after*
+# that id, which GPT-NeoX predicts across a document boundary; in whet no document attends to another.
+
+
+def loss_mask_from_rules(ids: NDArray[np.int32], rules: MaskRules | None) -> NDArray[np.uint8]:
+    """1 for each supervised token of a document. The first token has no context, so it is never supervised."""
+    masked = np.zeros(len(ids), dtype=np.bool_)
+    masked[:1] = True
+    if rules is not None:
+        for opening, closing in rules.pairs or ():
+            masked |= _inside_pairs(ids, opening, closing)
+        masked |= np.isin(ids, rules.individual or [])
+        for number in rules.alternating or ():
+            found = ids == number
+            masked |= found & (np.cumsum(found) % 2 == 1)
+        if rules.eod is not None:
+            masked[1:] |= ids[:-1] == rules.eod
+    return (~masked).astype(np.uint8)
+
+
+def _inside_pairs(ids: NDArray[np.int32], opening: int, closing: int) -> NDArray[np.bool_]:
+    """From each opening to its closing, inclusive; to the end of the document if it is never closed."""
+    opened = np.cumsum(ids == opening)
+    inside = opened % 2 == 1 if opening == closing else opened > np.cumsum(ids == closing)
+    inside[1:] |= inside[:-1]  # the closing itself
+    return inside
+
+
+def describe_mask_rules(rules: MaskRules | None) -> str:
+    """Which tokens of a pretokenized source are supervised, in one sentence."""
+    given = [] if rules is None else [name for name in type(rules).model_fields if getattr(rules, name) is not None]
+    if not given:
+        return "tokens; every token is supervised, because the source has no mask rules (data.sources.N.mask)"
+    return f"tokens; the loss mask follows the rules {', '.join(given)}"

@@ -14,9 +14,7 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Origin
 from whet.data.read import formats
-from whet.data.read.arrow_tables import TableRow, drop_nulls
 from whet.data.read.container import DecodedRecord, RawRecord
-from whet.data.read.json_files import decode_json
 from whet.data.read.locate import locate_containers
 from whet.data.read.messages import parse_message_list
 from whet.data.read.record_fields import decode_list, describe_type, require_field, require_nonempty
@@ -202,17 +200,17 @@ def _read_examples(
         return None, []
     raw = itertools.islice(itertools.chain([first], records), count)
     try:
-        kind = detect_task_format(_decode_record(first), fields)
+        kind = detect_task_format(first.decode(), fields)
     except BadRecordError as error:
         raise WhetError(f"{first.file}:{first.line}: {error}") from None
     if kind is None:
-        return None, _conversation_examples(config, opening, count, _decode_record(first))
+        return None, _conversation_examples(config, opening, count, first.decode())
     return kind, [_parse_example(kind, each, opening) for each in raw]
 
 
 def _parse_example(kind: TaskFormat, raw: RawRecord, opening: tuple[dict[str, Any], ...]) -> Example:
     try:
-        return kind.parse(_decode_record(raw), Origin(raw.file, raw.line), opening)
+        return kind.parse(raw.decode(), Origin(raw.file, raw.line), opening)
     except BadRecordError as error:
         raise WhetError(f"{raw.file}:{raw.line}: {error}") from None
 
@@ -256,13 +254,6 @@ def _raw_records(config: TaskConfig) -> Iterator[RawRecord]:
 
 def _source_config(config: TaskConfig) -> Source:
     return Source(path=config.path, split=config.split, subset=config.subset)
-
-
-def _decode_record(raw: RawRecord) -> Any:
-    if isinstance(raw.value, bytes):
-        return decode_json(raw.value)
-    record = raw.value.decode()  # type: ignore[attr-defined]
-    return drop_nulls(record) if isinstance(raw.value, TableRow) else record
 
 
 def _is_mmlu_csv(path: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from whet.core.errors import WhetError
-from whet.data.read.sources import BUILTIN_GENERATORS
+from whet.data.builtin import BUILTIN_GENERATORS
 from whet.inference.config import EvalConfig, TaskConfig
 from whet.inference.tasks.scorers import make_scorer
 from whet.inference.tasks.task import Example, Task

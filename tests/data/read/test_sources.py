@@ -1,7 +1,8 @@
-"""Reading files: every line is a conversation or a bad line with number and reason; nothing is skipped silently."""
+"""Reading sources: every line is a conversation or a bad record with line and reason; nothing is skipped silently."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable
@@ -13,12 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
-from whet.data.builtin.orders import generate_orders
-from whet.data.builtin.splits import GeneratedSample
+from whet.data.builtin import BUILTIN_GENERATORS, GeneratedSample, generate_orders
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Message, ParsedRecord
 from whet.data.read.sources import (
-    BUILTIN_GENERATORS,
     DEFAULT_BUILTIN_SAMPLES,
     SourceReader,
     expected_records,
@@ -27,7 +26,7 @@ from whet.data.read.sources import (
     source_fingerprint,
 )
 
-from .conftest import line
+from ..conftest import line
 
 GOOD = line(("user", "Hi"), ("assistant", "Hello"))
 Jsonl = Callable[..., Path]
@@ -38,7 +37,7 @@ def read(path: Path, **options: Any) -> list[ParsedRecord]:
     return list(read_source(Source(path=str(path), **options)))
 
 
-def test_each_line_knows_where_it_came_from(jsonl: Jsonl) -> None:
+def test_each_record_has_its_origin(jsonl: Jsonl) -> None:
     path = jsonl(GOOD, line(("user", "Ho"), ("assistant", "Ho ho")))
     first, second = read(path)
     assert isinstance(first, Conversation)
@@ -72,9 +71,7 @@ def test_each_line_knows_where_it_came_from(jsonl: Jsonl) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else repr(value[:20]),
 )
-def test_a_bad_line_has_its_number_and_reason_and_its_neighbours_are_read(
-    jsonl: Jsonl, raw: bytes, reason: str
-) -> None:
+def test_a_bad_record_has_line_and_reason_and_its_neighbours_are_read(jsonl: Jsonl, raw: bytes, reason: str) -> None:
     path = jsonl(GOOD, raw, GOOD)
     before, bad, after = read(path)
     assert isinstance(before, Conversation)
@@ -84,13 +81,13 @@ def test_a_bad_line_has_its_number_and_reason_and_its_neighbours_are_read(
     assert bad.explanation
 
 
-def test_broken_json_is_placed_at_its_column(jsonl: Jsonl) -> None:
+def test_broken_json_is_reported_with_its_column(jsonl: Jsonl) -> None:
     [bad] = read(jsonl('{"messages": x}'))
     assert isinstance(bad, BadRecord)
     assert "column 14" in bad.explanation
 
 
-def test_a_column_is_counted_in_the_line_with_its_leading_space(jsonl: Jsonl) -> None:
+def test_columns_count_leading_white_space(jsonl: Jsonl) -> None:
     [bad] = read(jsonl('   {"messages": x}'))
     assert isinstance(bad, BadRecord)
     assert "column 17" in bad.explanation
@@ -102,13 +99,13 @@ def test_the_first_line_of_an_array_over_many_lines_gets_a_hint(jsonl: Jsonl) ->
     assert "name it .json" in first.explanation
 
 
-def test_an_invalid_byte_is_placed(jsonl: Jsonl) -> None:
+def test_an_invalid_byte_is_reported_with_its_offset(jsonl: Jsonl) -> None:
     [bad] = read(jsonl(b'{"\xff": 1}'))
     assert isinstance(bad, BadRecord)
     assert "byte 2 " in bad.explanation
 
 
-def test_blank_lines_are_no_conversations_but_they_count_as_lines(jsonl: Jsonl) -> None:
+def test_blank_lines_are_skipped_but_counted_as_lines(jsonl: Jsonl) -> None:
     items = read(jsonl("", GOOD, "  \t", GOOD, "", ""))
     assert [item.origin.line for item in items] == [2, 4]
 
@@ -134,17 +131,17 @@ def test_line_separators_inside_text_do_not_end_a_line(tmp_path: Path) -> None:
     assert item.messages[0].content == text
 
 
-def test_max_samples_takes_from_the_start_bad_lines_included(jsonl: Jsonl) -> None:
+def test_max_samples_counts_bad_records(jsonl: Jsonl) -> None:
     items = read(jsonl(GOOD, "{", GOOD, GOOD), max_samples=3)
     assert [item.origin.line for item in items] == [1, 2, 3]
 
 
 @ON_ONE_FILE
 @given(st.lists(st.binary(max_size=40) | st.just(GOOD.encode()), max_size=6))
-def test_any_bytes_give_one_item_for_each_line_that_is_not_blank(tmp_path: Path, lines: list[bytes]) -> None:
+def test_any_bytes_give_one_record_per_nonblank_line(tmp_path: Path, lines: list[bytes]) -> None:
     content = b"\n".join(lines)
     if not content or content.startswith((b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1")):
-        return  # other containers, whose damage is an error
+        return  # other containers
     path = tmp_path / "any.jsonl"
     path.write_bytes(content)
     wanted = [number for number, raw in enumerate(content.split(b"\n"), 1) if raw.strip()]
@@ -167,7 +164,7 @@ def test_a_valid_file_with_bytes_overwritten_is_still_read_line_by_line(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(depth=st.integers(1, 3000), shape=st.sampled_from(["[]", "{}"]), where=st.integers(0, 3))
-def test_deep_nesting_anywhere_is_a_bad_line(tmp_path: Path, depth: int, shape: str, where: int) -> None:
+def test_deep_nesting_anywhere_is_a_bad_record(tmp_path: Path, depth: int, shape: str, where: int) -> None:
     deep = "[" * depth + "]" * depth if shape == "[]" else '{"a":' * depth + "1" + "}" * depth
     record = (
         deep,
@@ -181,7 +178,7 @@ def test_deep_nesting_anywhere_is_a_bad_line(tmp_path: Path, depth: int, shape: 
     assert isinstance(item, BadRecord)
 
 
-# Files that are not there
+# Missing and empty files
 
 
 def test_a_missing_file_is_named_with_the_folder_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +199,7 @@ def test_an_empty_file_is_named_with_an_example(tmp_path: Path) -> None:
 
 def test_a_folder_without_data_is_named_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Data")
-    with pytest.raises(WhetError, match=rf"{tmp_path}: this folder has no data file in it \(.jsonl.*Give a file"):
+    with pytest.raises(WhetError, match=rf"{tmp_path}: the folder has no data files \(.jsonl.*Give a file"):
         read(tmp_path)
 
 
@@ -212,47 +209,50 @@ def test_a_tilde_is_the_home_folder(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatc
     assert len(read(Path("~") / path.name)) == 1
 
 
-# Generators
+# Built-in datasets
 
 
-def test_a_generator_gives_user_and_assistant_and_counts_from_1() -> None:
+def test_a_builtin_dataset_has_origins_counted_from_1() -> None:
     items = list(read_source(Source(path="builtin:orders", max_samples=3)))
-    pairs = list(itertools.islice(generate_orders("train"), 3))
-    for number, (item, pair) in enumerate(zip(items, pairs, strict=True), 1):
+    samples = list(itertools.islice(generate_orders("train"), 3))
+    for number, (item, sample) in enumerate(zip(items, samples, strict=True), 1):
         assert isinstance(item, Conversation)
-        assert [(m.role, m.content) for m in item.messages] == [("user", pair[0]), ("assistant", pair[1])]
+        assert item.messages == sample.messages
+        assert [message.role for message in item.messages] == ["user", "assistant"]
         assert str(item.origin) == f"builtin:orders/train:{number}"
 
 
-def test_a_generator_is_endless_so_it_has_a_bound_of_its_own() -> None:
+def test_a_builtin_dataset_is_endless_so_it_has_a_default_limit() -> None:
     assert len(list(read_source(Source(path="builtin:orders")))) == DEFAULT_BUILTIN_SAMPLES
     assert len(list(read_source(Source(path="builtin:orders", max_samples=1203)))) == 1203
 
 
-def test_the_splits_of_a_generator_differ() -> None:
+def test_the_splits_of_a_builtin_dataset_differ() -> None:
     train, held = (
         list(read_source(Source(path="builtin:orders", split=s, max_samples=5))) for s in ("train", "held-out")
     )  # type: ignore[arg-type]
     assert {item.messages for item in train}.isdisjoint({item.messages for item in held})  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ask", [source_fingerprint, source_bytes, SourceReader])
+@pytest.mark.parametrize("function", [source_fingerprint, source_bytes, SourceReader])
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
-        (Source(path="builtin:order"), "there is no builtin:order; built in are: builtin:orders"),
-        (Source(path="builtin:orders", split="test"), "no split 'test'; it has train and held-out"),
-        (Source(path="builtin:orders", format="alpaca"), "a generator has no format"),
-        (Source(path="builtin:orders", fields={"text": "a"}), "fields means nothing"),
-        (Source(path="builtin:orders", subset="a"), "subset means nothing"),
+        (Source(path="builtin:order"), "there is no builtin:order; known: builtin:orders"),
+        (Source(path="builtin:orders", split="test"), "no split 'test'; known: train, held-out"),
+        (Source(path="builtin:orders", format="alpaca"), "format does not apply"),
+        (Source(path="builtin:orders", fields={"text": "a"}), "fields does not apply"),
+        (Source(path="builtin:orders", subset="a"), "subset does not apply"),
     ],
 )
-def test_a_wrong_generator_is_refused(ask: Callable[[Source], object], source: Source, says: str) -> None:
-    with pytest.raises(WhetError, match=says):
-        ask(source)
+def test_a_wrong_builtin_dataset_is_rejected(
+    function: Callable[[Source], object], source: Source, message: str
+) -> None:
+    with pytest.raises(WhetError, match=message):
+        function(source)
 
 
-def test_a_generator_can_be_filtered_by_its_length() -> None:
+def test_a_builtin_dataset_can_be_filtered() -> None:
     items = list(read_source(Source(path="builtin:arithmetic", calculator="calls", where="turns == 4")))
     kept = [item for item in items if isinstance(item, Conversation)]
     assert len(items) == DEFAULT_BUILTIN_SAMPLES
@@ -260,10 +260,10 @@ def test_a_generator_can_be_filtered_by_its_length() -> None:
     assert all(len(item.messages) == 4 for item in kept)
 
 
-# Identity
+# Fingerprint, size, number of records
 
 
-def test_a_fingerprint_is_of_the_content_not_of_the_name(jsonl: Jsonl) -> None:
+def test_a_fingerprint_depends_on_the_content_not_on_the_name(jsonl: Jsonl) -> None:
     one, same, other = jsonl(GOOD, name="a"), jsonl(GOOD, name="b"), jsonl(GOOD, GOOD, name="c")
     of = {path: source_fingerprint(Source(path=str(path))) for path in (one, same, other)}
     assert of[one] == of[same]
@@ -271,7 +271,9 @@ def test_a_fingerprint_is_of_the_content_not_of_the_name(jsonl: Jsonl) -> None:
     assert of[one] != source_fingerprint(Source(path=str(one), max_samples=1))
 
 
-def test_a_generators_fingerprint_knows_its_split_and_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_a_builtin_dataset_depends_on_its_split_and_its_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = Source(path="builtin:orders")
     before = source_fingerprint(source)
     assert before != source_fingerprint(Source(path="builtin:orders", split="held-out"))
@@ -281,14 +283,30 @@ def test_a_generators_fingerprint_knows_its_split_and_its_answers(monkeypatch: p
     assert source_fingerprint(source) != before
 
 
-def test_the_size_of_a_source_is_about_its_bytes(jsonl: Jsonl) -> None:
+@pytest.mark.parametrize(
+    ("name", "split", "digest"),
+    [
+        ("orders", "train", "b67ee9bdf8f1d03c"), ("orders", "held-out", "9e8ae3bc0d337226"),
+        ("spelling", "train", "dcce6db864c9ed1f"), ("spelling", "held-out", "b325cc4f58467195"),
+        ("spelling-bee", "train", "d57e6f409bfc65c2"), ("spelling-bee", "held-out", "51f554ae2a201d40"),
+        ("arithmetic", "train", "5c966be984b0a2f0"), ("arithmetic", "held-out", "23c3d8656e3c9c71"),
+    ],
+)  # fmt: skip
+def test_the_fingerprints_of_builtin_datasets_are_pinned(name: str, split: str, digest: str) -> None:
+    """Store keys contain them: another fingerprint would make existing stores unusable."""
+    found = source_fingerprint(Source(path=f"builtin:{name}", split=split, calculator="calls"))
+    assert hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16] == digest
+
+
+def test_source_bytes_is_about_the_size_of_the_texts(jsonl: Jsonl) -> None:
     path = jsonl(GOOD)
     assert source_bytes(Source(path=str(path))) == path.stat().st_size
-    texts = sum(len(prompt + answer) for prompt, answer in itertools.islice(generate_orders("train"), 100))
+    samples = itertools.islice(generate_orders("train"), 100)
+    texts = sum(len(message.content) for sample in samples for message in sample.messages)
     assert texts <= source_bytes(Source(path="builtin:orders", max_samples=100)) <= 2 * texts
 
 
-def test_the_number_of_lines_to_expect(jsonl: Jsonl, tmp_path: Path) -> None:
+def test_expected_records(jsonl: Jsonl, tmp_path: Path) -> None:
     assert expected_records(Source(path=str(jsonl(GOOD, GOOD)), max_samples=1)) == 1
     cut = tmp_path / "cut"
     cut.write_text(f"{GOOD}\n{GOOD}")
@@ -299,7 +317,7 @@ def test_the_number_of_lines_to_expect(jsonl: Jsonl, tmp_path: Path) -> None:
     assert expected_records(Source(path=str(jsonl(*[GOOD] * 10)), start=1, stop=9, step=3)) == 3
 
 
-# Part of a source
+# Slices and filters
 
 
 @ON_ONE_FILE
@@ -307,17 +325,17 @@ def test_the_number_of_lines_to_expect(jsonl: Jsonl, tmp_path: Path) -> None:
     st.none() | st.integers(0, 12), st.none() | st.integers(1, 12), st.none() | st.integers(1, 5),
     st.none() | st.integers(1, 12),
 )  # fmt: skip
-def test_start_stop_and_step_are_pythons_slices(
+def test_start_stop_and_step_are_a_python_slice(
     tmp_path: Path, start: int | None, stop: int | None, step: int | None, most: int | None
 ) -> None:
     path = tmp_path / "ten.jsonl"
-    path.write_text("\n\n".join([GOOD] * 9))  # blank lines are no records
+    path.write_text("\n\n".join([GOOD] * 9))  # blank lines are not records
     source = Source(path=str(path), start=start, stop=stop, step=step, max_samples=most)
     wanted = [2 * n + 1 for n in range(9)][start:stop:step][:most]
     assert [item.origin.line for item in read_source(source)] == wanted
 
 
-def test_a_generator_is_sliced_too() -> None:
+def test_a_builtin_dataset_is_sliced() -> None:
     def lines(**options: int) -> list[int]:
         return [item.origin.line for item in read_source(Source(path="builtin:orders", **options))]
 
@@ -327,17 +345,15 @@ def test_a_generator_is_sliced_too() -> None:
     assert len(lines(start=5)) == DEFAULT_BUILTIN_SAMPLES
 
 
-def test_several_readers_give_the_same_records_and_skipping_parses_nothing(
-    jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_give_the_same_records_without_decoding_them(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(path=str(jsonl(*(line(("user", str(n)), ("assistant", "b")) for n in range(9)))))
     one, two = SourceReader(source), SourceReader(source)
-    monkeypatch.setattr("whet.data.read.sources.decode_json", lambda raw: pytest.fail("parsed"))
+    monkeypatch.setattr("whet.data.read.container.decode_json", lambda raw: pytest.fail("decoded"))
     assert list(one.records()) == list(two.records()) == list(one.records())
     assert all(isinstance(raw.value, bytes) for raw in one.records())
 
 
-def test_a_filter_leaves_out_and_a_record_that_it_cannot_judge_is_bad(jsonl: Jsonl) -> None:
+def test_a_filter_drops_records_and_one_it_cannot_evaluate_is_bad(jsonl: Jsonl) -> None:
     records = [{**json.loads(GOOD), **more} for more in ({"lang": "de"}, {"lang": "en"}, {}, {"lang": 3})]
     items = read(jsonl(*map(json.dumps, records)), where="lower(lang) == 'de'")
     assert [type(item) for item in items] == [Conversation, FilteredRecord, BadRecord, BadRecord]
@@ -346,7 +362,7 @@ def test_a_filter_leaves_out_and_a_record_that_it_cannot_judge_is_bad(jsonl: Jso
     assert "no field 'lang'" in items[2].explanation  # type: ignore[union-attr]
 
 
-def test_what_is_left_out_need_not_be_good_unless_its_turns_are_counted(jsonl: Jsonl) -> None:
+def test_filtered_records_are_parsed_only_if_turns_are_counted(jsonl: Jsonl) -> None:
     bad = json.dumps({"messages": [], "lang": "en"})
     good = json.dumps({**json.loads(GOOD), "lang": "de"})
     assert [type(item) for item in read(jsonl(good, bad), where="lang == 'de'")] == [Conversation, FilteredRecord]
@@ -361,12 +377,12 @@ def test_what_is_left_out_need_not_be_good_unless_its_turns_are_counted(jsonl: J
         {"format": "messages"}, {"fields": {"messages": "messages"}},
     ],
 )  # fmt: skip
-def test_a_fingerprint_knows_what_changes_what_is_read(jsonl: Jsonl, options: dict[str, Any]) -> None:
+def test_a_fingerprint_depends_on_every_option_that_changes_what_is_read(jsonl: Jsonl, options: dict[str, Any]) -> None:
     path = str(jsonl(GOOD, GOOD))
     assert source_fingerprint(Source(path=path)) != source_fingerprint(Source(path=path, **options))
 
 
-def test_a_fingerprint_knows_the_kind_of_file_but_not_how_often_it_is_used(jsonl: Jsonl) -> None:
+def test_a_fingerprint_depends_on_the_kind_of_file_but_not_on_epochs(jsonl: Jsonl) -> None:
     of = {
         name: source_fingerprint(Source(path=str(jsonl(GOOD, name=name)))) for name in ("a.jsonl", "a.txt", "b.jsonl")
     }

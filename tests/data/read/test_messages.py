@@ -1,4 +1,4 @@
-"""A JSON record becomes a conversation, or a reason why it cannot."""
+"""The messages format: a JSON record becomes a conversation, or a BadRecordError with its reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORDS = st.sampled_from(
         "tool_call_id",
     ]
 )
-NEAR = st.recursive(  # JSON that almost is a record
+NEAR = st.recursive(  # JSON that resembles a record
     WORDS | st.none() | st.booleans() | st.integers(0, 2),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=12,
@@ -71,7 +71,7 @@ def test_messages_keep_their_order_roles_and_text(first: str) -> None:
     parsed = talk(*turns)
     assert parsed == Conversation(tuple(Message(t["role"], t["content"]) for t in turns), HERE)
     assert [message.as_dict() for message in parsed.messages] == turns
-    assert parse_record(turns) == parsed  # the list alone is a record too
+    assert parse_record(turns) == parsed  # the list alone is a record, too
 
 
 def test_text_parts_are_joined_without_a_gap() -> None:
@@ -80,7 +80,7 @@ def test_text_parts_are_joined_without_a_gap() -> None:
     assert parsed.messages == (Message("user", "a b"),)
 
 
-def test_keys_that_change_nothing_are_allowed() -> None:
+def test_unused_keys_are_allowed() -> None:
     parsed = parse_record({"id": 3, "messages": [{"role": "user", "content": "a", "name": "Anna"}]}, HERE)
     assert parsed.messages == (Message("user", "a"),)
 
@@ -90,11 +90,11 @@ def test_an_origin_reads_as_file_and_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "reason", "says"),
+    ("record", "reason", "message"),
     [
         (3, "not an object", "a number"),
         (True, "not an object", "true or false"),
-        (None, "not an object", "nothing"),
+        (None, "not an object", "null"),
         ("x", "not an object", "text"),
         ([], "no messages", "an empty list"),
         ([{}], "no role", "message 1"),
@@ -111,46 +111,46 @@ def test_an_origin_reads_as_file_and_line() -> None:
         ({"messages": [{"role": "human", "content": "a"}]}, "unknown role", "'human'"),
         ({"messages": [{"role": "User", "content": "a"}]}, "unknown role", "'User'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role", "['user']"),
-        ({"messages": [{"role": "user"}]}, "bad content", "message 1: 'content' must be text, not nothing"),
+        ({"messages": [{"role": "user"}]}, "bad content", "message 1: 'content' must be text, not null"),
         ({"messages": [{"role": "user", "content": 3}]}, "bad content", "a number"),
         ({"messages": [{"role": "user", "content": {}}]}, "bad content", "an object"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "bad content", "type 'text'"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "bad text", "'content' holds a lone surrogate"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "bad text", "'content' contains a lone surrogate"),
         ({"messages": [{"role": "user", "content": "a\udfff"}]}, "bad text", "surrogate"),
         ({"messages": [{"role": "user", "content": "a\0"}]}, "bad text", "the character NUL"),
-        ({"messages": [{"role": "user", "content": ""}]}, "empty turn", "message 1 of the user is empty"),
+        ({"messages": [{"role": "user", "content": ""}]}, "empty turn", "message 1 (role 'user') is empty"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "empty turn", "message 1"),
-        ({"messages": [{"role": "assistant", "content": "\u2003"}]}, "empty turn", "of the assistant"),
+        ({"messages": [{"role": "assistant", "content": "\u2003"}]}, "empty turn", "role 'assistant'"),
         ({"messages": [USER, {"role": "system", "content": "a"}]}, "system message not first", "message 2"),
         ({"messages": [{"role": "system", "content": "a"}, {"role": "developer", "content": "a"}]},
          "two system messages", "message 2"),
         ({"messages": "[1"}, "broken JSON", "'messages' must be JSON"),
         ({"messages": [USER], "images": ["a.png"]}, "unsupported key", "'images'"),
         ({"messages": [USER], "chat_template_kwargs": {"a": 1}}, "unsupported key", "'chat_template_kwargs'"),
-        ({"messages": [{**USER, "tools": [1]}]}, "unsupported key", "beside the messages"),
+        ({"messages": [{**USER, "tools": [1]}]}, "unsupported key", "next to the messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "bad text", "surrogate"),
     ],
 )  # fmt: skip
-def test_a_malformed_record_is_refused_with_reason_and_explanation(record: Any, reason: str, says: str) -> None:
+def test_a_malformed_record_is_rejected_with_reason_and_explanation(record: Any, reason: str, message: str) -> None:
     with pytest.raises(BadRecordError) as caught:
         parse_record(record, HERE)
     assert caught.value.reason == reason
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_the_fault_is_placed_at_its_message() -> None:
+def test_errors_name_the_message() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     with pytest.raises(BadRecordError, match="message 2"):
         parse_record({"messages": turns}, HERE)
 
 
-@pytest.mark.parametrize("nothing", [None, [], {}, ""])
-def test_keys_that_hold_nothing_change_nothing(nothing: Any) -> None:
-    turn = {"role": "user", "content": "a", "tool_calls": nothing}
-    assert parse_record({"messages": [turn], "tools": nothing}, HERE).messages == (Message("user", "a"),)
+@pytest.mark.parametrize("empty", [None, [], {}, ""])
+def test_keys_with_empty_values_are_ignored(empty: Any) -> None:
+    turn = {"role": "user", "content": "a", "tool_calls": empty}
+    assert parse_record({"messages": [turn], "tools": empty}, HERE).messages == (Message("user", "a"),)
 
 
 @settings(max_examples=300, deadline=None)
@@ -158,9 +158,9 @@ def test_keys_that_hold_nothing_change_nothing(nothing: Any) -> None:
 def test_any_json_is_a_conversation_or_a_reason(record: Any) -> None:
     try:
         parsed = parse_record(record, HERE)
-    except BadRecordError as refused:
-        told = (refused.reason, str(refused))
-        assert all(told)
+    except BadRecordError as error:
+        found = (error.reason, str(error))
+        assert all(found)
         return
     assert len(parsed.messages) == len(record["messages"] if isinstance(record, dict) else record) > 0
     assert all(message.role in ROLES and isinstance(message.content, str) for message in parsed.messages)
@@ -168,7 +168,7 @@ def test_any_json_is_a_conversation_or_a_reason(record: Any) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXT), min_size=1))
-def test_every_valid_text_survives_unchanged(turns: list[tuple[str, str]]) -> None:
+def test_every_valid_text_is_kept_unchanged(turns: list[tuple[str, str]]) -> None:
     record = {"messages": [{"role": role, "content": content} for role, content in turns]}
     assert [(m.role, m.content) for m in parse_record(record, HERE).messages] == turns
 
@@ -176,7 +176,7 @@ def test_every_valid_text_survives_unchanged(turns: list[tuple[str, str]]) -> No
 # Tools
 
 
-def test_calls_and_results_are_read() -> None:
+def test_calls_and_results_are_parsed() -> None:
     result = {"role": "tool", "content": "", "tool_call_id": "x1", "name": "f"}
     parsed = talk(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, ANSWER)
     call = ToolCall("f", {"n": 1}, "x1")
@@ -197,7 +197,7 @@ def test_calls_and_results_are_read() -> None:
         ({"name": "f", "arguments": {"n": "\\u0000"}}, ToolCall("f", {"n": "\\u0000"})),
     ],
 )
-def test_a_call_is_flat_or_nested_and_its_arguments_an_object_or_text_of_one(call: Any, wanted: ToolCall) -> None:
+def test_a_call_is_flat_or_nested_and_its_arguments_an_object_or_a_json_string(call: Any, wanted: ToolCall) -> None:
     assert talk(USER, {**ANSWER, "tool_calls": [call]}).messages[1].tool_calls == (wanted,)
     if "function" not in call:
         assert talk(USER, {**ANSWER, "function_call": call}).messages[1].tool_calls == (wanted,)
@@ -223,7 +223,7 @@ def test_a_call_is_flat_or_nested_and_its_arguments_an_object_or_text_of_one(cal
         ("f", "bad tool call"),
     ],
 )
-def test_a_call_that_is_none_is_refused(call: Any, reason: str) -> None:
+def test_a_malformed_call_is_rejected(call: Any, reason: str) -> None:
     with pytest.raises(BadRecordError) as caught:
         talk(USER, {"role": "assistant", "content": "b", "tool_calls": [call]})
     assert caught.value.reason == reason
@@ -236,7 +236,7 @@ def test_only_the_assistant_calls_and_reasons() -> None:
             talk({**USER, key: value})
 
 
-def _results(*calls: str | None) -> dict[str, Any]:
+def _calls(*calls: str | None) -> dict[str, Any]:
     return {**ANSWER, "tool_calls": [{"name": "f", **({"id": call} if call else {})} for call in calls]}
 
 
@@ -250,8 +250,8 @@ def _results(*calls: str | None) -> dict[str, Any]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("role", ["tool", "function"])
-def test_a_result_answers_a_call_that_waits(calls: list[Any], results: list[Any], good: bool, role: str) -> None:
-    turns = [USER, _results(*calls) if calls else ANSWER]
+def test_a_result_answers_an_unanswered_call(calls: list[Any], results: list[Any], good: bool, role: str) -> None:
+    turns = [USER, _calls(*calls) if calls else ANSWER]
     turns += [{"role": role, "content": "r", **({"tool_call_id": i} if i else {})} for i in results]
     if good:
         assert [m.role for m in talk(*turns).messages[2:]] == ["tool"] * len(results)
@@ -266,12 +266,12 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 @pytest.mark.parametrize("given", [[SCHEMA], json.dumps([SCHEMA]), [SCHEMA["function"]]])
 @pytest.mark.parametrize("key", ["tools", "functions"])
-def test_tools_are_a_list_or_text_of_one(given: Any, key: str) -> None:
+def test_tools_are_a_list_or_a_json_string_of_one(given: Any, key: str) -> None:
     assert talk(USER, ANSWER, **{key: given}).tools == (SCHEMA,)
 
 
 @pytest.mark.parametrize("given", [3, {"name": "f"}, ["f"], [{}], [{"function": {}}], "f", "[1]"])
-def test_tools_that_are_none_are_refused(given: Any) -> None:
+def test_malformed_tools_are_rejected(given: Any) -> None:
     with pytest.raises(BadRecordError) as caught:
         talk(USER, ANSWER, tools=given)
     assert caught.value.reason == "bad tools"
@@ -281,21 +281,21 @@ def test_tools_that_are_none_are_refused(given: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_has_three_names_and_makes_an_answer(key: str) -> None:
+def test_reasoning_has_three_names_and_may_replace_the_content(key: str) -> None:
     assert talk(USER, {**ANSWER, key: "t"}).messages[1] == Message("assistant", "b", "t")
     assert talk(USER, {"role": "assistant", "content": None, key: "t"}).messages[1] == Message("assistant", "", "t")
     with pytest.raises(BadRecordError, match=key):
         talk(USER, {**ANSWER, key: 3})
 
 
-def test_the_same_reasoning_twice_is_fine_and_two_are_not() -> None:
+def test_reasoning_under_two_names_must_be_equal() -> None:
     assert talk({**ANSWER, "reasoning": "t", "thinking": "t"}).messages[0].reasoning == "t"
     with pytest.raises(BadRecordError, match="reasoning and thinking, which differ"):
         talk({**ANSWER, "reasoning": "t", "thinking": "u"})
 
 
 @pytest.mark.parametrize(
-    ("turn", "learn"),
+    ("turn", "train"),
     [
         ({**ANSWER, "weight": 0}, False), ({**ANSWER, "weight": 1}, None), ({**ANSWER, "weight": 1.0}, None),
         ({**ANSWER, "train": False}, False), ({**ANSWER, "train": True}, None), ({**USER, "weight": 0}, False),
@@ -303,8 +303,8 @@ def test_the_same_reasoning_twice_is_fine_and_two_are_not() -> None:
         ({**ANSWER, "weight": None, "train": None}, None),
     ],
 )  # fmt: skip
-def test_a_weight_says_whether_a_turn_is_learned(turn: dict[str, Any], learn: bool | None) -> None:
-    assert talk(turn).messages[0].train is learn
+def test_weight_and_train_set_the_train_flag(turn: dict[str, Any], train: bool | None) -> None:
+    assert talk(turn).messages[0].train is train
 
 
 @pytest.mark.parametrize(
@@ -315,14 +315,14 @@ def test_a_weight_says_whether_a_turn_is_learned(turn: dict[str, Any], learn: bo
         {**USER, "weight": 1}, {**USER, "train": True},
     ],
 )  # fmt: skip
-def test_a_weight_that_whet_cannot_keep_is_refused(turn: dict[str, Any]) -> None:
+def test_an_unsupported_weight_is_rejected(turn: dict[str, Any]) -> None:
     with pytest.raises(BadRecordError) as caught:
         talk(turn)
     assert caught.value.reason == "bad weight"
 
 
-def test_a_record_has_no_weight_of_its_own() -> None:
+def test_a_record_has_no_weight() -> None:
     assert talk(ANSWER, weight=1, train=True).messages
     for more in ({"weight": 2}, {"weight": 0}, {"train": False}):
-        with pytest.raises(BadRecordError, match="has no weight"):
+        with pytest.raises(BadRecordError, match="do not apply to a whole record"):
             talk(ANSWER, **more)

@@ -1,4 +1,4 @@
-"""Megatron's indexed files, read back by a reader written here from the description of the layout alone."""
+"""Megatron's indexed datasets, checked against a reader written here from the description of the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "f", 7: "d", 8: "H"}  # dt
 
 
 def read_by_hand(prefix: Path) -> tuple[int, list[list[int]]]:
-    """(dtype code, sequences), byte by byte."""
+    """(dtype code, sequences), parsed byte by byte."""
     raw = prefix.with_suffix(".idx").read_bytes()
     data = prefix.with_suffix(".bin").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"
@@ -86,11 +86,11 @@ def test_every_dtype_code_is_read(tmp_path: Path, code: int) -> None:
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"), [(1, np.uint16), (65_499, np.uint16), (65_500, np.int32), (200_000, np.int32)]
 )
-def test_two_bytes_a_token_where_the_vocabulary_allows_it(vocabulary: int, dtype: type[np.generic]) -> None:
+def test_two_bytes_per_token_where_the_vocabulary_fits(vocabulary: int, dtype: type[np.generic]) -> None:
     assert token_dtype(vocabulary) is dtype
 
 
-def test_nothing_is_readable_before_close(tmp_path: Path) -> None:
+def test_nothing_is_readable_before_finish(tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "tokens", np.uint8)
     writer.add(np.array([1]), np.array([1], dtype=np.int32))
     assert not (tmp_path / "tokens.idx").exists()
@@ -99,7 +99,7 @@ def test_nothing_is_readable_before_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 9, 33, 34, 50, -1])
-def test_a_cut_off_index_is_an_error_that_names_the_file(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_index_is_an_error_that_names_the_file(tmp_path: Path, keep: int) -> None:
     prefix = write(tmp_path / "tokens", [[1, 2], [3]])
     index = prefix.with_suffix(".idx")
     index.write_bytes(index.read_bytes()[:keep])
@@ -107,38 +107,38 @@ def test_a_cut_off_index_is_an_error_that_names_the_file(tmp_path: Path, keep: i
         IndexedReader(prefix)
 
 
-def test_an_index_with_bytes_too_many_is_an_error(tmp_path: Path) -> None:
+def test_an_index_with_extra_bytes_is_an_error(tmp_path: Path) -> None:
     prefix = write(tmp_path / "tokens", [[1, 2], [3]])
     with prefix.with_suffix(".idx").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(WhetError, match=r"tokens\.idx: the file is cut off or damaged"):
+    with pytest.raises(WhetError, match=r"tokens\.idx: the file is truncated or corrupt"):
         IndexedReader(prefix)
 
 
 @pytest.mark.parametrize(
-    ("place", "byte", "says"), [(0, 0, "not a Megatron index"), (9, 2, "version 2"), (17, 9, "dtype code 9")]
+    ("place", "byte", "message"), [(0, 0, "not a Megatron index"), (9, 2, "version 2"), (17, 9, "dtype code 9")]
 )
-def test_a_foreign_index_is_an_error_that_says_what_it_is(tmp_path: Path, place: int, byte: int, says: str) -> None:
+def test_an_unsupported_index_is_an_error(tmp_path: Path, place: int, byte: int, message: str) -> None:
     prefix = write(tmp_path / "tokens", [[1, 2], [3]])
     index = prefix.with_suffix(".idx")
     raw = bytearray(index.read_bytes())
     raw[place] = byte
     index.write_bytes(raw)
-    with pytest.raises(WhetError, match=rf"tokens\.idx: .*{says}"):
+    with pytest.raises(WhetError, match=rf"tokens\.idx: .*{message}"):
         IndexedReader(prefix)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_data_of_another_length_than_the_index_says_is_an_error(tmp_path: Path, change: int) -> None:
+def test_data_of_another_length_than_the_index_is_an_error(tmp_path: Path, change: int) -> None:
     prefix = write(tmp_path / "tokens", [[1, 2], [3]])
     data = prefix.with_suffix(".bin")
     data.write_bytes(data.read_bytes()[:change] if change < 0 else data.read_bytes() + b"\0")
-    with pytest.raises(WhetError, match=rf"tokens\.bin: {6 + change} bytes where the index says 6"):
+    with pytest.raises(WhetError, match=rf"tokens\.bin: {6 + change} bytes, but the index describes 6"):
         IndexedReader(prefix)
 
 
 def test_offsets_do_not_wrap_at_two_gigabytes(tmp_path: Path) -> None:
-    """Sizes are 32-bit; their running sum must not be."""
+    """Sizes are 32-bit; their cumulative sum is not."""
     writer = IndexedWriter(tmp_path / "tokens", np.uint16)
     writer._sizes = [np.array([2**31 - 1, 2**31 - 1, 5], np.int32)]  # as if so much had been added
     writer.finish()

@@ -1,4 +1,4 @@
-"""Formats by example; `messages` has its own tests (test_conversation)."""
+"""Record formats by example; `messages` has tests of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, ToolCall
 from whet.data.read.formats import FORMATS, parser_of
 
-from .test_conversation import JSON
+from .test_messages import JSON
 
 HERE = Origin("a.jsonl", 7)
 Turns = list[tuple[str, str]]
@@ -28,7 +28,7 @@ def turns(name: str, record: Any, **names: str) -> Turns:
     return [(message.role, message.content) for message in parse(name, record, **names).messages]
 
 
-def refused(name: str, record: Any, **options: str) -> tuple[str, str]:
+def rejection(name: str, record: Any, **options: str) -> tuple[str, str]:
     with pytest.raises(BadRecordError) as caught:
         parse(name, record, **options)
     return caught.value.reason, str(caught.value)
@@ -37,8 +37,8 @@ def refused(name: str, record: Any, **options: str) -> tuple[str, str]:
 # sharegpt
 
 
-def sharegpt(*said: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": speaker, "value": value} for speaker, value in said], **more}
+def sharegpt(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": value} for speaker, value in turns], **more}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_sharegpt_speakers(speaker: str, role: str) -> None:
     assert turns("sharegpt", sharegpt((speaker, " a "))) == [(role, " a ")]
 
 
-def test_sharegpt_systems_and_tools_stand_in_the_record() -> None:
+def test_sharegpt_system_and_tools_are_fields_of_the_record() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     parsed = parse("sharegpt", sharegpt(("human", "a"), ("gpt", "b"), system="s", tools=json.dumps([tool])))
     assert [m.role for m in parsed.messages] == ["system", "user", "assistant"]
@@ -81,7 +81,7 @@ def test_sharegpt_fields_can_have_other_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "reason", "says"),
+    ("record", "reason", "message"),
     [
         (3, "not an object", "a number"),
         ({}, "no messages", "'conversations'"),
@@ -99,10 +99,10 @@ def test_sharegpt_fields_can_have_other_names() -> None:
         (sharegpt(("system", "a"), ("human", "b"), system="c"), "two system messages", "message 2"),
     ],
 )
-def test_sharegpt_refuses(record: Any, reason: str, says: str) -> None:
-    told = refused("sharegpt", record)
-    assert told[0] == reason
-    assert says in told[1]
+def test_sharegpt_rejects(record: Any, reason: str, message: str) -> None:
+    found = rejection("sharegpt", record)
+    assert found[0] == reason
+    assert message in found[1]
 
 
 # alpaca
@@ -118,14 +118,14 @@ def test_alpaca_joins_instruction_and_input_by_a_blank_line() -> None:
 
 def test_alpaca_has_a_history_and_a_system_message() -> None:
     record = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"}
-    told = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    assert turns("alpaca", record) == told
-    assert turns("alpaca", {**record, "history": '[["a", "b"]]'}) == told
-    assert turns("alpaca", {**record, "history": [], "system": ""}) == told[3:]
+    expected = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert turns("alpaca", record) == expected
+    assert turns("alpaca", {**record, "history": '[["a", "b"]]'}) == expected
+    assert turns("alpaca", {**record, "history": [], "system": ""}) == expected[3:]
 
 
 @pytest.mark.parametrize(
-    ("record", "reason", "says"),
+    ("record", "reason", "message"),
     [
         ([], "not an object", "instruction"),
         ({"output": "b"}, "missing field", "'instruction' (it has 'output')"),
@@ -139,10 +139,10 @@ def test_alpaca_has_a_history_and_a_system_message() -> None:
         ({"instruction": "a", "output": "\ud800"}, "bad text", "surrogate"),
     ],
 )
-def test_alpaca_refuses(record: Any, reason: str, says: str) -> None:
-    told = refused("alpaca", record)
-    assert told[0] == reason
-    assert says in told[1]
+def test_alpaca_rejects(record: Any, reason: str, message: str) -> None:
+    found = rejection("alpaca", record)
+    assert found[0] == reason
+    assert message in found[1]
 
 
 # prompt-completion
@@ -154,9 +154,9 @@ def test_a_prompt_and_a_completion_are_two_turns() -> None:
     assert named == [("system", "s"), ("user", "a"), ("assistant", "b")]
 
 
-def test_prompts_that_are_messages_are_not_learned() -> None:
-    said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
-    parsed = parse("prompt-completion", {"prompt": said, "completion": [{"role": "assistant", "content": "b"}]})
+def test_assistant_turns_of_a_prompt_are_not_supervised() -> None:
+    prompt = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    parsed = parse("prompt-completion", {"prompt": prompt, "completion": [{"role": "assistant", "content": "b"}]})
     assert [(m.role, m.train) for m in parsed.messages] == [
         ("user", None), ("assistant", False), ("user", None), ("assistant", None),
     ]  # fmt: skip
@@ -179,34 +179,34 @@ def test_a_completion_may_answer_a_call_of_the_prompt() -> None:
         ({"prompt": "a", "completion": [{"role": "system", "content": "b"}]}, "system message not first"),
     ],
 )
-def test_prompt_completion_refuses(record: Any, reason: str) -> None:
-    assert refused("prompt-completion", record)[0] == reason
+def test_prompt_completion_rejects(record: Any, reason: str) -> None:
+    assert rejection("prompt-completion", record)[0] == reason
 
 
 # text, marked
 
 
-def test_text_is_kept_to_the_last_space() -> None:
+def test_text_keeps_its_white_space() -> None:
     assert parse("text", {"text": " a\n"}) == PlainText(" a\n", HERE)
     assert parse("text", " a\n") == PlainText(" a\n", HERE)
     assert parse("text", {"body": "a"}, text="body") == PlainText("a", HERE)
     assert parse("marked", {"text": "<<<|user|>>>a<<<|user|>>>"}) == MarkedText("<<<|user|>>>a<<<|user|>>>", HERE)
     for record in ({"text": ""}, {"text": " "}, "", {"text": 3}, {}, 3, {"text": "\0"}):
-        refused("text", record)
-        refused("marked", record)
+        rejection("text", record)
+        rejection("marked", record)
 
 
 # gsm8k
 
-SUMS = {"question": "How many?", "answer": "He has 48/2 = <<48/2=24>>24.\nAll: <<48+24=72>>72.\n#### 72"}
+ANNOTATED = {"question": "How many?", "answer": "He has 48/2 = <<48/2=24>>24.\nAll: <<48+24=72>>72.\n#### 72"}
 
 
-def test_gsm8k_without_its_marks() -> None:
-    assert turns("gsm8k", SUMS) == [("user", "How many?"), ("assistant", "He has 48/2 = 24.\nAll: 72.\n#### 72")]
+def test_gsm8k_without_annotations() -> None:
+    assert turns("gsm8k", ANNOTATED) == [("user", "How many?"), ("assistant", "He has 48/2 = 24.\nAll: 72.\n#### 72")]
 
 
 def test_gsm8k_with_calls() -> None:
-    parsed = parse("gsm8k", SUMS, "calls")
+    parsed = parse("gsm8k", ANNOTATED, "calls")
     first, second = (
         ToolCall("calculator", {"expression": e}, i) for e, i in (("48/2", "call00001"), ("48+24", "call00002"))
     )
@@ -219,13 +219,13 @@ def test_gsm8k_with_calls() -> None:
         Message("assistant", "72.\n#### 72"),
     )
     assert parsed.tools == (CALCULATOR_SCHEMA,)
-    plain = parse("gsm8k", {**SUMS, "answer": "Five.\n#### 5"}, "calls")
+    plain = parse("gsm8k", {**ANNOTATED, "answer": "Five.\n#### 5"}, "calls")
     assert (len(plain.messages), plain.tools) == (2, (CALCULATOR_SCHEMA,))
 
 
-def test_gsm8k_with_calls_says_the_same_as_without() -> None:
-    said = "".join(m.content for m in parse("gsm8k", SUMS, "calls").messages if m.role == "assistant")
-    assert said == turns("gsm8k", SUMS)[1][1]
+def test_gsm8k_with_calls_has_the_same_text_as_without() -> None:
+    text = "".join(m.content for m in parse("gsm8k", ANNOTATED, "calls").messages if m.role == "assistant")
+    assert text == turns("gsm8k", ANNOTATED)[1][1]
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_gsm8k_with_calls_says_the_same_as_without() -> None:
         ({"question": ""}, "remove", "empty text"),
     ],
 )  # fmt: skip
-def test_gsm8k_refuses(change: dict[str, Any], calculator: str, reason: str) -> None:
-    assert refused("gsm8k", {**SUMS, **change}, calculator=calculator)[0] == reason
+def test_gsm8k_rejects(change: dict[str, Any], calculator: str, reason: str) -> None:
+    assert rejection("gsm8k", {**ANNOTATED, **change}, calculator=calculator)[0] == reason
 
 
 # multiple-choice
@@ -248,11 +248,11 @@ ARC = {"question": "Which?", "choices": {"text": ["one", "two", "three"], "label
 
 
 def test_choices_are_lettered_and_the_answer_is_a_letter() -> None:
-    asked = "Which?\n\n- A) one\n- B) two\n- C) three\n\nAnswer with the letter of the right choice only."
+    prompt = "Which?\n\n- A) one\n- B) two\n- C) three\n\nAnswer with the letter of the right choice only."
     for record, names in ((MMLU, {}), ({**MMLU, "answer": "B"}, {}), (ARC, {"answer": "answerKey"})):
-        assert turns("multiple-choice", record, **names) == [("user", asked), ("assistant", "B")]
+        assert turns("multiple-choice", record, **names) == [("user", prompt), ("assistant", "B")]
     in_text = {**MMLU, "choices": json.dumps(MMLU["choices"])}
-    assert turns("multiple-choice", in_text)[0] == ("user", asked)
+    assert turns("multiple-choice", in_text)[0] == ("user", prompt)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_choices_are_lettered_and_the_answer_is_a_letter() -> None:
         ({"question": "a"}, "missing field"),
     ],
 )  # fmt: skip
-def test_multiple_choice_refuses(record: Any, reason: str) -> None:
-    assert refused("multiple-choice", record)[0] == reason
+def test_multiple_choice_rejects(record: Any, reason: str) -> None:
+    assert rejection("multiple-choice", record)[0] == reason
 
 
-# Any format
+# Every format
 
 FIELD_NAMES = sorted({name for known in FORMATS.values() for names in known.fields.values() for name in names})
 NEAR = st.dictionaries(
@@ -289,9 +289,9 @@ NEAR = st.dictionaries(
 def test_any_json_is_a_document_or_a_reason(name: str, record: Any, calculator: str) -> None:
     try:
         parsed = parse(name, record, calculator)
-    except BadRecordError as refusal:
-        told = (refusal.reason, str(refusal))
-        assert all(told)
+    except BadRecordError as error:
+        found = (error.reason, str(error))
+        assert all(found)
         return
     assert parsed.origin == HERE
     if isinstance(parsed, Conversation):

@@ -1,4 +1,4 @@
-"""Filters: an expression over a record's fields, and nothing else."""
+"""Filters: expressions over a record's fields, and nothing else of Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = {"lang": "De", "score": 3, "ok": True, "none": None, "tags": ["a", "b"]
 
 
 @pytest.mark.parametrize(
-    ("text", "holds"),
+    ("text", "expected"),
     [
         ("lang == 'De'", True), ("lang == 'de'", False), ("lower(lang) == 'de'", True), ("lang != 'De'", False),
         ("score > 2", True), ("score >= 3", True), ("score < 3", False), ("score <= 3", True),
@@ -34,12 +34,12 @@ RECORD = {"lang": "De", "score": 3, "ok": True, "none": None, "tags": ["a", "b"]
         ("1", True), ("True", True), ("''", False),
     ],
 )  # fmt: skip
-def test_an_expression_holds_or_not(text: str, holds: bool) -> None:
-    assert RecordFilter(text)(RECORD, turns=4, characters=70) is holds
+def test_expressions(text: str, expected: bool) -> None:
+    assert RecordFilter(text)(RECORD, turns=4, characters=70) is expected
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("lang ==", "column 8"), ("", "data.sources: where: ''"), ("lang = 'de'", "where"), ("a; b", "column 2"),
         ("open('x')", r"open\(…\) at column 1"), ("ok and len(tags, 1)", r"len\(…\) at column 8"),
@@ -52,35 +52,35 @@ def test_an_expression_holds_or_not(text: str, holds: bool) -> None:
         ("a\0b", "where"), ("~score", "at column 1"), ("len(x=tags)", r"len\(…\)"), ("1j", "at column 1"),
     ],
 )  # fmt: skip
-def test_what_is_no_filter_is_refused_when_it_is_read(text: str, says: str) -> None:
-    if says == "where|never":  # as many digits as Python reads
+def test_an_invalid_expression_is_rejected_by_the_constructor(text: str, message: str) -> None:
+    if message == "where|never":  # fewer digits than Python's limit
         RecordFilter(text)
         return
-    with pytest.raises(WhetError, match=says) as caught:
+    with pytest.raises(WhetError, match=message) as caught:
         RecordFilter(text)
     assert str(caught.value).startswith("data.sources: where: ")
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        ("nope == 1", "no field 'nope' in this record.*'nope' in record and"),
+        ("nope == 1", "the record has no field 'nope'.*'nope' in record and"),
         ("meta.nope == 1", "no field 'nope'.*'nope' in meta and"),
-        ("lang < 3", "no answer here"), ("lang.x == 1", "lang is text and has no 'x'"), ("len(score) > 1", "no answer"),
-        ("lower(score) == 'a'", "no answer"), ("tags[5] == 1", "no answer"), ("score / 0 > 1", "no answer"),
+        ("lang < 3", "be evaluated"), ("lang.x == 1", "lang is text and has no 'x'"), ("len(score) > 1", "evaluated"),
+        ("lower(score) == 'a'", "be evaluated"), ("tags[5] == 1", "be evaluated"), ("score / 0 > 1", "be evaluated"),
         ("lang * 9 == 1", "not a number"), ("'%999999999d' % score == ''", "not a number"),
         ("tags + tags == 1", "not a number"),
-        ("lang in 3", "no answer"), ("[] in meta", "no answer"), ("meta[tags] == 1", "no answer"),
+        ("lang in 3", "be evaluated"), ("[] in meta", "be evaluated"), ("meta[tags] == 1", "be evaluated"),
         ("-lang == 1", "not a number"),
     ],
 )  # fmt: skip
-def test_a_record_that_allows_no_answer_is_bad(text: str, says: str) -> None:
-    with pytest.raises(BadRecordError, match=says) as caught:
+def test_a_record_without_a_result_is_bad(text: str, message: str) -> None:
+    with pytest.raises(BadRecordError, match=message) as caught:
         RecordFilter(text)(RECORD)
     assert caught.value.reason == "where"
 
 
-def test_a_filter_knows_whether_it_counts() -> None:
+def test_turns_and_characters_need_the_parsed_record() -> None:
     assert RecordFilter("turns > 1").needs_parsed_record
     assert RecordFilter("ok and 3 < characters").needs_parsed_record
     assert not RecordFilter("lang == 'turns' and meta.turns").needs_parsed_record
@@ -99,7 +99,7 @@ def test_a_record_that_is_a_list_has_no_fields() -> None:
          "not", "and", "or", "+", "*", "%", "/", "1", "0", "'a'", "None", ",", "x", "**", "if", "else", "lambda", ":"]
     ), max_size=9),
 )  # fmt: skip
-def test_any_text_is_a_filter_or_refused(words: list[str]) -> None:
+def test_any_text_is_a_filter_or_rejected(words: list[str]) -> None:
     try:
         where = RecordFilter(" ".join(words))
     except WhetError:

@@ -1,4 +1,4 @@
-"""The format is recognised, said, and never guessed."""
+"""Format detection: recognised and described, never guessed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.data.conversation import BadRecord, Conversation, PlainText
 from whet.data.read.sources import SourceReader, read_source
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-SAID = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CHOICES = {"question": "a", "choices": ["x", "y"], "answer": 0}
 Jsonl = Callable[..., Path]
 
@@ -25,7 +25,7 @@ def reader(jsonl: Jsonl, *records: Any, **options: Any) -> SourceReader:
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "description"),
     [
         ({"messages": TURNS}, "messages (messages: role, content)"),
         (TURNS, "messages (role, content)"),
@@ -33,8 +33,8 @@ def reader(jsonl: Jsonl, *records: Any, **options: Any) -> SourceReader:
         ({"messages": TURNS, "tools": [], "text": "x"}, "messages (messages: role, content, tools); not used: text"),
         ({"prompt": "x", "completion": "x", "messages": TURNS},
          "messages (messages: role, content); not used: prompt, completion"),
-        ({"conversations": SAID}, "sharegpt (conversations: from, value)"),
-        ({"messages": SAID, "system": "s"}, "sharegpt (messages: from, value, system)"),
+        ({"conversations": SHAREGPT}, "sharegpt (conversations: from, value)"),
+        ({"messages": SHAREGPT, "system": "s"}, "sharegpt (messages: from, value, system)"),
         ({"instruction": "a", "input": "b", "output": "c"}, "alpaca (instruction, input, output)"),
         ({"instruction": "a", "output": "c", "text": "x"}, "alpaca (instruction, output); not used: text"),
         ({"instruction": "a", "context": "b", "response": "c", "category": "x"},
@@ -52,36 +52,39 @@ def reader(jsonl: Jsonl, *records: Any, **options: Any) -> SourceReader:
         ("a", "text"),
     ],
 )  # fmt: skip
-def test_a_format_is_recognised_and_said_in_a_line(jsonl: Jsonl, record: Any, said: str) -> None:
+def test_a_format_is_recognised_and_described(jsonl: Jsonl, record: Any, description: str) -> None:
     found = reader(jsonl, record)
-    assert found.description == f"{jsonl(json.dumps(record))}: {said}"
+    assert found.description == f"{jsonl(json.dumps(record))}: {description}"
     assert [type(found.parse(raw)) for raw in found.records()] in ([Conversation], [PlainText])
 
 
 @pytest.mark.parametrize(
-    ("record", "says"),
+    ("record", "message"),
     [
-        ({}, "not recognised: its records have no fields"),
+        ({}, "not recognised: the records have no fields"),
         ([[]], "not recognised"),
         (3, "not recognised"),
-        ({"title": "a", "body": "b"}, r"not recognised: its records have 'title', 'body'.*format: .*fields: "),
+        ({"title": "a", "body": "b"}, r"not recognised: the records have 'title', 'body'.*format: .*fields: "),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "not recognised.*'chosen', 'rejected'"),
         ({"question": "a", "answer": "b", "context": "c"}, "not recognised.*'context'"),
-        ({"messages": TURNS, "conversations": SAID}, "more than one way.*messages with.*; or sharegpt with"),
-        ({"messages": TURNS, "chat": TURNS}, "more than one way.*messages: chat.*messages: messages"),
-        ({"text": "a", "prompt": "b", "completion": "c"}, "more than one way.*prompt-completion.*; or text"),
+        ({"messages": TURNS, "conversations": SHAREGPT}, "ambiguous.*messages with.*; or sharegpt with"),
+        ({"messages": TURNS, "chat": TURNS}, "ambiguous.*messages: chat.*messages: messages"),
+        ({"text": "a", "prompt": "b", "completion": "c"}, "ambiguous.*prompt-completion.*; or text"),
         (
             {"problem": "a", "solution": "b", "answer": "c"},
-            "more than one way.*completion: answer.*completion: solution",
+            "ambiguous.*completion: answer.*completion: solution",
         ),
-        ({"instruction": "a", "input": "b", "context": "c", "output": "d"}, "context and input may each be its input"),
+        (
+            {"instruction": "a", "input": "b", "context": "c", "output": "d"},
+            "context and input may each be the field input",
+        ),
         ({"text": "<<<|user|>>>a<<<|user|>>>"}, "format: marked"),
         ({"text": "<|im_start|>user"}, "format: marked"),
         ({"text": "[INST] a [/INST] b"}, "format: marked"),
     ],
 )
-def test_what_is_unclear_is_refused_with_what_to_write(jsonl: Jsonl, record: Any, says: str) -> None:
-    with pytest.raises(WhetError, match=says):
+def test_an_ambiguous_or_unknown_format_is_rejected_with_a_remedy(jsonl: Jsonl, record: Any, message: str) -> None:
+    with pytest.raises(WhetError, match=message):
         reader(jsonl, record)
 
 
@@ -98,7 +101,7 @@ def test_what_is_unclear_is_refused_with_what_to_write(jsonl: Jsonl, record: Any
             {"log": [{"who": "human", "said": "a"}]},
             {"fields": {"conversations": "log", "from": "who", "value": "said"}},
         ),
-        ({"messages": TURNS, "conversations": SAID}, {"format": "sharegpt"}),
+        ({"messages": TURNS, "conversations": SHAREGPT}, {"format": "sharegpt"}),
         ({"question": "a", "answer": "b\n#### 3"}, {"format": "prompt-completion"}),
         ({"text": "a", "prompt": "b", "completion": "c"}, {"format": "prompt-completion"}),
         ({"prompt": "a", "question": "b", "completion": "c"}, {"format": "prompt-completion"}),
@@ -112,12 +115,12 @@ def test_what_is_unclear_is_refused_with_what_to_write(jsonl: Jsonl, record: Any
         ),
     ],
 )
-def test_what_the_user_says_settles_it(jsonl: Jsonl, record: Any, options: dict[str, Any]) -> None:
+def test_format_and_fields_resolve_the_ambiguity(jsonl: Jsonl, record: Any, options: dict[str, Any]) -> None:
     found = reader(jsonl, record, **options)
     assert [type(found.parse(raw)) for raw in found.records()] == [Conversation]
 
 
-def test_named_fields_are_the_ones_that_are_read(jsonl: Jsonl) -> None:
+def test_fields_of_the_source_are_used(jsonl: Jsonl) -> None:
     record = {"instruction": "a", "input": "b", "context": "c", "output": "d"}
     path = str(jsonl(json.dumps(record)))
     [item] = read_source(Source(path=path, format="alpaca", fields={"input": "context"}))
@@ -132,42 +135,42 @@ def test_an_optional_field_may_be_missing_in_some_records(jsonl: Jsonl) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"fields": {"promt": "a"}}, "no format has a field 'promt'; known are .*prompt"),
-        ({"fields": {"text": "a"}, "format": "alpaca"}, "alpaca has no field 'text'; known are history, input"),
+        ({"fields": {"promt": "a"}}, "no format has a field 'promt'; known: .*prompt"),
+        ({"fields": {"text": "a"}, "format": "alpaca"}, "alpaca has no field 'text'; known: history, input"),
     ],
 )
-def test_a_field_that_no_format_knows_is_refused(jsonl: Jsonl, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(WhetError, match=says):
+def test_an_unknown_field_is_rejected(jsonl: Jsonl, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WhetError, match=message):
         reader(jsonl, {"messages": TURNS}, **options)
 
 
-def test_records_of_two_formats_are_refused_and_bad_ones_are_not_asked(jsonl: Jsonl) -> None:
-    with pytest.raises(WhetError, match=r"train.jsonl:2: .*\(text\) is of another format .*\(messages\)"):
+def test_records_of_two_formats_are_rejected_and_bad_ones_ignored(jsonl: Jsonl) -> None:
+    with pytest.raises(WhetError, match=r"train.jsonl:2: .*\(text\) differ .*\(messages\)"):
         reader(jsonl, {"messages": TURNS}, {"text": "a"})
     found = reader(jsonl, {"mesages": TURNS}, {"messages": TURNS}, 3)
     assert [type(found.parse(raw)) for raw in found.records()] == [BadRecord, Conversation, BadRecord]
 
 
-def test_gsm8k_must_hold_for_every_record_looked_at(jsonl: Jsonl) -> None:
+def test_gsm8k_must_match_every_sampled_record(jsonl: Jsonl) -> None:
     heading = {"question": "a", "answer": "b\n#### Notes"}
     found = reader(jsonl, heading, {"question": "a", "answer": "b"})
     assert "prompt-completion" in str(found.description)
 
 
-def test_twenty_good_records_are_looked_at(jsonl: Jsonl) -> None:
+def test_twenty_readable_records_are_sampled(jsonl: Jsonl) -> None:
     late = [{"messages": TURNS}] * 20 + [{"text": "a"}]
     assert "messages" in str(reader(jsonl, *late).description)
-    with pytest.raises(WhetError, match=r"train\.jsonl:20: .*another format"):
+    with pytest.raises(WhetError, match=r"train\.jsonl:20: .*differ"):
         reader(jsonl, *late[1:])
 
 
-def test_a_file_without_a_readable_line_says_so_line_by_line(jsonl: Jsonl) -> None:
+def test_a_file_without_readable_records_reports_each_of_them(jsonl: Jsonl) -> None:
     found = SourceReader(Source(path=str(jsonl("nope", "{"))))
-    assert "no record could be looked at" in str(found.description)
+    assert "no record is readable" in str(found.description)
     assert [type(found.parse(raw)) for raw in found.records()] == [BadRecord, BadRecord]
 
 
-def test_a_generator_has_no_decision() -> None:
+def test_a_builtin_dataset_has_no_description() -> None:
     assert SourceReader(Source(path="builtin:orders")).description is None
