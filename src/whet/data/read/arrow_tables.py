@@ -137,8 +137,7 @@ def _report_damage(name: str, kind: str) -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         raise WhetError(
-            f"data.sources: {name}: not {kind} data, or truncated or corrupt ({first_line}). "
-            "Copy or download it again"
+            f"data.sources: {name}: not {kind} data, or truncated or corrupt ({first_line}). Copy or download it again"
         ) from None
 
 
