@@ -1,4 +1,4 @@
-"""The whole configuration: the sections of every package in one tree."""
+"""The configuration: the sections of all packages in one tree."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class RunConfig(Section):
 
 
 class Config(Section):
-    """Everything that decides a run."""
+    """Everything that determines a run."""
 
     run: RunConfig = Field(default=RunConfig())
     model: ModelConfig
     adapter: AdapterConfig | None = Field(default=None, description="Absent: every weight is trained.")
     quantize: Literal["nf4"] | None = Field(
         default=None,
-        description="Keep the frozen weights beside an adapter in 4 bits (QLoRA), a quarter of their memory; absent: "
-        "as model.dtype says.",
+        description="Keep the frozen weights of an adapter run in 4 bits (QLoRA), a quarter of their memory; default: "
+        "model.dtype.",
     )
     data: DataConfig
     train: TrainConfig = Field(default=TrainConfig())
@@ -51,19 +51,19 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     export: ExportConfig = Field(default=ExportConfig())
     track: list[Tracker] | None = Field(
-        default=None, description="Where curves go beside metrics.jsonl; absent: TensorBoard, if it is installed."
+        default=None, description="Where metrics go besides metrics.jsonl; default: TensorBoard, if it is installed."
     )
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
-
     launch: LaunchConfig = Field(default=LaunchConfig())
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Config:
+    def _check_sections(self) -> Config:
+        """Values that are valid in their section and invalid together."""
         if self.train.row_length is not None and self.train.row_length < self.data.max_length:
             raise config_error(
                 "train.row_length",
-                f"{self.train.row_length} is shorter than data.max_length = {self.data.max_length}, so the longest "
-                "conversations would fit no row",
+                f"{self.train.row_length} is shorter than data.max_length = {self.data.max_length}: the longest "
+                "conversations would not fit into a row",
             )
         if self.train.batch.tokens is not None and self.train.batch.tokens < self.row_length:
             raise config_error(
@@ -72,58 +72,18 @@ class Config(Section):
         if self.export.at_end == "adapter" and self.adapter is None:
             raise config_error("export.at_end", "adapter, but without an adapter section every weight is trained")
         if self.checkpoint.keep_best:
-            self._has_a_best()
+            self._check_keep_best()
         if self.quantize is not None:
-            self._can_be_quantized(self.quantize)
+            self._check_quantize(self.quantize)
         if self.parallel.tensor > 1:
-            self._can_divide_layers()
+            self._check_tensor_parallel()
         if self.parallel.offload == "weights":
-            self._weights_can_wait()
+            self._check_weight_offload()
         if self.shards_weights:
-            self._adapter_can_be_divided()
+            self._check_sharded_adapter()
         return self
 
-    def _weights_can_wait(self) -> None:
-        if self.parallel.shard is None:
-            raise config_error(
-                "parallel.offload",
-                "weights, but only weights that are divided can wait in the host's memory. Set parallel.shard too; 1 "
-                "is enough for one process",
-            )
-        if self.quantize is not None:
-            raise config_error(
-                "parallel.offload",
-                f"weights, but those in {self.quantize} stay on the device, whole, and adapters are small: there is "
-                "nothing to gain. Leave one of them out; parallel.offload=activations works",
-            )
-
-    @property
-    def _beginning_with_weights(self) -> dict[str, Any]:
-        """What of an adapter begins as a function of the model's weights."""
-        if self.adapter is None:
-            return {}
-        asked = {
-            "adapter.method": "dora" if self.adapter.method == "dora" else None,
-            "adapter.also_train": self.adapter.also_train, "adapter.tokens": self.adapter.tokens,
-            "model.add_tokens": self.model.add_tokens,
-        }  # fmt: skip
-        return {key: value for key, value in asked.items() if value}
-
-    @property
-    def adapter_needs_weights(self) -> bool:
-        """Whether the adapter cannot be made where the weights are not at hand."""
-        return bool(self._beginning_with_weights)
-
-    def _adapter_can_be_divided(self) -> None:
-        for key, value in self._beginning_with_weights.items():
-            raise config_error(
-                key,
-                f"{value} beside an adapter starts from the model's weights, which parallel.shard divides before. "
-                "Use lora or rslora alone, quantize=nf4 (which divides no weights), or leave parallel.shard out",
-            )
-
-    def _has_a_best(self) -> None:
-        """Of checkpoints that are measured while training, by something that is measured."""
+    def _check_keep_best(self) -> None:
         best, task = self.eval.best, self.eval.best.removeprefix("task/")
         if self.eval.every is None:
             raise config_error(
@@ -137,43 +97,81 @@ class Config(Section):
         if not best.startswith(("task/", "val_")):
             raise config_error("eval.best", f"{best} is not measured. Use val_loss, val_accuracy, val_bpb or task/NAME")
 
-    def _can_be_quantized(self, kind: str) -> None:
+    def _check_quantize(self, kind: str) -> None:
         if self.adapter is None:
             raise config_error(
                 "quantize",
-                f"{kind}, but weights in 4 bits cannot be trained. Add an adapter section, such as adapter.rank=16, or "
-                "leave quantize out",
+                f"{kind}, but 4-bit weights cannot be trained. Add an adapter section, such as adapter.rank=16, or "
+                "remove quantize",
             )
         if self.train.precision == "fp64" or self.train.precision.startswith("fp8"):
             other = "fp32" if self.train.precision == "fp64" else "bf16"
             raise config_error(
                 "quantize",
-                f"{kind} does not compute in train.precision = {self.train.precision}. Set train.precision={other}, or "
-                "leave quantize out",
+                f"{kind} does not support train.precision = {self.train.precision}. Set train.precision={other}, or "
+                "remove quantize",
             )
         if self.model.dtype != "auto":
             raise config_error(
                 "model.dtype",
-                f"{self.model.dtype}, but quantize = {kind} says too what weights are kept in. Leave one of them out: "
-                "beside 4-bit weights the others are kept in train.precision",
+                f"{self.model.dtype}, but quantize = {kind} sets the dtype of the weights, too. Remove one of them: "
+                "weights that are not quantized are kept in train.precision",
             )
 
-    def _can_divide_layers(self) -> None:
-        """Plain fine-tuning of every weight is what parallel.tensor is for."""
+    def _check_tensor_parallel(self) -> None:
+        """Tensor parallelism is for training every weight of a model, without adapters or quantization."""
         reasons = {
-            "quantize": self.quantize and "weights in 4 bits are whole on every device",
-            "adapter": self.adapter and "beside an adapter little is trained, and parallel.shard divides the rest",
-            "train.precision": self.train.precision.startswith("fp8") and "8 bits need the whole layer for their scale",
-            "parallel.context": self.parallel.context > 1 and "both would divide the heads",
+            "quantize": self.quantize and "4-bit weights are not sharded",
+            "adapter": self.adapter and "adapters are small, and parallel.shard shards the frozen weights",
+            "train.precision": self.train.precision.startswith("fp8") and "fp8 scales need the whole layer",
+            "parallel.context": self.parallel.context > 1 and "both split the attention heads",
             "train.optimizer.name": self.train.optimizer.name == "adamw8bit"
-            and "its blocks of numbers that share a scale would be cut",
+            and "blocks of values that share a scale would be split",
         }
         for key, reason in reasons.items():
             if reason:
                 raise config_error(
                     "parallel.tensor",
-                    f"{self.parallel.tensor} does not go with {key}: {reason}. Leave one of them out",
+                    f"{self.parallel.tensor} cannot be combined with {key}: {reason}. Remove one of them",
                 )
+
+    def _check_weight_offload(self) -> None:
+        if self.parallel.shard is None:
+            raise config_error(
+                "parallel.offload",
+                "weights, but only sharded weights can be offloaded. Set parallel.shard too; 1 is enough for one process",
+            )
+        if self.quantize is not None:
+            raise config_error(
+                "parallel.offload",
+                f"weights, but {self.quantize} weights stay on the device, unsharded, and adapters are small: there is "
+                "nothing to gain. Remove one of them; parallel.offload=activations works",
+            )
+
+    def _check_sharded_adapter(self) -> None:
+        for key, value in self._adapter_keys_needing_weights.items():
+            raise config_error(
+                key,
+                f"{value} initializes the adapter from the model's weights, which parallel.shard has sharded by then. "
+                "Use lora or rslora alone, quantize=nf4 (which shards no weights), or remove parallel.shard",
+            )
+
+    @property
+    def _adapter_keys_needing_weights(self) -> dict[str, Any]:
+        """The settings, with their values, that initialize the adapter from the model's weights."""
+        if self.adapter is None:
+            return {}
+        settings = {
+            "adapter.method": "dora" if self.adapter.method == "dora" else None,
+            "adapter.also_train": self.adapter.also_train, "adapter.tokens": self.adapter.tokens,
+            "model.add_tokens": self.model.add_tokens,
+        }  # fmt: skip
+        return {key: value for key, value in settings.items() if value}
+
+    @property
+    def adapter_needs_weights(self) -> bool:
+        """Whether the adapter can only be created with the model's weights loaded."""
+        return bool(self._adapter_keys_needing_weights)
 
     @property
     def row_length(self) -> int:
@@ -181,48 +179,48 @@ class Config(Section):
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each process reads its own part of the weights: those in 4 bits are whole everywhere."""
+        """Whether FSDP2 shards the model's weights: 4-bit weights are replicated."""
         return self.parallel.uses_fsdp and self.quantize is None
 
     def with_folder(self, folder: Path) -> Config:
-        """The same run in another folder."""
+        """The same configuration with another run folder."""
         return self.model_copy(update={"run": self.run.model_copy(update={"dir": str(folder)})})
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
+        """The run folder."""
         return Path(self.run.dir or f"runs/{self.run.name}").expanduser()
 
     def dump(self) -> str:
-        """As YAML, complete: repeating it with another run.dir repeats the run."""
+        """The complete configuration as YAML: repeating it with another run.dir repeats the run."""
         return dump_yaml(self.resolved())
 
     def resolved(self) -> dict[str, Any]:
-        """As plain values, with files by their full path, so that it means the same from any folder."""
+        """The configuration as plain values with absolute paths, so that it is valid from any folder."""
         tree = self.model_dump(exclude_none=True, mode="json")
         tree["model"]["path"] = self.model.resolved_path
         validation = tree["data"].get("validation") or {}
-        named = [(owner, "path") for owner in (tree["model"], *tree["data"]["sources"], *validation.get("sources", []))]
-        files = [owner for task, owner in zip(self.eval.tasks, tree["eval"]["tasks"], strict=True) if not task.builtin]
-        named += [(owner, "path") for owner in files]
-        named += [(owner, "schema_file") for owner in tree["eval"]["tasks"]]
-        for owner, key in [
-            *named,
+        tasks = tree["eval"]["tasks"]
+        task_files = [record for task, record in zip(self.eval.tasks, tasks, strict=True) if not task.builtin]
+        with_path = [tree["model"], *tree["data"]["sources"], *validation.get("sources", []), *task_files]
+        for section, key in [
+            *((section, "path") for section in with_path),
+            *((section, "schema_file") for section in tasks),
             (tree["model"], "tokenizer"),
             (tree["data"], "template"),
             (tree["data"], "store"),
         ]:
-            if key in owner and Path(owner[key]).expanduser().exists():
-                owner[key] = str(Path(owner[key]).expanduser().resolve())
+            if key in section and Path(section[key]).expanduser().exists():
+                section[key] = str(Path(section[key]).expanduser().resolve())
         return tree
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """A recipe with its name and its paths settled."""
+    """Read a recipe and set run.name."""
     if path.suffix in _DATA_SUFFIXES:
         raise WhetError(
-            f"{path}: this is data, not a recipe. Write a recipe, a YAML file, that names it in data.sources; the "
-            "README has one of ten lines"
+            f"{path}: this is a data file, not a recipe. Write a recipe, a YAML file that lists it in data.sources; "
+            "README.md has one of ten lines"
         )
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)

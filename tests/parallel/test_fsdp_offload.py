@@ -32,8 +32,8 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ([], "parallel.offload: weights, but only weights that are divided can wait"),
-        (["parallel.shard=1", "adapter.rank=4", "quantize=nf4"], "weights, but those in nf4 stay on the device"),
+        ([], "parallel.offload: weights, but only sharded weights can be offloaded"),
+        (["parallel.shard=1", "adapter.rank=4", "quantize=nf4"], "weights, but nf4 weights stay on the device"),
     ],
 )
 def test_unsupported_combinations_are_refused(others: list[str], words: str) -> None:

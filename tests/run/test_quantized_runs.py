@@ -237,7 +237,7 @@ def test_its_adapter_is_loaded_over_4_bits_and_over_16(whet: Any, run: Path, tmp
     [
         (["quantize=nf4"], ("quantize", "cannot be trained", "adapter.rank=16")),
         ([*NF4, "train.precision=fp64"], ("quantize", "fp64", "train.precision=fp32")),
-        ([*NF4, "model.dtype=bf16"], ("model.dtype", "bf16", "Leave one of them out")),
+        ([*NF4, "model.dtype=bf16"], ("model.dtype", "bf16", "Remove one of them")),
         ([*NF4, "quantize=int8"], ("quantize", "int8", "nf4")),
     ],
     ids=lambda value: " ".join(value),

@@ -80,11 +80,11 @@ def test_one_run_by_two_by_four_in_three_ways_and_by_one(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["adapter.rank=4"], "2 does not go with adapter: "),
-        (["adapter.rank=4", "quantize=nf4"], "2 does not go with quantize: "),
-        (["train.precision=fp8"], "2 does not go with train.precision: "),
-        (["parallel.context=2"], "2 does not go with parallel.context: "),
-        (["train.optimizer.name=adamw8bit"], "2 does not go with train.optimizer.name: "),
+        (["adapter.rank=4"], "2 cannot be combined with adapter: "),
+        (["adapter.rank=4", "quantize=nf4"], "2 cannot be combined with quantize: "),
+        (["train.precision=fp8"], "2 cannot be combined with train.precision: "),
+        (["parallel.context=2"], "2 cannot be combined with parallel.context: "),
+        (["train.optimizer.name=adamw8bit"], "2 cannot be combined with train.optimizer.name: "),
         (["model.path=random:smollm-135m", "model.tokenizer=builtin:tiny"], "2, but the model has 9 heads"),
         ([], "parallel.tensor=2 does not fit 1 process"),
     ],
