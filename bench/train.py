@@ -24,10 +24,11 @@ from whet.core.console import silence_libraries
 from whet.core.distributed import init_distributed
 from whet.core.yaml import parse_yaml
 from whet.model import attention
-from whet.run.assemble import build_loss_model, build_model, choose_precision, make_loader
+from whet.run.assemble import build_loss_model, build_model, make_loader
 from whet.run.data import make_plan, prepare_data
 from whet.training.micro_batches import ForwardPasses
 from whet.training.optimizers.factory import build_optimizer, optimizer_step
+from whet.training.precision import choose_precision
 from whet.training.step import compute_gradients
 
 RECIPE = """
@@ -46,15 +47,15 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     ranks = init_distributed()
     data = prepare_data(config)
     plan = make_plan(config, data)
-    arithmetic = choose_precision(config, ranks.device)
-    model = build_model(config, arithmetic, ranks.device, len(data.tokenizer))
-    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.max_document_length)
+    precision = choose_precision(config, ranks.device)
+    model = build_model(config, precision, ranks.device, len(data.tokenizer))
+    root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
     optimizer = build_optimizer(root, config.train.optimizer, config.run.seed)
     loader = make_loader(config, data.train.store, plan, ranks)
-    context = arithmetic.context(ranks.device)
+    context = precision.autocast(ranks.device)
 
     def ours(step: int) -> None:
-        passes = ForwardPasses(root, loader, step, device=ranks.device, seed=1, arithmetic=context, loss_scale=1.0)
+        passes = ForwardPasses(root, loader, step, device=ranks.device, seed=1, autocast=context, loss_scale=1.0)
         result = compute_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
         optimizer_step(optimizer, result.factor)
 
@@ -75,7 +76,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
         torch.nn.utils.clip_grad_norm_([p for p in root.parameters() if p.requires_grad], 1.0)
         optimizer.step()
 
-    backend = attention.choose_backend("auto", ranks.device, arithmetic.compute)
+    backend = attention.choose_backend("auto", ranks.device, precision.compute)
     seconds = {ours: 0.0, plain: 0.0}
     for number in range(len(plan)):
         for step in seconds:
@@ -87,7 +88,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     print(  # noqa: T201
         json.dumps(
             {
-                "model": path, "device": ranks.device.type, "precision": arithmetic.name, "attention": backend,
+                "model": path, "device": ranks.device.type, "precision": precision.name, "attention": backend,
                 "torch": torch.__version__, "transformers": transformers.__version__,
                 "whet_tokens_per_s": round(whet_rate, 1), "plain_tokens_per_s": round(plain_rate, 1),
                 "ratio": round(whet_rate / plain_rate, 3),

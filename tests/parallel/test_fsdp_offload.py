@@ -72,10 +72,10 @@ def test_the_optimizer_step_runs_on_the_cpu(gpus: DeviceMesh, name: Any, dtype: 
         weight.grad = shard_like(weight, torch.ones_like(local_tensor(weight)))
         assert local_tensor(weight.grad).device.type == "cpu"
     if isinstance(optimizer, AdamW):  # its count of steps has no value here
-        optimizer.factor = 0.5
+        optimizer.gradient_scale = 0.5
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                optimizer._move(group, weight, weight.grad, 3)
+                optimizer._update(group, weight, weight.grad, 3)
     else:
         optimizer_step(optimizer, 0.5)
     kept = [value for state in optimizer.state.values() for value in state.values()]

@@ -121,10 +121,10 @@ def test_a_model_that_nobody_wants_any_more_is_given_up_at_once(
 
     monkeypatch.setattr(assemble, "load_model", slow)
     loading = BackgroundModelLoader(config_of(recipe, tmp_path))
-    loading.begin()
+    loading.start()
     assert begun.wait(10)
     began = time.monotonic()
-    loading.give_up()
+    loading.abandon()
     assert time.monotonic() - began < 4
     assert assemble.fork_lock.locked()
     may_end.set()
@@ -134,7 +134,7 @@ def test_a_model_that_nobody_wants_any_more_is_given_up_at_once(
 
 def test_an_error_of_the_thread_comes_out_where_the_model_is_asked_for(recipe: str, tmp_path: Path) -> None:
     loading = BackgroundModelLoader(config_of(recipe, tmp_path, "model.path=/no/such/model"))
-    loading.begin()
+    loading.start()
     with pytest.raises(WhetError, match=r"model\.path: /no/such/model"):
         loading.model()
 
@@ -213,8 +213,8 @@ def test_a_resumed_run_measures_itself_again(whet: Any, recipe: str, tmp_path: P
 
 def test_parts_that_took_no_time_are_not_mentioned() -> None:
     watch = StartupTimer()
-    watch.ends("import_s")
-    seconds = watch.done()
+    watch.end_phase("import_s")
+    seconds = watch.finish()
     assert watch.is_done
     assert list(seconds) == ["first_step_s", *PARTS]
     seconds |= dict.fromkeys(PARTS, 0.0) | {"first_step_s": 3.0, "load_s": 1.0, "step_s": 2.0}

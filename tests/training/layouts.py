@@ -164,7 +164,7 @@ def plan_of(store: Store, packing: str, steps: int = STEPS) -> Plan:
 def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step: int, **changed: Any) -> StepResult:
     """One step as training takes it."""
     ranks = changed.pop("ranks", ALONE)
-    given: dict[str, Any] = {"seed": 0, "arithmetic": KeepFloat64(), "loss_scale": 1.0}
+    given: dict[str, Any] = {"seed": 0, "autocast": KeepFloat64(), "loss_scale": 1.0}
     how = {name: changed.pop(name, usual) for name, usual in given.items()}
     passes = ForwardPasses(root, loader, step, device=ranks.device, **how)
     result = compute_gradients(passes, ranks=ranks, **{"clip_norm": CLIP, "stop": False} | changed)
@@ -311,7 +311,7 @@ def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
     optimizer = build_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
     loader = Loader(store, plan_of(store, "none"), 1, ranks.rank, ranks.world_size)
     for step in range(6):
-        take(root, optimizer, loader, step, ranks=ranks, arithmetic=torch.autocast("cpu", torch.bfloat16))
+        take(root, optimizer, loader, step, ranks=ranks, autocast=torch.autocast("cpu", torch.bfloat16))
     loader.close()
     return ranks.all_gather([[weight.double().sum().item() for weight in model.parameters()]])
 
@@ -333,7 +333,7 @@ def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
     optimizer = build_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
     loader = Loader(store, plan_of(store, "none", 2), 2, mesh.ranks.data_rank, mesh.ranks.data_size)
     for step in range(2):
-        take(root, optimizer, loader, step, ranks=mesh.ranks, arithmetic=nullcontext())
+        take(root, optimizer, loader, step, ranks=mesh.ranks, autocast=nullcontext())
     loader.close()
     return apart(model, mesh.ranks)
 

@@ -88,7 +88,7 @@ def step() -> ReplayLoader:
 
 def examine(model: Any, step: ReplayLoader, kind: Any = "nonfinite", most: int | None = None) -> Any:
     ranks = Ranks(0, 1, torch.device("cpu"))
-    return Diagnoser(model, ranks, 0, contextlib.nullcontext(), 1.0, most).examine(step, 0, kind)
+    return Diagnoser(model, ranks, 0, contextlib.nullcontext(), 1.0, most).diagnose(step, 0, kind)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_the_conversation_and_the_place_are_found(plant: str, layer: str, step: 
     blamed = [(part.documents, part.layer) for part in found.blamed]
     if plant == "weight":
         assert blamed == [((0,), layer), ((1,), layer), ((2,), layer)]
-        assert found.weights == ["blocks.1.up.weight"]
+        assert found.nonfinite_weights == ["blocks.1.up.weight"]
     else:
         assert blamed == [((1,), layer)]
-        assert found.weights == []
+        assert found.nonfinite_weights == []
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -114,8 +114,8 @@ def test_the_numbers_of_each_are_those_of_a_plain_computation(step: ReplayLoader
     model = Model("")
     found = examine(model, step)
     assert found.blamed == []
-    assert [(part.tokens, part.supervised) for part in found.alone] == [(3, 2), (4, 3), (2, 1)]
-    for part, ids in zip(found.alone, ([1, 2, 3], [4, BAD, 5, 6], [8, 9]), strict=True):
+    assert [(part.tokens, part.supervised) for part in found.conversations] == [(3, 2), (4, 3), (2, 1)]
+    for part, ids in zip(found.conversations, ([1, 2, 3], [4, BAD, 5, 6], [8, 9]), strict=True):
         hidden = model.language_model.embed(torch.tensor(ids[:-1]))
         for block in model.language_model.blocks:
             hidden = block(hidden, False)
@@ -130,7 +130,7 @@ def test_randomness_is_that_of_the_step(step: ReplayLoader) -> None:
     model.language_model.blocks.append(Dropping())
     ((_, _), (row, batch)) = list(step.single_document_batches(0, 2))
     assert row == 1
-    found = examine(model, step).alone[1]
+    found = examine(model, step).conversations[1]
     torch.manual_seed(derive_seed(0, 0, row))
     assert found.loss == pytest.approx(model(batch).nll.mean().item(), rel=1e-6)
 
@@ -138,7 +138,7 @@ def test_randomness_is_that_of_the_step(step: ReplayLoader) -> None:
 def test_what_is_bad_together_only_blames_the_micro_batch(step: ReplayLoader) -> None:
     found = examine(Model("forward", pair=True), step)
     assert [(part.documents, part.layer) for part in found.blamed] == [((1, 2), "blocks.1")]
-    assert all(part.layer is None for part in found.alone)
+    assert all(part.layer is None for part in found.conversations)
 
 
 def test_a_spike_names_the_highest_and_leaves_the_gradients_of_the_step(step: ReplayLoader) -> None:
@@ -154,7 +154,7 @@ def test_a_spike_names_the_highest_and_leaves_the_gradients_of_the_step(step: Re
 
 
 def test_the_work_is_bounded(step: ReplayLoader) -> None:
-    assert [part.documents for part in examine(Model(""), step, most=2).alone] == [(0,), (1,)]
+    assert [part.documents for part in examine(Model(""), step, most=2).conversations] == [(0,), (1,)]
 
 
 def test_watching_leaves_nothing_behind_and_moves_no_number(step: ReplayLoader) -> None:

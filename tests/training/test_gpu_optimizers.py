@@ -163,5 +163,5 @@ def test_eight_bits_are_the_same_on_both_devices() -> None:
 
 def test_rounding_at_random_has_the_right_mean() -> None:
     many = torch.full((400_000,), 1.0 + 2**-9, device="cuda")
-    found = stochastic_round(many, RoundingGenerators(0).of(1, 0, many.device)).double()
+    found = stochastic_round(many, RoundingGenerators(0).generator(1, 0, many.device)).double()
     assert found.mean().item() == pytest.approx(1.0 + 2**-9, abs=4 * 2**-7 / 2 / 400_000**0.5)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def test_kernels_and_memory(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     profiler = make_profiler(ProfileConfig(steps=(1, 1), memory=True), tmp_path, Ranks(0, 1, device), 1, lambda: "")
-    with profiler.around(1):
+    with profiler.step(1):
         torch.ones(512, 512, device=device) @ torch.ones(512, 512, device=device)
         torch.cuda.synchronize()
     trace = json.loads(gzip.decompress((tmp_path / "profile/rank-0.trace.json.gz").read_bytes()))

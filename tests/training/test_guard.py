@@ -27,7 +27,7 @@ def line(step: int, loss: float | None, **more: Any) -> dict[str, Any]:
 
 def guard_after(losses: Any, **policies: Any) -> Guard:
     guard = Guard(**policies)
-    guard.recall([line(step, float(loss)) for step, loss in enumerate(losses, 1)])
+    guard.restore([line(step, float(loss)) for step, loss in enumerate(losses, 1)])
     return guard
 
 
@@ -101,9 +101,9 @@ def test_a_gradient_that_overflows_in_fp16_is_the_scales_fault_but_a_loss_is_not
 
 def test_overflows_do_not_use_up_the_skips_and_faults_do_in_fp16_too() -> None:
     guard = Guard(on_nonfinite="skip")
-    guard.recall([line(n, 1.0, skipped="overflow", loss_scale=1024.0) for n in range(1, 30)])
+    guard.restore([line(n, 1.0, skipped="overflow", loss_scale=1024.0) for n in range(1, 30)])
     assert guard.judge(result(math.nan), 5, True).action == "skip"
-    guard.recall([line(n, None, skipped="nonfinite", loss_scale=1024.0) for n in range(1, 11)])
+    guard.restore([line(n, None, skipped="nonfinite", loss_scale=1024.0) for n in range(1, 11)])
     assert guard.judge(result(math.nan), 5, True).action == "stop"
 
 
@@ -124,11 +124,11 @@ def test_a_spike_meets_its_own_policy(policy: Any, action: str) -> None:
 
 
 def test_rollbacks_are_counted_over_the_run() -> None:
-    guard = Guard(on_nonfinite="rollback", passed_over=[(3, 4), (3, 8)])
+    guard = Guard(on_nonfinite="rollback", excluded=[(3, 4), (3, 8)])
     assert guard.judge(result(math.nan), 5, False).action == "rollback"
-    guard.passed_over.append((9, 9))
+    guard.excluded.append((9, 9))
     assert guard.judge(result(math.nan), 5, False).action == "stop"
-    assert [step for step in range(1, 12) if guard.passes_over(step)] == list(range(3, 10))
+    assert [step for step in range(1, 12) if guard.excludes(step)] == list(range(3, 10))
 
 
 @given(
@@ -143,10 +143,10 @@ def test_a_resumed_guard_judges_like_the_one_that_went_on(steps: list[tuple[floa
     lines.insert(min(cut, len(lines)), {"step": 5, "val_loss": 99.0})
     went_on = Guard("skip", "skip", [(4, 6)])
     for each in lines:
-        went_on.note(each)
+        went_on.record(each)
     resumed = Guard("skip", "skip", [(4, 6)])
-    resumed.note(line(1, 1e9))  # of the time before
-    resumed.recall(json.loads(json.dumps(lines)))
+    resumed.record(line(1, 1e9))  # of the time before
+    resumed.restore(json.loads(json.dumps(lines)))
     assert resumed == went_on
     used = [each for each in lines if "loss" in each and not 4 <= each["step"] <= 6]
     taken = [each["loss"] for each in used if not each.get("skipped") and each["loss"] is not None]

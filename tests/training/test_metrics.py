@@ -27,7 +27,7 @@ def test_the_first_average_is_the_first_value_and_what_is_not_finite_is_passed_o
 
 def line(pace: StepSpeed, loss: float = 2.0) -> dict[str, Any]:
     totals = StepTotals(2, 30, 10, np.array([20, 10]))
-    seen = RunTotals().plus(totals, StepFlops(3, 5, (AttentionCost(8, 1, 2),)))
+    seen = RunTotals().add(totals, StepFlops(3, 5, (AttentionCost(8, 1, 2),)))
     return step_metrics(
         1, StepResult(loss, 0.5, 1.0, 1.0, False, 0.1), {"lr": 0.1}, seen, totals, 8, pace, torch.device("cpu")
     )

@@ -107,7 +107,7 @@ def test_a_step_on_the_device_waits_for_its_loss_and_norm_alone(adapter: bool) -
             early = build_conditional_step(optimizer)
             assert early is not None
             try:
-                given = {"device": device, "seed": 0, "arithmetic": autocast, "loss_scale": 1.0}
+                given = {"device": device, "seed": 0, "autocast": autocast, "loss_scale": 1.0}
                 passes, following = ForwardPasses(root, loader, 0, **given), ForwardPasses(root, loader, 0, **given)
                 result = compute_gradients(
                     passes, ranks=Ranks(0, 1, device), clip_norm=1.0, stop=False, move=early, meanwhile=following.begin

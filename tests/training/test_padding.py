@@ -42,7 +42,7 @@ def gradients(store: Store, packing: str, padded_to: int | None, lengths: int) -
     plan = plan_single_step(store.lengths, np.arange(len(store)), 600, packing, 4)
     with contextlib.closing(Loader(store, plan, 2, 0, 1, padded_to, lengths)) as loader:
         ranks = Ranks(0, 1, torch.device("cpu"))
-        passes = ForwardPasses(root, loader, 0, device=ranks.device, seed=0, arithmetic=KeepFloat64(), loss_scale=1.0)
+        passes = ForwardPasses(root, loader, 0, device=ranks.device, seed=0, autocast=KeepFloat64(), loss_scale=1.0)
         result = compute_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
         sizes = {len(batch.tokens) for _, batch in loader.micro_batches(0)}
     found = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]

@@ -22,7 +22,7 @@ def run(config: ProfileConfig | None, folder: Path, steps: range, ranks: Ranks =
     """Steps that multiply matrices as wide as their number."""
     profiler = make_profiler(config, folder, ranks, 9, lambda: "flops")
     for step in steps:
-        with profiler.around(step):
+        with profiler.step(step):
             torch.ones(step, step) @ torch.ones(step, step)
     return profiler
 
@@ -56,9 +56,9 @@ def test_stacks_are_there_on_request(tmp_path: Path, stack: bool) -> None:
 
 def test_it_comes_before_its_first_step_and_after_its_last(tmp_path: Path) -> None:
     on = make_profiler(ProfileConfig(steps=[3, 5]), tmp_path, ALONE, 9, lambda: "flops")
-    assert [step for step in range(1, 10) if on.comes_after(step)] == [2, 5]
+    assert [step for step in range(1, 10) if on.starts_or_stops_after(step)] == [2, 5]
     off = make_profiler(None, tmp_path, ALONE, 9, lambda: "flops")
-    assert not any(off.comes_after(step) for step in range(1, 10))
+    assert not any(off.starts_or_stops_after(step) for step in range(1, 10))
 
 
 def test_only_the_named_ranks_are_watched(tmp_path: Path) -> None:

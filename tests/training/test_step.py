@@ -30,7 +30,7 @@ from whet.training.micro_batches import ForwardPasses, OverlappedForward, TimedI
 from whet.training.optimizers.factory import build_optimizer, gradient_bytes, optimizer_step
 from whet.training.step import StepResult, _decide_on_device, compute_gradients
 
-USUAL: dict[str, Any] = {"device": ALONE.device, "seed": 0, "arithmetic": KeepFloat64(), "loss_scale": 1.0}
+USUAL: dict[str, Any] = {"device": ALONE.device, "seed": 0, "autocast": KeepFloat64(), "loss_scale": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,8 @@ def test_where_steps_do_not_overlap_it_is_the_hosts_time(at: Callable[[float], N
         at(start)
         made.start()
         at(end)
-        assert made.lap(None) == StepTime(2.5, 0.0)
-        assert made.lap(came(end - 1)) == StepTime(2.5, 0.0)  # as where the optimizer waits for the host
+        assert made.stop(None) == StepTime(2.5, 0.0)
+        assert made.stop(came(end - 1)) == StepTime(2.5, 0.0)  # as where the optimizer waits for the host
 
 
 def test_steps_that_overlap_take_as_long_as_the_device_does(at: Callable[[float], None]) -> None:
@@ -68,7 +68,7 @@ def test_steps_that_overlap_take_as_long_as_the_device_does(at: Callable[[float]
         for number, late in enumerate((0.75, 0.75, 0.0)):
             end = start + 2 * (number + 1)
             at(end + late)
-            assert made.lap(came(end)) == pytest.approx((2.0, late))
+            assert made.stop(came(end)) == pytest.approx((2.0, late))
 
 
 def test_a_step_that_began_in_vain_is_not_counted(at: Callable[[float], None]) -> None:
@@ -76,11 +76,11 @@ def test_a_step_that_began_in_vain_is_not_counted(at: Callable[[float], None]) -
     at(10.0)
     made.start()
     at(13.0)
-    assert made.lap(came(12.0)) == pytest.approx((2.0, 1.0))
+    assert made.stop(came(12.0)) == pytest.approx((2.0, 1.0))
     at(16.0)
     made.start()  # what had begun was dropped
     at(19.0)
-    assert made.lap(came(18.5)) == pytest.approx((2.5, 0.5))
+    assert made.stop(came(18.5)) == pytest.approx((2.5, 0.5))
 
 
 @pytest.mark.parametrize("speed", [0.999, 1.001])
@@ -94,10 +94,10 @@ def test_clocks_that_drift_apart_do_not_matter(
     made.start()
     for step in range(1, 1001):
         at(step + 0.25)
-        lap = made.lap(came(step))
+        lap = made.stop(came(step))
         assert lap.seconds == pytest.approx(speed)
-        assert lap.ago >= 0
+        assert lap.ended_ago_s >= 0
     at(1005.0)
     made.start()
     at(1006.25)
-    assert made.lap(came(1006)) == pytest.approx((speed, 0.25), abs=0.002)
+    assert made.stop(came(1006)) == pytest.approx((speed, 0.25), abs=0.002)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def chance(step: int = 1) -> torch.Generator:
-    return RoundingGenerators(0).of(step, 0, CPU)
+    return RoundingGenerators(0).generator(step, 0, CPU)
 
 
 @given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50))
@@ -55,7 +55,7 @@ def test_chance_depends_on_seed_step_and_weight_and_on_nothing_else() -> None:
     values = torch.rand(1000)
 
     def rounded(seed: int, step: int, number: int) -> torch.Tensor:
-        return stochastic_round(values, RoundingGenerators(seed).of(step, number, CPU))
+        return stochastic_round(values, RoundingGenerators(seed).generator(step, number, CPU))
 
     assert torch.equal(rounded(1, 2, 3), rounded(1, 2, 3))
     for other in ((0, 2, 3), (1, 3, 3), (1, 2, 4)):

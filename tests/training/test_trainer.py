@@ -66,7 +66,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
 
         def go_back(step: int) -> ResumePoint:
             assert checkpoint is not None
-            made.guard.passed_over.append((checkpoint + 1, step))
+            made.guard.excluded.append((checkpoint + 1, step))
             return ResumePoint(
                 checkpoint, RunTotals(2 * checkpoint, 30 * checkpoint, 10 * checkpoint, 915 * checkpoint)
             )
@@ -94,7 +94,7 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer
             model=model, optimizer=build_optimizer(model, config.optimizer, 0), loader=loader, config=config,
             cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), per_epoch=8,
             whole=Position(cadence.steps, 2 * cadence.steps / 8, 2 * cadence.steps, 30 * cadence.steps), seed=0,
-            work=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), arithmetic=contextlib.nullcontext(), loss_scale=LossScaler(),
+            work=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), autocast=contextlib.nullcontext(), loss_scale=LossScaler(),
             profiler=Profiler(), peak=None, guard=guard or Guard(),
         )  # fmt: skip
         return made, did
@@ -283,7 +283,7 @@ def test_nothing_begins_that_will_be_stopped_or_saved_before(make_trainer: Calla
     made.hooks.save_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 3
     made.hooks.stop_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 6
     tried: list[int] = []
-    made.profiler.comes_after = lambda done: tried.append(done) or done == 2
+    made.profiler.starts_or_stops_after = lambda done: tried.append(done) or done == 2
     with pytest.raises(StoppedError):
         made.run(0, RunTotals())
     assert begun(did) == [3, 5, 6]
@@ -302,7 +302,7 @@ def test_what_began_on_other_weights_is_dropped(make_trainer: Callable[..., Any]
 
 @pytest.mark.usefixtures("early")
 def test_a_step_that_is_passed_over_does_not_begin(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(7, 7, None, False, 100), guard=Guard(passed_over=[(4, 5)]))
+    made, did = make_trainer(Intervals(7, 7, None, False, 100), guard=Guard(excluded=[(4, 5)]))
     made.run(0, RunTotals())
     assert [entry[1] for entry in did if entry[0] == "step"] == [0, 1, 2, 5, 6]
     assert begun(did) == [2, 6]

@@ -32,13 +32,14 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     from whet.core.distributed import init_distributed
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
-    from whet.run.assemble import VocabularyError, build_loss_model, build_model, choose_precision
+    from whet.run.assemble import VocabularyError, build_loss_model, build_model
+    from whet.training.precision import choose_precision
 
     try:
         tokens = len(load_run_tokenizer(config) if data is None else data.tokenizer)
         device = init_distributed().device
-        arithmetic = choose_precision(config, device)
-        model = build_model(config, arithmetic, device, tokens, typical=0 if data is None else data.typical_length)
+        precision = choose_precision(config, device)
+        model = build_model(config, precision, device, tokens, typical=0 if data is None else data.typical_length)
     except VocabularyError as error:
         yield Finding("vocabulary", "fault", str(error))
         return
@@ -55,7 +56,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     yield _vocabulary_finding(tokens, embedding_rows(model))
     try:
         longest = config.data.max_length if data is None else data.max_document_length
-        root = build_loss_model(config, model, arithmetic, device, tokens, longest)
+        root = build_loss_model(config, model, precision, device, tokens, longest)
         known = "packed conversations would see each other in this model; unpacked, as here, it is trained right"
         packed = "another conversation in the row changes no logit of this model"
         yield Finding("leak", "ok", known if root.alone else packed)

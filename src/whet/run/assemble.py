@@ -6,8 +6,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 
 from whet.compat.torch_compiler import import_inductor
 from whet.config import Config
-from whet.core.console import warn
 from whet.core.distributed import Ranks, get_local_device
 from whet.core.errors import WhetError
 from whet.core.signals import abandon_thread
@@ -25,7 +22,7 @@ from whet.data.prepare.store import Store
 from whet.data.prepare.workers import fork_lock
 from whet.execution.compile import should_compile
 from whet.model import attention
-from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason, require_fp8
+from whet.model.fp8.conversion import convert_to_fp8_
 from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model, move_real_tensors_
 from whet.model.load.pretrained import load_model
 from whet.model.load.random_models import is_random_model
@@ -33,12 +30,12 @@ from whet.model.load.resize_embeddings import trainable_token_ids
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
-from whet.model.modules import KeepFloat64
 from whet.model.packing_check import PackingError, check_packing, check_unpacked
 from whet.model.quantize import quantize_
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import verify_tensor_parallel
+from whet.training.precision import PrecisionPolicy, resolve_precision
 
 # The parts of a run, each made from its configuration: loader, model.
 
@@ -75,54 +72,8 @@ def max_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
     return -(-most_rows // (ranks.data_size * config.train.micro_rows))
 
 
-@dataclass(frozen=True, slots=True)
-class PrecisionPolicy:
-    """In which numbers a run computes."""
-
-    name: str
-    weights: torch.dtype
-    compute: torch.dtype
-
-    def context(self, device: torch.device) -> AbstractContextManager[object]:
-        """Mixed precision where weights and arithmetic differ; fp64 without the models' own excursions to fp32."""
-        if self.name in ("bf16", "fp16", "fp8"):
-            return torch.autocast(device.type, self.compute)
-        return KeepFloat64() if self.name == "fp64" else nullcontext()
-
-
-def choose_precision(config: Config, device: torch.device, trains: bool = True) -> PrecisionPolicy:
-    """What `arithmetic_of` says, with a word to the user where it is slow."""
-    arithmetic = resolve_precision(config, device, trains)
-    if arithmetic.name in ("bf16", "fp16") and device.type == "cpu" and config.train.precision == arithmetic.name:
-        warn(f"train.precision: {arithmetic.name} on a CPU is often many times slower than fp32")
-    return arithmetic
-
-
-def resolve_precision(config: Config, device: torch.device, trains: bool = True) -> PrecisionPolicy:
-    """Mixed precision keeps trained weights in fp32 and frozen ones in the type that is computed in.
-
-    Whoever does not train can use what was trained in 8 bits on any device: then it is bf16, as its weights are.
-    """
-    name = _best_precision(device) if config.train.precision == "auto" else config.train.precision
-    if name == "fp8" and trains:
-        require_fp8(device, name)
-    elif name == "fp8" and fp8_unsupported_reason(device):
-        name = "bf16"
-    compute = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
-    if config.model.dtype == "bf16" and compute != torch.bfloat16:
-        raise WhetError(
-            f"model.dtype: bf16 weights are trained in bf16, and train.precision is {name} here. Leave model.dtype "
-            "out, or set train.precision=bf16"
-        )
-    if config.model.dtype == "auto":
-        weights = compute if config.adapter or compute.itemsize > 2 else torch.float32
-    else:
-        weights = {"fp32": torch.promote_types(torch.float32, compute), "bf16": torch.bfloat16}[config.model.dtype]
-    return PrecisionPolicy(name, weights, compute)
-
-
 def build_loss_model(
-    config: Config, model: nn.Module, arithmetic: PrecisionPolicy, device: torch.device, tokens: int, longest: int
+    config: Config, model: nn.Module, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
 ) -> LossModel:
     """The model with its loss, after a proof that packed conversations of up to `longest` tokens do not see each other
     in it; `tokens` is the size of the vocabulary.
@@ -131,34 +82,34 @@ def build_loss_model(
     8 bits come after the proof: with one scale for all tokens of a batch, conversations change each other's rounding.
     """
     root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
-    verify_packing(config, root, arithmetic, device, tokens, longest)
+    verify_packing(config, root, precision, device, tokens, longest)
     return root
 
 
 def build_sharded_loss_model(
-    config: Config, model: nn.Module, arithmetic: PrecisionPolicy, mesh: Mesh, tokens: int, longest: int, typical: float,
+    config: Config, model: nn.Module, precision: PrecisionPolicy, mesh: Mesh, tokens: int, longest: int, typical: float,
     source: WeightSource | None,
 ) -> LossModel:  # fmt: skip
     """The same with weights divided among processes, each of which reads its rows from `source`; all of them make the
     proof together."""
     device = mesh.ranks.device
     root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
-    apply_fsdp(root, mesh, arithmetic.compute, source, config.parallel.offload == "weights")
-    with arithmetic.context(device):
+    apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
+    with precision.autocast(device):
         verify_tensor_parallel(root)
-    root.within(functools.partial(install_attention, config, root.language_model, arithmetic, device, typical))
-    if _fuses_lora(config, arithmetic, device):
+    root.within(functools.partial(install_attention, config, root.language_model, precision, device, typical))
+    if _fuses_lora(config, precision, device):
         fuse_lora_(root)
-    verify_packing(config, root, arithmetic, device, tokens, longest)
+    verify_packing(config, root, precision, device, tokens, longest)
     reshard(root)
     return root
 
 
 def verify_packing(
-    config: Config, root: LossModel, arithmetic: PrecisionPolicy, device: torch.device, tokens: int, longest: int
+    config: Config, root: LossModel, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
 ) -> None:
     """See `make_root`; changes what the proof decides about."""
-    with arithmetic.context(device):
+    with precision.autocast(device):
         try:
             check_packing(root, tokens, longest)
         except PackingError:
@@ -167,14 +118,8 @@ def verify_packing(
             attention.use_native_attention(root.language_model)
             root.alone = True
             check_unpacked(root, tokens, longest)
-        if arithmetic.name == "fp8":
+        if precision.name == "fp8":
             convert_to_fp8_(root.language_model)
-
-
-def _best_precision(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def weights_device(config: Config, device: torch.device) -> torch.device:
@@ -184,12 +129,12 @@ def weights_device(config: Config, device: torch.device) -> torch.device:
 
 
 def build_model(
-    config: Config, arithmetic: PrecisionPolicy, device: torch.device, vocabulary: int,
+    config: Config, precision: PrecisionPolicy, device: torch.device, vocabulary: int,
     loaded: Callable[[], nn.Module] | None = None, typical: float = 0,
 ) -> nn.Module:  # fmt: skip
     """The model with its adapters on its device, attending by documents of `typical` length; `loaded` gives one that
     was loaded before."""
-    model = loaded() if loaded else load_model(config.model, arithmetic.weights, weights_device(config, device))
+    model = loaded() if loaded else load_model(config.model, precision.weights, weights_device(config, device))
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
         raise VocabularyError(
@@ -205,23 +150,23 @@ def build_model(
         move_real_tensors_(model, device)
         return model
     model = model.to(device)  # what the adapters brought along
-    if _fuses_lora(config, arithmetic, device):
+    if _fuses_lora(config, precision, device):
         fuse_lora_(model)
-    install_attention(config, unwrap_peft(model), arithmetic, device, typical)
+    install_attention(config, unwrap_peft(model), precision, device, typical)
     return model
 
 
-def _fuses_lora(config: Config, arithmetic: PrecisionPolicy, device: torch.device) -> bool:
+def _fuses_lora(config: Config, precision: PrecisionPolicy, device: torch.device) -> bool:
     """Whether adapters are computed together with their layers."""
     return config.adapter is not None and device.type == "cuda"
 
 
 def install_attention(
-    config: Config, plain: nn.Module, arithmetic: PrecisionPolicy, device: torch.device, typical: float
+    config: Config, plain: nn.Module, precision: PrecisionPolicy, device: torch.device, typical: float
 ) -> None:
     """Let a model attend by documents of `typical` length."""
     backend = attention.choose_backend(
-        config.model.attention, device, arithmetic.compute, attention.inspect_attention(plain), typical
+        config.model.attention, device, precision.compute, attention.inspect_attention(plain), typical
     )
     attention.install_backend(plain, backend)
 
@@ -244,7 +189,7 @@ class BackgroundModelLoader:
         self.source: WeightSource | None = None
         """Where the weights are, if each process is to read its own part of them."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start, once. Code that comes with a model may do anything: such a model is loaded in the main thread."""
         if self._thread is None and not self._config.model.trust_remote_code:
             # The main thread reads the tokenizer meanwhile. What both import is there before, because two threads that
@@ -267,7 +212,7 @@ class BackgroundModelLoader:
         assert model is not None, "asked for twice"
         return model
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Nobody will ask for the model: the thread goes on alone and does not hold the process open."""
         if self._thread is not None:
             abandon_thread(self._thread)
@@ -276,10 +221,10 @@ class BackgroundModelLoader:
         try:
             with fork_lock:
                 device = get_local_device()
-                arithmetic = resolve_precision(self._config, device)
-                if should_compile(self._config.model.compile, device, arithmetic.compute):
+                precision = resolve_precision(self._config, device)
+                if should_compile(self._config.model.compile, device, precision.compute):
                     import_inductor()
-                self._model = self._loaded(arithmetic.weights, device)
+                self._model = self._loaded(precision.weights, device)
         except BaseException as error:
             self._error = error
 

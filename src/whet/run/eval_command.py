@@ -31,11 +31,12 @@ from whet.inference.tasks.task_registry import load_tasks
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
-from whet.run.assemble import PrecisionPolicy, build_loss_model, build_model, install_attention, resolve_precision
+from whet.run.assemble import build_loss_model, build_model, install_attention
 from whet.run.data import RunData, load_recorded_data, load_run_tokenizer, prepare_data, require_same_tokenizer
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import load_inference_model
 from whet.run.resume import changed_settings, recorded_template_date, require_same_base
+from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,9 @@ def _evaluate_run(question: EvaluationRequest, config: Config, ranks: Ranks, wan
     path, step = parse_run_reference(question.reference)
     number = directory.resolve_step(path / "checkpoints", step)
     require_same_tokenizer(config, path / "ledger.json")
-    arithmetic = resolve_precision(config, ranks.device, trains=False)
-    context = arithmetic.context(ranks.device)
-    model = build_model(config, arithmetic, ranks.device, 0)
+    precision = resolve_precision(config, ranks.device, trains=False)
+    context = precision.autocast(ranks.device)
+    model = build_model(config, precision, ranks.device, 0)
     root = LossModel(unwrap_peft(model))
     renderer = Renderer(load_run_tokenizer(config), config.data.train_on)
     before = evaluate_tasks(config, renderer, root, ranks, context) if wants_base and config.eval.tasks else None
@@ -174,7 +175,7 @@ def _evaluate_run(question: EvaluationRequest, config: Config, ranks: Ranks, wan
         require_finite_logits(root.language_model)
     losses: dict[str, float] = {}
     if config.data.validation is not None and question.data != "":
-        losses = _validation_losses(config, _run_data(path, config), model, ranks, arithmetic)
+        losses = _validation_losses(config, _run_data(path, config), model, ranks, precision)
     scored = evaluate_tasks(config, renderer, root, ranks, context)
     return EvaluationResult({"run": str(path), "step": number}, losses, scored, before)
 
@@ -186,25 +187,25 @@ def _run_data(path: Path, config: Config) -> RunData:
 
 
 def _validation_losses(
-    config: Config, data: RunData, model: torch.nn.Module, ranks: Ranks, arithmetic: PrecisionPolicy
+    config: Config, data: RunData, model: torch.nn.Module, ranks: Ranks, precision: PrecisionPolicy
 ) -> dict[str, float]:
-    root = build_loss_model(config, model, arithmetic, ranks.device, len(data.tokenizer), data.max_document_length)
-    return evaluate_validation(config, data, root, ranks, arithmetic.context(ranks.device))
+    root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
+    return evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device))
 
 
 def _evaluate_model(question: EvaluationRequest, config: Config, ranks: Ranks) -> EvaluationResult:
     """A model folder or one of a hub, in the numbers that it was saved in."""
     ready = load_inference_model(question.reference)
     kept = next(ready.model.parameters()).dtype
-    arithmetic = PrecisionPolicy({torch.float64: "fp64"}.get(kept, "as saved"), kept, kept)
+    precision = PrecisionPolicy({torch.float64: "fp64"}.get(kept, "as saved"), kept, kept)
     losses: dict[str, float] = {}
     if question.data:
         made = prepare_data(config)
         data = dataclasses.replace(
             made, validation=made.train.store, validation_documents=np.arange(len(made.train.store), dtype=np.int64)
         )
-        install_attention(config, ready.model, arithmetic, ranks.device, data.typical_length)
-        losses = _validation_losses(config, data, ready.model, ranks, arithmetic)
+        install_attention(config, ready.model, precision, ranks.device, data.typical_length)
+        losses = _validation_losses(config, data, ready.model, ranks, precision)
     root = LossModel(ready.model)
     scored = evaluate_tasks(config, ready.renderer, root, ranks, contextlib.nullcontext())
     return EvaluationResult({"model": question.reference}, losses, scored)

@@ -18,17 +18,18 @@ from whet.model.load.tokenizer import stop_ids
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import is_sharded, reshard
-from whet.run.assemble import PrecisionPolicy, make_loader
+from whet.run.assemble import make_loader
 from whet.run.data import RunData
 from whet.tokenizer.token_bytes import bytes_per_token
+from whet.training.precision import PrecisionPolicy
 
 
 def evaluate_run(
-    config: Config, data: RunData, root: LossModel, ranks: Ranks, arithmetic: PrecisionPolicy
+    config: Config, data: RunData, root: LossModel, ranks: Ranks, precision: PrecisionPolicy
 ) -> tuple[dict[str, float], list[AnsweredExample]]:
     """Validation loss and task scores of the model as it is now."""
     samples: list[AnsweredExample] = []
-    context = arithmetic.context(ranks.device)
+    context = precision.autocast(ranks.device)
     results = evaluate_validation(config, data, root, ranks, context)
     for scored in evaluate_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, context):
         results[f"task/{scored.task}"] = scored.score

@@ -24,11 +24,12 @@ from whet.exporting.trained_model import TrainedModel
 from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
-from whet.run.assemble import PrecisionPolicy, build_model, resolve_precision
+from whet.run.assemble import build_model
 from whet.run.data import RunData, load_recorded_data, require_same_tokenizer
 from whet.run.evaluation import stop_token_ids
 from whet.run.load_models import load_checkpoint_model, read_run_config
 from whet.run.resume import require_same_base
+from whet.training.precision import PrecisionPolicy, resolve_precision
 
 _PROBE_COUNT = 4  # conversations that an export is compared on
 KIND_ALIASES = {"hf": "merged"}
@@ -118,8 +119,8 @@ def _probe_conversations(data: RunData) -> list[list[int]]:
 
 
 def _build_spec(config: Config, data: RunData, wish: ExportRequest, kind: str, step: int, ranks: Ranks) -> ExportSpec:
-    arithmetic = resolve_precision(_with_recorded_precision(config), ranks.device, trains=False)
-    trained = _open_trained_model(config, arithmetic, step, ranks, wish.shard_size)
+    precision = resolve_precision(_with_recorded_precision(config), ranks.device, trains=False)
+    trained = _open_trained_model(config, precision, step, ranks, wish.shard_size)
     renderer = Renderer(data.tokenizer, config.data.train_on)
     speech = GenerationSettings(
         data.tokenizer,
@@ -127,7 +128,7 @@ def _build_spec(config: Config, data: RunData, wish: ExportRequest, kind: str, s
         renderer.end_of_turn(),
         load_generation_settings(config.model),
     )
-    computed_in = trained.adapter_in if kind == "adapter" else arithmetic.compute
+    computed_in = trained.adapter_in if kind == "adapter" else precision.compute
     numbers = choose_dtype(kind, wish.dtype, computed_in, trained.learned_in)
     return ExportSpec(
         trained, speech, numbers, step, wish.shard_size, wish.tensor_parallel,
@@ -145,20 +146,18 @@ def _with_recorded_precision(config: Config) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
-def _open_trained_model(
-    config: Config, arithmetic: PrecisionPolicy, step: int, ranks: Ranks, room: int
-) -> TrainedModel:
+def _open_trained_model(config: Config, precision: PrecisionPolicy, step: int, ranks: Ranks, room: int) -> TrainedModel:
     """Without memory for its weights, which are read while they are needed; whole, if its base is in 4 bits or its
     adapter is one that begins as a function of the weights."""
     alone = Ranks(0, 1, ranks.device)
     if config.quantize is not None or config.model.trust_remote_code or config.adapter_needs_weights:
-        whole = load_checkpoint_model(config, step, alone, arithmetic)
+        whole = load_checkpoint_model(config, step, alone, precision)
         cast_trained_modules_(whole)
         return TrainedModel(whole, room=room)
     path = config.folder / "checkpoints" / directory.checkpoint_name(step)
     require_same_base(config, verify_checkpoint(path, ["model"], alone), alone)
-    bare, source = load_placeholder_model(config.model, arithmetic.weights)
-    model = build_model(config, arithmetic, ranks.device, 0, lambda: bare)
+    bare, source = load_placeholder_model(config.model, precision.weights)
+    model = build_model(config, precision, ranks.device, 0, lambda: bare)
     inner = unwrap_peft(model)
     learned = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
     saved = CheckpointWeights(path)

@@ -47,10 +47,10 @@ def fault_event(fault: StepFault, data: RunData, file: Path) -> dict[str, Any]:
             for document in part.documents
         ],
         "together": _is_joint_fault(found.blamed),
-        "all": fault.verdict.kind == "nonfinite" and 1 < len(found.alone) == len(found.blamed),
+        "all": fault.verdict.kind == "nonfinite" and 1 < len(found.conversations) == len(found.blamed),
         "layer": _first_bad_layer(fault),
         "losses_only": found.losses_only,
-        "weights": found.weights,
+        "weights": found.nonfinite_weights,
         "file": str(file),
     }
 
@@ -59,7 +59,7 @@ def fault_batch(
     fault: StepFault, config: Config, data: RunData, loader: Loader, precision: str, scale: float
 ) -> dict[str, Any]:
     """All that `whet train --replay` needs to run the step again."""
-    numbers = sorted({document for part in fault.findings.layout for document in part.documents})
+    numbers = sorted({document for part in fault.findings.micro_batches for document in part.documents})
     store = data.train.store
     return {
         "format": _BATCH_FORMAT,
@@ -86,7 +86,7 @@ def fault_batch(
             }
             for number in numbers
         ],
-        "micro_batches": [asdict(part) for part in fault.findings.layout],
+        "micro_batches": [asdict(part) for part in fault.findings.micro_batches],
     }
 
 
@@ -158,7 +158,7 @@ def read_passed_over(run: Path) -> list[tuple[int, int]]:
 
 def write_passed_over(run: Path, guard: Guard) -> None:
     (run / "faults").mkdir(exist_ok=True)
-    write_json(run / "faults" / "passed_over.json", {"steps": guard.passed_over})
+    write_json(run / "faults" / "passed_over.json", {"steps": guard.excluded})
 
 
 def preview_text(tokenizer: PreTrainedTokenizerFast, ids: list[int], length: int = 300) -> str:

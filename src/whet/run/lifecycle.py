@@ -49,7 +49,6 @@ from whet.run.assemble import (
     build_loss_model,
     build_model,
     build_sharded_loss_model,
-    choose_precision,
     max_micro_batches,
     require_tensor_parallel_plan,
     set_deterministic,
@@ -61,6 +60,7 @@ from whet.run.resume import open_run_folder, recorded_template_date, write_run_i
 from whet.run.training_loop import AssembledRun, StartupTimer, end_position, train_from_checkpoint
 from whet.training.loss_scale import LossScaler
 from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes
+from whet.training.precision import choose_precision
 from whet.training.schedule import warmup_fills_run
 from whet.training.trackers import check_trackers
 
@@ -89,12 +89,12 @@ def describe_run(run: AssembledRun) -> dict[str, Any]:
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "device": device.type,
         "device_name": device_name(device),
-        "peak_flops": device_peak_flops(device, run.arithmetic.name),
-        "precision": run.arithmetic.name,
+        "peak_flops": device_peak_flops(device, run.precision.name),
+        "precision": run.precision.name,
         "quantize": config.quantize,
         "eight_bit_layers": count_fp8_layers(run.root),
         "attention": attention.describe_backend(run.root.language_model),
-        "compiled": should_compile(config.model.compile, device, run.arithmetic.compute),
+        "compiled": should_compile(config.model.compile, device, run.precision.compute),
         "recorded": uses_cuda_graphs(run.root),
         **config.parallel.model_dump(),
     }
@@ -109,7 +109,7 @@ def run_training(config: Config, resume: bool, until: int | None = None, keeps: 
     `until`: pause after that step, with the schedule of the whole run. `keeps`: write checkpoints and the export.
     """
     first_step = StartupTimer()
-    first_step.ends("import_s")
+    first_step.end_phase("import_s")
     rank, world = launch_env.rank(), launch_env.world_size()
     if rank > 0:
         set_quiet()
@@ -134,7 +134,7 @@ def run_training(config: Config, resume: bool, until: int | None = None, keeps: 
             return
         if resume and folder is not None and not folder.holds_run():
             info(f"{config.folder}: there is nothing to resume; the run begins at its start")
-        with run_while_waiting(loading.begin):
+        with run_while_waiting(loading.start):
             data = prepare_data(config, recorded_template_date(config.folder))
         if folder is not None:
             write_run_inputs(folder, config, data)
@@ -142,12 +142,12 @@ def run_training(config: Config, resume: bool, until: int | None = None, keeps: 
         PHASE.enter("joining the others")
         ranks = init_distributed(patience_s + COLLECTIVE_MARGIN_S)
         with _process_group(ranks):
-            watch.begin()
+            watch.start()
             with report_failures(config.folder, rank, world):
                 require_consistent_ranks(
                     config.folder, stores, ranks
                 )  # rank 0 has written the plan: all may read it now
-                first_step.ends("prepare_s")
+                first_step.end_phase("prepare_s")
                 run = _assemble_and_train(config, data, loading, folder, ranks, until, keeps, first_step, trackers)
             watch.close()
         if folder is not None:  # alone: nobody waits for what one process writes
@@ -180,7 +180,7 @@ def _assemble_and_train(
         PHASE.enter("loading the model", unbounded=True)
         mesh = build_mesh(config.parallel, ranks)
         run = _assemble(config, data, loading, folder, mesh, until, keeps, first_step)
-        first_step.ends("load_s")
+        first_step.end_phase("load_s")
         train_from_checkpoint(run, trackers)
         return run
     except torch.OutOfMemoryError as error:
@@ -198,7 +198,7 @@ def _background_model_loader(config: Config) -> Iterator[BackgroundModelLoader]:
     try:
         yield loading
     finally:
-        loading.give_up()
+        loading.abandon()
 
 
 def _assemble(
@@ -212,24 +212,24 @@ def _assemble(
             "data.validation: none of its conversations has anything to learn, so there is nothing to measure. Give "
             "others, or leave it out"
         )
-    arithmetic = choose_precision(config, ranks.device)
+    precision = choose_precision(config, ranks.device)
     tokens = len(data.tokenizer)  # read while the model is loaded
-    model = build_model(config, arithmetic, ranks.device, tokens, loading.model, data.typical_length)
+    model = build_model(config, precision, ranks.device, tokens, loading.model, data.typical_length)
     if mesh.fsdp_mesh is None:
-        root = build_loss_model(config, model, arithmetic, ranks.device, tokens, data.max_document_length)
+        root = build_loss_model(config, model, precision, ranks.device, tokens, data.max_document_length)
     else:
         source, typical = loading.source, data.typical_length
         root = build_sharded_loss_model(
-            config, model, arithmetic, mesh, tokens, data.max_document_length, typical, source
+            config, model, precision, mesh, tokens, data.max_document_length, typical, source
         )
-    compiling = should_compile(config.model.compile, ranks.device, arithmetic.compute)
+    compiling = should_compile(config.model.compile, ranks.device, precision.compute)
     apply_ulysses(root, mesh)
     transform_layers(
         root.language_model, config.parallel, compiling
     )  # after the probe, whose short rows would be compiled too
     if compiling and ranks.device.type == "cuda" and ranks.world_size == 1 and config.parallel.offload == "none":
         enable_cuda_graphs(
-            root, config.train.micro_rows * config.row_length, device_peak_flops(ranks.device, arithmetic.name)
+            root, config.train.micro_rows * config.row_length, device_peak_flops(ranks.device, precision.name)
         )
     if mesh.fsdp_mesh is None:
         broadcast_weights(root, ranks)
@@ -240,11 +240,11 @@ def _assemble(
     if away:
         offload_optimizer_state(optimizer)
     plan = Plan.load(config.folder / "plan")
-    if mesh.fsdp_mesh is None and arithmetic.weights == torch.bfloat16 and max_micro_batches(config, plan, ranks) > 1:
+    if mesh.fsdp_mesh is None and precision.weights == torch.bfloat16 and max_micro_batches(config, plan, ranks) > 1:
         accumulate_in_fp32(root)
     run = AssembledRun(
-        config=config, data=data, plan=plan, ranks=ranks, arithmetic=arithmetic, model=model, root=root,
-        optimizer=optimizer, loss_scale=LossScaler.for_fp16() if arithmetic.name == "fp16" else LossScaler(),
+        config=config, data=data, plan=plan, ranks=ranks, precision=precision, model=model, root=root,
+        optimizer=optimizer, loss_scale=LossScaler.for_fp16() if precision.name == "fp16" else LossScaler(),
         folder=folder, last=min(until or len(plan), len(plan)), keeps=keeps,
         first_step=first_step,
     )  # fmt: skip
@@ -281,7 +281,7 @@ def _print_summary(run: AssembledRun) -> None:
     eight_bits = count_fp8_layers(run.root)
     if eight_bits:
         info(f"{eight_bits} layers multiply in 8 bits; measuring and exporting do not")
-    if eight_bits and not should_compile(config.model.compile, run.ranks.device, run.arithmetic.compute):
+    if eight_bits and not should_compile(config.model.compile, run.ranks.device, run.precision.compute):
         warn("train.precision: without compiling, rounding to 8 bits takes longer than it saves; see model.compile")
     room = getattr(run.model.config, "max_position_embeddings", plan.stats.longest)
     if plan.stats.longest > room:
@@ -290,7 +290,7 @@ def _print_summary(run: AssembledRun) -> None:
             "data.max_length"
         )
     schedule = config.train.schedule
-    whole = end_position(plan).counted(schedule)
+    whole = end_position(plan).in_units_of(schedule)
     if warmup_fills_run(whole, schedule):
         warn(
             f"train.schedule.warmup: {schedule.warmup} takes the whole run of {whole:g} {schedule.by}s, so the rate "
@@ -298,7 +298,7 @@ def _print_summary(run: AssembledRun) -> None:
         )
     info(
         f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world_size} × {run.ranks.device.type}, "
-        f"{run.arithmetic.name}: "
+        f"{run.precision.name}: "
         f"{', '.join(f'{n} {unit}' for unit, n in config.train.batch.model_dump(exclude_none=True).items())} a step, "
         f"{plan.stats.per_epoch} conversations an epoch"
     )

@@ -31,10 +31,11 @@ from whet.model.load.weight_files import load_error, locate_model
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
-from whet.run.assemble import PrecisionPolicy, build_model, choose_precision, resolve_precision
+from whet.run.assemble import build_model
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.evaluation import stop_token_ids
 from whet.run.resume import require_same_base
+from whet.training.precision import PrecisionPolicy, choose_precision, resolve_precision
 
 # A run's model at work again.
 
@@ -46,7 +47,7 @@ class LoadedRun:
     config: Config
     model: nn.Module
     step: int
-    arithmetic: PrecisionPolicy
+    precision: PrecisionPolicy
     ranks: Ranks
 
 
@@ -57,8 +58,8 @@ def load_run(path: Path, step: str = "latest") -> LoadedRun:
     folder = path / "checkpoints"
     number = directory.resolve_step(folder, step)
     ranks = init_distributed()
-    arithmetic = resolve_precision(config, ranks.device, trains=False)
-    return LoadedRun(config, load_checkpoint_model(config, number, ranks), number, arithmetic, ranks)
+    precision = resolve_precision(config, ranks.device, trains=False)
+    return LoadedRun(config, load_checkpoint_model(config, number, ranks), number, precision, ranks)
 
 
 def read_run_config(path: Path) -> Config:
@@ -69,11 +70,11 @@ def read_run_config(path: Path) -> Config:
 
 
 def load_checkpoint_model(
-    config: Config, step: int, ranks: Ranks, arithmetic: PrecisionPolicy | None = None
+    config: Config, step: int, ranks: Ranks, precision: PrecisionPolicy | None = None
 ) -> nn.Module:
     """A run's model as the checkpoint after `step` has it, whole, on the device of `ranks`."""
-    arithmetic = arithmetic or choose_precision(config, ranks.device, trains=False)
-    model = build_model(config, arithmetic, ranks.device, 0)
+    precision = precision or choose_precision(config, ranks.device, trains=False)
+    model = build_model(config, precision, ranks.device, 0)
     folder = config.folder / "checkpoints" / directory.checkpoint_name(step)
     manifest = load_checkpoint(folder, LossModel(unwrap_peft(model)), None, ranks)
     require_same_base(config, manifest, ranks)

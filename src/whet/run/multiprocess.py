@@ -112,9 +112,9 @@ class HangDetector:
         self._folder, self._rank, self._world, self._patience_s = folder, rank, world, patience_s
         self._watchdog: Watchdog | None = None
         if launch_env.has_agent_store():
-            self.begin()
+            self.start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """As soon as there is a store to meet at: torchrun's at once, else that of the process group."""
         if self._world > 1 and self._watchdog is None:
             self._watchdog = Watchdog(self._rank, self._world, self._patience_s, self._hung)

@@ -25,12 +25,13 @@ from whet.data.loader import ReplayLoader, SavedDocument
 from whet.model import attention
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
-from whet.run.assemble import PrecisionPolicy, build_loss_model, build_model, choose_precision, set_deterministic
+from whet.run.assemble import build_loss_model, build_model, set_deterministic
 from whet.run.data import load_run_tokenizer
 from whet.run.fault_report import preview_text
 from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
 from whet.training.metrics import finite_or_none
 from whet.training.micro_batches import ForwardPasses
+from whet.training.precision import PrecisionPolicy, choose_precision
 from whet.training.step import StepResult, compute_gradients
 
 _PREVIEW_CHARACTERS = 48
@@ -112,16 +113,16 @@ def replay_batch(file: Path) -> dict[str, Any]:
     config = read_config(run / "config.yaml").with_folder(run)
     set_deterministic(config)
     ranks = init_distributed()
-    arithmetic = choose_precision(config, ranks.device, trains=False)
+    precision = choose_precision(config, ranks.device, trains=False)
     tokens = len(load_run_tokenizer(config))
-    model = build_model(config, arithmetic, ranks.device, tokens, typical=_typical_length(run))
-    root = build_loss_model(config, model, arithmetic, ranks.device, tokens, saved.step.max_seqlen).train()
+    model = build_model(config, precision, ranks.device, tokens, typical=_typical_length(run))
+    root = build_loss_model(config, model, precision, ranks.device, tokens, saved.step.max_seqlen).train()
     if saved.step.highest_id >= embedding_rows(model):
         raise WhetError(f"{file}: it holds ids that this run's model does not know. Was the file edited?")
     checkpoint = _load_nearest_checkpoint(saved, run, root, ranks)
-    if arithmetic.name != saved.content["precision"]:
-        warn(f"the run computed in {saved.content['precision']}; this device computes in {arithmetic.name}")
-    findings, result = _rerun(saved, config, root, ranks, arithmetic)
+    if precision.name != saved.content["precision"]:
+        warn(f"the run computed in {saved.content['precision']}; this device computes in {precision.name}")
+    findings, result = _rerun(saved, config, root, ranks, precision)
     exact = checkpoint == saved.content["checkpoint"]
     reproduced = _is_reproduced(saved, result, exact)
     _print_results(saved, config, findings, result, reproduced)
@@ -133,8 +134,8 @@ def replay_batch(file: Path) -> dict[str, Any]:
         "reproduced": reproduced,
         "loss": finite_or_none(result.loss),
         "grad_norm": finite_or_none(result.grad_norm),
-        "conversations": [_conversation_result(saved, found) for found in findings.alone],
-        "weights": findings.weights,
+        "conversations": [_conversation_result(saved, found) for found in findings.conversations],
+        "weights": findings.nonfinite_weights,
     }
 
 
@@ -172,14 +173,14 @@ def _typical_length(run: Path) -> float:
 
 
 def _rerun(
-    saved: SavedBatch, config: Config, root: LossModel, ranks: Ranks, arithmetic: PrecisionPolicy
+    saved: SavedBatch, config: Config, root: LossModel, ranks: Ranks, precision: PrecisionPolicy
 ) -> tuple[Diagnosis, StepResult]:
-    content, context = saved.content, arithmetic.context(ranks.device)
+    content, context = saved.content, precision.autocast(ranks.device)
     step = content["step"] - 1
-    examiner = Diagnoser(root, ranks, content["seed"], context, content["loss_scale"], most=None)
-    findings = examiner.examine(saved.step, step, "nonfinite")
+    diagnoser = Diagnoser(root, ranks, content["seed"], context, content["loss_scale"], max_conversations=None)
+    findings = diagnoser.diagnose(saved.step, step, "nonfinite")
     passes = ForwardPasses(
-        root, saved.step, step, device=ranks.device, seed=content["seed"], arithmetic=context,
+        root, saved.step, step, device=ranks.device, seed=content["seed"], autocast=context,
         loss_scale=content["loss_scale"],
     )  # fmt: skip
     return findings, compute_gradients(passes, ranks=ranks, clip_norm=config.train.clip_norm, stop=False)
@@ -205,7 +206,7 @@ def _print_results(
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("first bad layer", overflow="fold")
     table.add_column("text")
-    for found in findings.alone:
+    for found in findings.conversations:
         each = _conversation_result(saved, found)
         ids = saved.content["conversations"][found.documents[0]]["ids"]
         text = " ".join(preview_text(tokenizer, ids, _PREVIEW_CHARACTERS).split())
@@ -218,8 +219,8 @@ def _print_results(
     info(
         f"together: loss {_format_number(finite_or_none(result.loss))}, gradient norm {_format_number(finite_or_none(result.grad_norm))}"
     )
-    if findings.weights:
-        info(f"weights that are not finite themselves: {', '.join(findings.weights)}")
+    if findings.nonfinite_weights:
+        info(f"weights that are not finite themselves: {', '.join(findings.nonfinite_weights)}")
     reason = saved.content["reason"]
     words = {True: "it came again", False: "it did not come again", None: "whether it came again cannot be told"}
     because = "; its weights were not saved" if reproduced is None else ""

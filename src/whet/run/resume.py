@@ -253,18 +253,18 @@ class RunFiles:
         self.metrics = JsonLinesWriter(path / "metrics.jsonl", kept.metrics)
         self.samples = JsonLinesWriter(path / "samples.jsonl", kept.samples)
         self.events = JsonLinesWriter(path / "events.jsonl")
-        self.step_ended()
+        self.mark_step_end()
 
-    def step_ended(self) -> None:
+    def mark_step_end(self) -> None:
         """Remember how long the files are after a step, before it is measured: a resumed run measures it again."""
         self.sizes = {"metrics_bytes": self.metrics.size(), "samples_bytes": self.samples.size()}
 
-    def cut(self, kept: ResumeOffsets) -> None:
+    def truncate(self, kept: ResumeOffsets) -> None:
         """Undo what was written since a checkpoint; events have happened all the same."""
         if kept.metrics is not None and kept.samples is not None:
             self.metrics.truncate(kept.metrics)
             self.samples.truncate(kept.samples)
-        self.step_ended()
+        self.mark_step_end()
 
     def close(self) -> None:
         self.metrics.close()

@@ -29,7 +29,7 @@ from whet.data.plan.planner import Plan
 from whet.model.flops import count_step_flops, flops_table
 from whet.model.loss.loss_model import LossModel
 from whet.model.peak_flops import device_name, device_peak_flops
-from whet.run.assemble import PrecisionPolicy, make_loader
+from whet.run.assemble import make_loader
 from whet.run.data import RunData
 from whet.run.evaluation import evaluate_run
 from whet.run.fault_report import (
@@ -44,6 +44,7 @@ from whet.run.resume import RunFiles, checkpoint_metadata, read_kept_metrics, re
 from whet.training.guard import Guard
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
+from whet.training.precision import PrecisionPolicy
 from whet.training.profiler import make_profiler
 from whet.training.schedule import Position
 from whet.training.trackers import Trackers, open_trackers
@@ -68,15 +69,15 @@ class StartupTimer:
         self.is_done = False
         _has_run_before = True
 
-    def ends(self, part: str) -> None:
+    def end_phase(self, part: str) -> None:
         """All time since the last part ended was this part's."""
         now = time.monotonic()
         self._parts[part] += now - self._last
         self._last = now
 
-    def done(self) -> dict[str, float]:
+    def finish(self) -> dict[str, float]:
         """The first step is done: the seconds until then, and their parts."""
-        self.ends("step_s")
+        self.end_phase("step_s")
         self.is_done = True
         return {"first_step_s": self._last - self._began, **self._parts}
 
@@ -109,7 +110,7 @@ class RunHooks:
     optimizer: torch.optim.Optimizer
     loss_scale: LossScaler
     ranks: Ranks
-    arithmetic: PrecisionPolicy
+    precision: PrecisionPolicy
     steps: int
     saver: CheckpointSaver | None
     """None: nothing is kept."""
@@ -122,12 +123,12 @@ class RunHooks:
 
     def log(self, line: dict[str, Any]) -> None:
         if not self.first_step.is_done:
-            self._tell(self.first_step.done(), line["step"])
+            self._tell(self.first_step.finish(), line["step"])
             if self.saver is not None:
                 self.saver.prepare_staging()
         if self.files is not None and self.folder is not None:
             self.files.metrics.write(line)
-            self.files.step_ended()
+            self.files.mark_step_end()
             self.trackers.write(line)
             self.folder.heartbeat(line["step"], self.steps)
 
@@ -138,9 +139,9 @@ class RunHooks:
             self.folder.set_status("running", step, self.steps)
 
     def evaluate(self, step: int) -> None:
-        results, samples = evaluate_run(self.config, self.data, self.root, self.ranks, self.arithmetic)
+        results, samples = evaluate_run(self.config, self.data, self.root, self.ranks, self.precision)
         if not self.first_step.is_done:
-            self.first_step.ends("measure_s")
+            self.first_step.end_phase("measure_s")
         broken = [name for name, value in results.items() if not math.isfinite(value)]
         if broken:
             raise RunFailedError(
@@ -182,9 +183,7 @@ class RunHooks:
         event = fault_event(fault, self.data, file)
         if self.files is not None:
             scale = self.loss_scale.value
-            write_fault_batch(
-                file, fault_batch(fault, self.config, self.data, self.loader, self.arithmetic.name, scale)
-            )
+            write_fault_batch(file, fault_batch(fault, self.config, self.data, self.loader, self.precision.name, scale))
             self.files.events.write(event)
         done = fault.step - 1
         self.wait_for_save()
@@ -206,16 +205,16 @@ class RunHooks:
         self.wait_for_save()
         path = self.config.folder
         done = self.ranks.all_gather(directory.resumable_steps(self._checkpoints) if self.ranks.is_main else [])[-1]
-        self.guard.passed_over.append((done + 1, step))
+        self.guard.excluded.append((done + 1, step))
         if self.folder is not None:  # before anything is undone: a run that dies here passes over them too
             write_passed_over(path, self.guard)
         start, seen, kept = restore_newest_checkpoint(
             self.config, self.root, self.optimizer, self.loss_scale, self.ranks
         )
         if self.files is not None:
-            self.files.cut(kept)
-        self.trackers.go_back(start)
-        self.guard.recall(read_kept_metrics(path, kept, self.ranks))
+            self.files.truncate(kept)
+        self.trackers.rewind(start)
+        self.guard.restore(read_kept_metrics(path, kept, self.ranks))
         return ResumePoint(start, seen)
 
     def stop_requested(self) -> bool:
@@ -237,7 +236,7 @@ class AssembledRun:
     data: RunData
     plan: Plan
     ranks: Ranks
-    arithmetic: PrecisionPolicy
+    precision: PrecisionPolicy
     model: nn.Module
     """With its adapters."""
     root: LossModel
@@ -267,7 +266,7 @@ def train_from_checkpoint(run: AssembledRun, trackers: list[str]) -> None:
         )
     lines = read_kept_metrics(config.folder, kept, ranks)
     guard = Guard(config.train.on_nonfinite, config.train.on_spike, read_passed_over(config.folder))
-    guard.recall(lines)
+    guard.restore(lines)
     profiler = make_profiler(config.profile, config.folder, ranks, len(run.plan), partial(_flops_table, run))
     if folder is not None:
         folder.set_status("running", start, len(run.plan))
@@ -281,7 +280,7 @@ def train_from_checkpoint(run: AssembledRun, trackers: list[str]) -> None:
         for part in (shown, loader, profiler):
             stack.enter_context(contextlib.closing(part))
         hooks = RunHooks(
-            config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.arithmetic, len(run.plan), saver,
+            config, run.data, run.root, run.optimizer, run.loss_scale, ranks, run.precision, len(run.plan), saver,
             folder, files, shown, loader, guard, run.first_step,
         )  # fmt: skip
         Trainer(
@@ -305,7 +304,7 @@ def train_from_checkpoint(run: AssembledRun, trackers: list[str]) -> None:
             per_epoch=run.plan.stats.per_epoch,
             whole=end_position(run.plan),
             seed=config.run.seed,
-            arithmetic=run.arithmetic.context(ranks.device),
+            autocast=run.precision.autocast(ranks.device),
             loss_scale=run.loss_scale,
             profiler=profiler,
             peak=_total_peak_flops(run),
@@ -348,10 +347,10 @@ def end_position(plan: Plan) -> Position:
 def _total_peak_flops(run: AssembledRun) -> float | None:
     """FLOP/s that all devices could do together."""
     device = run.ranks.device
-    peak = device_peak_flops(device, run.arithmetic.name)
+    peak = device_peak_flops(device, run.precision.name)
     if peak is None and device.type != "cpu":
         name = device_name(device)
-        info(f"mfu is not given: what {name} can do at best in {run.arithmetic.name} is not known to whet")
+        info(f"mfu is not given: what {name} can do at best in {run.precision.name} is not known to whet")
     return None if peak is None else peak * run.ranks.world_size
 
 

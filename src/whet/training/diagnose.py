@@ -43,11 +43,11 @@ class NonfiniteWatch:
         """Several, where modules share their input: which of them it was cannot be told from its gradient."""
         return " or ".join(self._backward) or None
 
-    def enters(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def before_forward(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.forward is None and not all(map(_is_finite, _inputs(args, kwargs))):
             self.forward = name.rpartition(".")[0] or name  # made between its parent's modules
 
-    def leaves(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def after_forward(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self.forward is None and not all(map(_is_finite, _tensors(output))):
             self.forward = name
         if any(tensor.requires_grad for tensor in _tensors(output)):
@@ -81,8 +81,8 @@ def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
     watch = NonfiniteWatch()
     hooks = []
     for name, module in _named_modules(model):
-        hooks.append(module.register_forward_pre_hook(partial(watch.enters, name), with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(watch.leaves, name), with_kwargs=True))
+        hooks.append(module.register_forward_pre_hook(partial(watch.before_forward, name), with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(watch.after_forward, name), with_kwargs=True))
     try:
         yield watch
     finally:
@@ -166,12 +166,12 @@ class MicroBatchLayout:
 class Diagnosis:
     """The same on every rank."""
 
-    alone: list[DocumentResult]
+    conversations: list[DocumentResult]
     blamed: list[DocumentResult]
     """The conversations at fault, or micro-batches, if none is alone; of a spike the highest; of an empty step all."""
-    weights: list[str]
+    nonfinite_weights: list[str]
     """Weights that are not finite themselves."""
-    layout: list[MicroBatchLayout]
+    micro_batches: list[MicroBatchLayout]
     losses_only: bool = False
     """Gradients were not looked at, because processes compute together: a fault in them was not found."""
 
@@ -183,19 +183,19 @@ class Diagnoser:
     model: LossModel
     ranks: Ranks
     seed: int
-    arithmetic: AbstractContextManager[object]
+    autocast: AbstractContextManager[object]
     loss_scale: float
-    most: int | None = 256
+    max_conversations: int | None = 256
     """Conversations of a rank that are looked at: more would hold up a run that goes on. None: all."""
 
-    def examine(self, loader: Loader | ReplayLoader, step: int, kind: FaultKind) -> Diagnosis:
-        """See `_examine`; afterwards nothing that it gathered is held any more."""
+    def diagnose(self, loader: Loader | ReplayLoader, step: int, kind: FaultKind) -> Diagnosis:
+        """See `_diagnose`; afterwards nothing that it gathered is held any more."""
         try:
-            return self._examine(loader, step, kind)
+            return self._diagnose(loader, step, kind)
         finally:
             reshard(self.model)
 
-    def _examine(self, loader: Loader | ReplayLoader, step: int, kind: FaultKind) -> Diagnosis:
+    def _diagnose(self, loader: Loader | ReplayLoader, step: int, kind: FaultKind) -> Diagnosis:
         """Every conversation of a step alone; where none is at fault alone, every micro-batch.
 
         Gradients are thrown away, except after a spike: nothing but losses is looked at then, and the step may still
@@ -258,7 +258,7 @@ class Diagnoser:
         with watch_nonfinite(self.model) as watch, torch.set_grad_enabled(backward), uncompiled:
             if backward:
                 _clear_gradients(parameters)
-            with self.arithmetic:
+            with self.autocast:
                 result = self.model(batch.to(self.ranks.device), weight)
             loss = float(result.loss)
             sliced = self.ranks.context_size > 1  # another slice's loss may have broken by what happened in this one

@@ -35,7 +35,7 @@ class Verdict:
     limit: float | None = None
     """Of a spike: the loss from which on it is one."""
 
-    def stopping(self, because: str) -> Verdict:
+    def stop_because(self, because: str) -> Verdict:
         """The same, but the run ends."""
         return replace(self, action="stop", reason=f"{self.reason}; {because}")
 
@@ -67,21 +67,21 @@ class Guard:
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
-    passed_over: list[tuple[int, int]] = field(default_factory=list)
+    excluded: list[tuple[int, int]] = field(default_factory=list)
     """Of each rollback, the first and the last step that are not trained on; steps count from 1."""
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _skips: int = 0
 
-    def recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Know what these lines of metrics.jsonl say, and nothing else."""
         self._losses.clear()
         self._skips = 0
         for line in lines:
-            self.note(line)
+            self.record(line)
 
-    def note(self, line: Mapping[str, Any]) -> None:
+    def record(self, line: Mapping[str, Any]) -> None:
         """Remember a line of metrics.jsonl."""
-        if "loss" not in line or self.passes_over(line["step"]):
+        if "loss" not in line or self.excludes(line["step"]):
             return
         if line.get("skipped"):
             self._skips += line["skipped"] != "overflow"
@@ -90,9 +90,9 @@ class Guard:
         if line["loss"] is not None:
             self._losses.append(line["loss"])
 
-    def passes_over(self, step: int) -> bool:
+    def excludes(self, step: int) -> bool:
         """Whether a rollback decided that this step, counted from 1, is not trained on."""
-        return any(first <= step <= last for first, last in self.passed_over)
+        return any(first <= step <= last for first, last in self.excluded)
 
     def policy(self, kind: FaultKind) -> str:
         """What is done about a fault of this kind."""
@@ -121,9 +121,9 @@ class Guard:
     def _limited(self, verdict: Verdict) -> Verdict:
         """Skipping and rolling back end too: a run that does little else is broken."""
         if verdict.action == "skip" and self._skips >= _MAX_CONSECUTIVE_SKIPS:
-            return verdict.stopping(f"{self._skips} steps in a row were skipped already")
-        if verdict.action == "rollback" and len(self.passed_over) >= _MAX_ROLLBACKS:
-            return verdict.stopping(f"the run went back {len(self.passed_over)} times already")
+            return verdict.stop_because(f"{self._skips} steps in a row were skipped already")
+        if verdict.action == "rollback" and len(self.excluded) >= _MAX_ROLLBACKS:
+            return verdict.stop_because(f"the run went back {len(self.excluded)} times already")
         return verdict
 
 

@@ -33,7 +33,7 @@ class LossScaler:
         """Whether an overflow may be the scale's fault. At 1 it is the model's."""
         return self.moves and self.value > 1
 
-    def settle(self, overflowed: bool) -> None:
+    def update(self, overflowed: bool) -> None:
         """After a step: fall at once, rise slowly."""
         if not self.moves:
             return

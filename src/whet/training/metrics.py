@@ -21,7 +21,7 @@ class StepTime(NamedTuple):
     """One step."""
 
     seconds: float
-    ago: float
+    ended_ago_s: float
     """Seconds since it ended."""
 
 
@@ -44,7 +44,7 @@ class StepTimer:
             self._event.synchronize()
         self._since = time.perf_counter()
 
-    def lap(self, came: torch.cuda.Event | None) -> StepTime:
+    def stop(self, came: torch.cuda.Event | None) -> StepTime:
         """The step since the start, or since the last one's end; `came`: when the device had its numbers."""
         now = time.perf_counter()
         if self._event is None or came is None:
@@ -66,7 +66,7 @@ class RunTotals:
     supervised_tokens: int = 0
     flops: int = 0
 
-    def plus(self, totals: StepTotals, work: StepFlops) -> RunTotals:
+    def add(self, totals: StepTotals, work: StepFlops) -> RunTotals:
         return RunTotals(
             self.conversations + totals.conversations,
             self.tokens + totals.tokens,
@@ -103,7 +103,7 @@ def step_metrics(
 ) -> dict[str, Any]:  # fmt: skip
     """`step` counts finished steps from 1; counts are cumulative, rates are of this step."""
     return {
-        "time": time.time() - pace.lap.ago,
+        "time": time.time() - pace.lap.ended_ago_s,
         "step": step,
         "epoch": seen.conversations / per_epoch,
         "loss": finite_or_none(result.loss),

@@ -26,11 +26,11 @@ class ForwardPasses(Iterator[LossSum]):
 
     def __init__(
         self, model: LossModel, loader: Loader | ReplayLoader, step: int, *, device: torch.device, seed: int,
-        arithmetic: AbstractContextManager[object], loss_scale: float,
+        autocast: AbstractContextManager[object], loss_scale: float,
     ) -> None:  # fmt: skip
         self.model, self.step, self.loss_scale = model, step, loss_scale
         self.supervised = loader.totals(step).supervised
-        self._device, self._seed, self._arithmetic = device, seed, arithmetic
+        self._device, self._seed, self._autocast = device, seed, autocast
         self._weight = loss_scale / self.supervised if self.supervised else math.nan
         self._batches, self._count = TimedIterator(loader.micro_batches(step)), loader.micro_batch_count(step)
         self.made_before = compile_and_capture_count()
@@ -61,7 +61,7 @@ class ForwardPasses(Iterator[LossSum]):
         PHASE.enter(f"micro-batch {self._made}", self.step + 1)
         set_gradient_sync(self.model, self._made == self._count)
         torch.manual_seed(derive_seed(self._seed, self.step, row))
-        with self._arithmetic:
+        with self._autocast:
             result: LossSum = self.model(batch.to(self._device), self._weight)
         return result
 

@@ -22,11 +22,11 @@ class Profiler:
     """One that is off: steps pass through it untouched."""
 
     @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
+    def step(self, step: int) -> Iterator[None]:
         """A step, counted from 1."""
         yield
 
-    def comes_after(self, step: int) -> bool:
+    def starts_or_stops_after(self, step: int) -> bool:
         """Whether it begins or ends between this step and the next, which takes time."""
         return False
 
@@ -43,7 +43,7 @@ class StepProfiler(Profiler):
         self._running: profile | None = None
 
     @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
+    def step(self, step: int) -> Iterator[None]:
         first, last = self._config.steps
         if first <= step <= last and self._running is None:
             self._start()
@@ -51,7 +51,7 @@ class StepProfiler(Profiler):
         if step == last:
             self.close()
 
-    def comes_after(self, step: int) -> bool:
+    def starts_or_stops_after(self, step: int) -> bool:
         first, last = self._config.steps
         return step in (first - 1, last)
 

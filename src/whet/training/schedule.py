@@ -17,7 +17,7 @@ class Position:
     conversation: int
     token: int
 
-    def counted(self, schedule: ScheduleConfig) -> float:
+    def in_units_of(self, schedule: ScheduleConfig) -> float:
         """In the unit of this schedule."""
         return float(getattr(self, schedule.by))
 

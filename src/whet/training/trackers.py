@@ -58,7 +58,7 @@ class Trackers:
         for service in self._services:
             service.write(line["step"], scalars_of(line))
 
-    def go_back(self, done: int) -> None:
+    def rewind(self, done: int) -> None:
         """Take back what was written after so many steps."""
         self.close()
         self._services = [opener(done) for opener in self._openers]

@@ -169,7 +169,7 @@ class Trainer:
     whole: Position
     """Where the run ends."""
     seed: int
-    arithmetic: AbstractContextManager[object]
+    autocast: AbstractContextManager[object]
     loss_scale: LossScaler
     profiler: Profiler
     peak: float | None
@@ -194,8 +194,8 @@ class Trainer:
         smoothed, course = ExponentialAverage(), self._course()
         with collect_stop_signals(signals, _announce_stop), progress("training", self.cadence.steps, start) as bar:
             for step in range(start, self.cadence.last):
-                with self.profiler.around(step + 1):
-                    if self.guard.passes_over(step + 1):
+                with self.profiler.step(step + 1):
+                    if self.guard.excludes(step + 1):
                         result = self._pass_over(step, seen)
                     else:
                         stop = bool(signals) or self.hooks.stop_requested()
@@ -245,7 +245,7 @@ class Trainer:
 
     def _passes(self, step: int) -> ForwardPasses:
         return ForwardPasses(
-            self.model, self.loader, step, device=self.ranks.device, seed=self.seed, arithmetic=self.arithmetic,
+            self.model, self.loader, step, device=self.ranks.device, seed=self.seed, autocast=self.autocast,
             loss_scale=self.loss_scale.value,
         )  # fmt: skip
 
@@ -256,8 +256,8 @@ class Trainer:
             done < self.cadence.last
             and not self.cadence.evaluates_after(done)
             and not self.cadence.saves_after(done, self._epochs(before), self._epochs(after))
-            and not self.guard.passes_over(done + 1)
-            and not self.profiler.comes_after(done)
+            and not self.guard.excludes(done + 1)
+            and not self.profiler.starts_or_stops_after(done)
         )
 
     def _one(self, step: int, seen: RunTotals, stop: bool, course: _LoopState, is_first: bool) -> _StepOutcome:
@@ -267,7 +267,7 @@ class Trainer:
             clock.start()
         PHASE.enter("computing gradients", step + 1)
         totals = self.loader.totals(step)
-        after = seen.plus(totals, self.work)
+        after = seen.add(totals, self.work)
         rates = self._rates(step, seen, after)
         if early is not None:
             early.was_asked = False
@@ -277,7 +277,7 @@ class Trainer:
             passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=save, move=early,
             limit=self.guard.limit(), meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
         )  # fmt: skip
-        lap, is_warm = clock.lap(result.came), ahead.made_before() == passes.made_before
+        lap, is_warm = clock.stop(result.came), ahead.made_before() == passes.made_before
         verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
         moved = early is not None and early.was_asked and verdict.kind == "fine"
         if not moved:
@@ -293,7 +293,7 @@ class Trainer:
             found = time.perf_counter()
             optimizer_step(self.optimizer, result.factor)
             lap = StepTime(lap.seconds + time.perf_counter() - found, 0.0)
-        self.loss_scale.settle(verdict.kind == "overflow")
+        self.loss_scale.update(verdict.kind == "overflow")
         pace = StepSpeed(lap, after.flops - seen.flops, self.peak, is_warm)
         line = step_metrics(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
         if verdict.action == "skip":
@@ -304,10 +304,10 @@ class Trainer:
     def _fault(self, step: int, seen: RunTotals, result: StepResult, verdict: Verdict) -> Verdict:
         """Find who is to blame and say so; ends the run if that is what the policy, or what is left of it, says."""
         if verdict.action == "rollback" and not self.hooks.can_roll_back():
-            verdict = verdict.stopping("there is no checkpoint to go back to")
+            verdict = verdict.stop_because("there is no checkpoint to go back to")
         PHASE.enter("looking for what is to blame")
-        examiner = Diagnoser(self.model, self.ranks, self.seed, self.arithmetic, self.loss_scale.value)
-        findings = examiner.examine(self.loader, step, verdict.kind)
+        diagnoser = Diagnoser(self.model, self.ranks, self.seed, self.autocast, self.loss_scale.value)
+        findings = diagnoser.diagnose(self.loader, step, verdict.kind)
         words = self.hooks.fault(StepFault(step + 1, seen, result, verdict, findings, self.guard.policy(verdict.kind)))
         if verdict.action == "stop":
             raise RunFailedError(words)
@@ -316,7 +316,7 @@ class Trainer:
 
     def _pass_over(self, step: int, seen: RunTotals) -> _StepOutcome:
         """A step that a rollback left out: it counts, and nothing is computed."""
-        after = replace(seen.plus(self.loader.totals(step), self.work), flops=seen.flops)
+        after = replace(seen.add(self.loader.totals(step), self.work), flops=seen.flops)
         rates = self._rates(step, seen, after)
         line = skipped_step_metrics(step + 1, rates, after, self.per_epoch, self.ranks.device)
         self._log(line)
@@ -326,14 +326,14 @@ class Trainer:
         """Set those of this step; gives what metrics.jsonl says of them."""
         schedule = self.config.schedule
         here, there = (
-            Position(number, seen.conversations / self.per_epoch, seen.conversations, seen.tokens).counted(schedule)
+            Position(number, seen.conversations / self.per_epoch, seen.conversations, seen.tokens).in_units_of(schedule)
             for number, seen in ((step, before), (step + 1, after))
         )
-        rates = set_learning_rates(self.optimizer, lr_factor(here, there, self.whole.counted(schedule), schedule))
+        rates = set_learning_rates(self.optimizer, lr_factor(here, there, self.whole.in_units_of(schedule), schedule))
         return rates | {"loss_scale": self.loss_scale.value} if self.loss_scale.moves else rates
 
     def _log(self, line: dict[str, Any]) -> None:
-        self.guard.note(line)
+        self.guard.record(line)
         self.hooks.log(line)
 
 

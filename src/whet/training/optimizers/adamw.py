@@ -36,18 +36,20 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         """`away`: states begin in the host's memory (`keep_state_on_host` fetches them)."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._chance = RoundingGenerators(seed)
-        self.factor = 1.0
+        self._generators = RoundingGenerators(seed)
+        self.gradient_scale = 1.0
         """What gradients are multiplied by in the next step: it saves going through all of them to clip."""
         self._decision: Tensor | None = None
         """On the device, while it decides: the factor, and whether there is a step at all."""
-        self._keeps: dict[Tensor, StateStorage] = {}
-        self._numbers: dict[Tensor, int] = {}  # counted once: an offloaded optimizer steps through parts of its groups
+        self._storage: dict[Tensor, StateStorage] = {}
+        self._parameter_index: dict[
+            Tensor, int
+        ] = {}  # counted once: an offloaded optimizer steps through parts of its groups
         for group in self.param_groups:
             for weight in group["params"]:
-                self._keeps[weight] = choose_storage(bits, group["name"], weight)
-                self._numbers[weight] = len(self._numbers)
-                state = {"step": torch.zeros((), dtype=torch.int64), **self._start(group, weight)}
+                self._storage[weight] = choose_storage(bits, group["name"], weight)
+                self._parameter_index[weight] = len(self._parameter_index)
+                state = {"step": torch.zeros((), dtype=torch.int64), **self._initial_state(group, weight)}
                 self.state[weight] = state_to_host(state) if away else state
 
     @torch.no_grad()
@@ -59,17 +61,17 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 self.state[weight]["step"] += 1
                 step = int(self.state[weight]["step"])
-                self._move(group, weight, weight.grad, step)
+                self._update(group, weight, weight.grad, step)
 
     def step_if(self, factor: Tensor, fine: Tensor) -> None:
-        """A step with `factor` if `fine` is not 0, two numbers on the device. It counts even so: see `count_back`."""
+        """A step with `factor` if `fine` is not 0, two numbers on the device. It counts even so: see `undo_step_count`."""
         self._decision = torch.stack([factor, fine]).float()
         try:
             self.step()
         finally:
             self._decision = None
 
-    def count_back(self) -> None:
+    def undo_step_count(self) -> None:
         """The last step was none."""
         for weight, state in self.state.items():
             if weight.grad is not None:
@@ -84,19 +86,19 @@ class AdamW(torch.optim.Optimizer):
     def _is_fused(self, weight: Tensor) -> bool:
         here = local_tensor(weight)
         fits = here.is_cuda and here.is_contiguous() and update_dtype(weight) == torch.float32
-        return fits and not isinstance(self._keeps[weight], BlockwiseStorage) and _fused_kernels() is not None
+        return fits and not isinstance(self._storage[weight], BlockwiseStorage) and _fused_kernels() is not None
 
     def _generator(self, weight: Tensor, step: int) -> torch.Generator:
         """Of the random numbers that round this weight in this step; parts of a divided one have their own."""
-        return self._chance.of(step, self._numbers[weight], weight.device, shard_index(weight))
+        return self._generators.generator(step, self._parameter_index[weight], weight.device, shard_index(weight))
 
-    def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
-        keep = self._keeps[weight]
-        return keep.start("exp_avg", weight) | keep.start("exp_avg_sq", weight)
+    def _initial_state(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        storage = self._storage[weight]
+        return storage.zeros("exp_avg", weight) | storage.zeros("exp_avg_sq", weight)
 
-    def _move(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
+    def _update(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
         """Number by number, or block by block of a row: of a divided weight, each process moves its part."""
-        keep, arithmetic, whole = self._keeps[weight], update_dtype(weight), weight
+        storage, dtype, whole = self._storage[weight], update_dtype(weight), weight
         state = {key: local_tensor(value) for key, value in self.state[weight].items()}
         weight, gradient = local_tensor(weight), local_tensor(gradient)
         beta1, beta2 = group["betas"]
@@ -104,27 +106,29 @@ class AdamW(torch.optim.Optimizer):
         root = (1 - beta2**step) ** 0.5
         decayed = 1 - group["lr"] * group["weight_decay"]
         if self._is_fused(whole):
-            motion = _fused_kernels().Motion(self.factor, beta1, beta2, group["eps"], rate, root, decayed)
-            seed = self._chance.seed(step, self._numbers[whole], shard_index(whole))
+            scalars = _fused_kernels().AdamWScalars(
+                self.gradient_scale, beta1, beta2, group["eps"], rate, root, decayed
+            )
+            seed = self._generators.seed(step, self._parameter_index[whole], shard_index(whole))
             means = state["exp_avg"], state["exp_avg_sq"]
-            _fused_kernels().move(weight, gradient.contiguous(), *means, motion, seed, self._decision)
+            _fused_kernels().fused_adamw_(weight, gradient.contiguous(), *means, scalars, seed, self._decision)
             return
         chance = self._generator(whole, step)
         for rows in row_chunks(weight):
-            slope, moved = self._slope(gradient[rows], arithmetic), weight[rows].to(arithmetic)
-            mean = keep.read(state, "exp_avg", rows, arithmetic).lerp_(slope, 1 - beta1)
-            square = keep.read(state, "exp_avg_sq", rows, arithmetic).mul_(beta2)
+            slope, moved = self._scaled_gradient(gradient[rows], dtype), weight[rows].to(dtype)
+            mean = storage.read(state, "exp_avg", rows, dtype).lerp_(slope, 1 - beta1)
+            square = storage.read(state, "exp_avg_sq", rows, dtype).mul_(beta2)
             square.addcmul_(slope, slope, value=1 - beta2)
             moved.mul_(decayed)
             moved.addcdiv_(mean, (square.sqrt() / root).add_(group["eps"]), value=-rate)
-            keep.write(state, "exp_avg", rows, mean, chance)
-            keep.write(state, "exp_avg_sq", rows, square, chance)
+            storage.write(state, "exp_avg", rows, mean, chance)
+            storage.write(state, "exp_avg_sq", rows, square, chance)
             copy_rounded(weight[rows], moved, chance)
 
-    def _slope(self, gradient: Tensor, arithmetic: torch.dtype) -> Tensor:
-        """What is learned from, in the type of the arithmetic; the gradient itself stays as it is."""
-        exact = gradient.to(arithmetic)
-        return exact if self.factor == 1 else exact * self.factor
+    def _scaled_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is learned from, in the type of the dtype; the gradient itself stays as it is."""
+        exact = gradient.to(dtype)
+        return exact if self.gradient_scale == 1 else exact * self.gradient_scale
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int, away: 
 def optimizer_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Move the weights by their gradients times `factor` (of StepResult)."""
     if isinstance(optimizer, AdamW):
-        optimizer.factor = factor
+        optimizer.gradient_scale = factor
     else:
         optimizer.grad_scale = _inverse_scale(optimizer, factor)  # type: ignore[attr-defined]
     optimizer.step()
@@ -142,7 +142,7 @@ class ConditionalStep:
     def take_back(self) -> None:
         """The device took no step, so it does not count. torch's optimizers count on the device, and know."""
         if isinstance(self._optimizer, AdamW):
-            self._optimizer.count_back()
+            self._optimizer.undo_step_count()
 
 
 def build_conditional_step(optimizer: torch.optim.Optimizer) -> ConditionalStep | None:

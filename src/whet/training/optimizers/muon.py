@@ -34,20 +34,20 @@ class Muon(AdamW):
             done = max((int(state["step"]) for state in self.state.values()), default=0)
         return end if done >= warmup else start + (end - start) * done / warmup
 
-    def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+    def _initial_state(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         if not _uses_muon(group, weight):
-            return super()._start(group, weight)
+            return super()._initial_state(group, weight)
         return {"momentum": torch.zeros_like(weight, dtype=update_dtype(weight))}
 
-    def _move(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
+    def _update(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
         if not _uses_muon(group, weight):
-            super()._move(group, weight, gradient, step)
+            super()._update(group, weight, gradient, step)
             return
-        arithmetic, momentum = update_dtype(weight), self.momentum(step - 1)
-        slope = self._slope(local_tensor(gradient), arithmetic)
+        dtype, momentum = update_dtype(weight), self.momentum(step - 1)
+        slope = self._scaled_gradient(local_tensor(gradient), dtype)
         mean = local_tensor(self.state[weight]["momentum"]).lerp_(slope, 1 - momentum)
-        direction = _orthogonalize_shard(slope.lerp(mean, momentum), weight).to(local_tensor(weight).device, arithmetic)
-        moved = local_tensor(weight).to(arithmetic).mul_(1 - group["lr"] * group["weight_decay"])
+        direction = _orthogonalize_shard(slope.lerp(mean, momentum), weight).to(local_tensor(weight).device, dtype)
+        moved = local_tensor(weight).to(dtype).mul_(1 - group["lr"] * group["weight_decay"])
         moved.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
         copy_rounded(local_tensor(weight), moved, self._generator(weight, step))
 

@@ -83,7 +83,7 @@ class RoundingGenerators:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def of(self, step: int, number: int, device: torch.device, part: int = 0) -> torch.Generator:
+    def generator(self, step: int, number: int, device: torch.device, part: int = 0) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
         return self._generators[device].manual_seed(self.seed(step, number, part))
@@ -124,11 +124,11 @@ RowIndex = Any
 class StateStorage(Protocol):
     """One way to keep a moment (`exp_avg`, or `exp_avg_sq`, which is never negative)."""
 
-    def start(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
+    def zeros(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
         """Zeros."""
 
     def read(self, state: dict[str, Tensor], moment: str, rows: RowIndex, dtype: torch.dtype) -> Tensor:
-        """The moment in the type of the arithmetic, to be changed in place and given to `write`."""
+        """The moment in the type of the dtype, to be changed in place and given to `write`."""
 
     def write(
         self, state: dict[str, Tensor], moment: str, rows: RowIndex, values: Tensor, chance: torch.Generator
@@ -138,7 +138,7 @@ class StateStorage(Protocol):
 class FullPrecisionStorage:
     """As computed: fp32, or fp64 for weights in fp64."""
 
-    def start(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
+    def zeros(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
         return {moment: torch.zeros_like(weight, dtype=update_dtype(weight))}
 
     def read(self, state: dict[str, Tensor], moment: str, rows: RowIndex, dtype: torch.dtype) -> Tensor:
@@ -153,7 +153,7 @@ class FullPrecisionStorage:
 class Bf16Storage:
     """Rounded at random: rounded to the nearest, a moment would stop following small gradients."""
 
-    def start(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
+    def zeros(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
         return {moment: torch.zeros_like(weight, dtype=torch.bfloat16)}
 
     def read(self, state: dict[str, Tensor], moment: str, rows: RowIndex, dtype: torch.dtype) -> Tensor:
@@ -169,7 +169,7 @@ class BlockwiseStorage:
     """Codes with a scale for each block (`codes.py`). Of squares the root is kept: it is what the step divides by,
     and it spans half as many powers of ten."""
 
-    def start(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
+    def zeros(self, moment: str, weight: Tensor) -> dict[str, Tensor]:
         return {
             f"{moment}_codes": torch.zeros_like(weight, dtype=torch.uint8),
             f"{moment}_scales": shard_like(weight, zero_scales(local_tensor(weight))),  # zeros, whatever the codes say

@@ -18,7 +18,7 @@ _SEED_MASK = 0x7FFFFFFF  # more bits would sometimes be another type, for which 
 
 
 @dataclass(frozen=True, slots=True)
-class Motion:
+class AdamWScalars:
     """The numbers of one step of AdamW that are the same for all numbers of a weight."""
 
     factor: float
@@ -37,7 +37,7 @@ class Motion:
 @triton.jit
 def _hash32(x):  # type: ignore[no-untyped-def]
     """32 bits that look random, of 32 that do not (the last rounds of MurmurHash3). As good as a generator's for
-    rounding, and ten times cheaper, which decides whether memory or arithmetic is waited for."""
+    rounding, and ten times cheaper, which decides whether memory or dtype is waited for."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -86,20 +86,20 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         tl.store(weight_at + at, weight.to(weight_at.dtype.element_ty), mask=known)
 
 
-def move(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, motion: Motion, seed: int,
+def fused_adamw_(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, scalars: AdamWScalars, seed: int,
     decision: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One step, in place; what is kept in bf16 is rounded at random, as `seed` (64 bits) and the place say.
 
     All four are contiguous and of the same size; states are both in fp32 or both in bf16. `decision`, two numbers in
-    fp32: the factor, instead of the motion's, and 0 if there is to be no step.
+    fp32: the factor, instead of that of the scalars, and 0 if there is to be no step.
     """
     _adamw_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
         weight, gradient, mean, square, weight if decision is None else decision, weight.numel(),
         seed & _SEED_MASK, (seed >> 32) & _SEED_MASK,
-        motion.factor, motion.beta1, 1 - motion.beta1, motion.beta2, 1 - motion.beta2, motion.eps, motion.rate,
-        motion.root, motion.keep,
+        scalars.factor, scalars.beta1, 1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, scalars.eps, scalars.rate,
+        scalars.root, scalars.keep,
         rounds_weight=weight.dtype == torch.bfloat16, rounds_states=mean.dtype == torch.bfloat16,
         decides=decision is not None, block=_BLOCK,
         num_warps=8,

@@ -1,0 +1,67 @@
+"""The precision policy of a run: dtype of the weights, dtype of the computation, autocast."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from whet.config import Config
+from whet.core.console import warn
+from whet.core.errors import WhetError
+from whet.model.fp8.conversion import fp8_unsupported_reason, require_fp8
+from whet.model.modules import KeepFloat64
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """The dtypes of a run; `name` is a value of train.precision, never `auto`."""
+
+    name: str
+    weights: torch.dtype
+    compute: torch.dtype
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """torch.autocast for mixed precision. In fp64 it disables the casts to fp32 inside the models."""
+        if self.name in ("bf16", "fp16", "fp8"):
+            return torch.autocast(device.type, self.compute)
+        return KeepFloat64() if self.name == "fp64" else nullcontext()
+
+
+def choose_precision(config: Config, device: torch.device, trains: bool = True) -> PrecisionPolicy:
+    """`resolve_precision`, with a warning where that precision is slow."""
+    precision = resolve_precision(config, device, trains)
+    if precision.name in ("bf16", "fp16") and device.type == "cpu" and config.train.precision == precision.name:
+        warn(f"train.precision: {precision.name} on a CPU is often many times slower than fp32")
+    return precision
+
+
+def resolve_precision(config: Config, device: torch.device, trains: bool = True) -> PrecisionPolicy:
+    """The precision for `train.precision` and `model.dtype` on a device.
+
+    Mixed precision keeps trained weights in fp32 and frozen weights in the compute dtype. Without training (`trains`
+    is False), fp8 falls back to bf16 on a device without fp8: the weights are bf16 anyway.
+    """
+    name = _best_precision(device) if config.train.precision == "auto" else config.train.precision
+    if name == "fp8" and trains:
+        require_fp8(device, name)
+    elif name == "fp8" and fp8_unsupported_reason(device):
+        name = "bf16"
+    compute = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
+    if config.model.dtype == "bf16" and compute != torch.bfloat16:
+        raise WhetError(
+            f"model.dtype: bf16 weights are trained in bf16, and train.precision is {name} here. Leave model.dtype "
+            "out, or set train.precision=bf16"
+        )
+    if config.model.dtype == "auto":
+        weights = compute if config.adapter or compute.itemsize > 2 else torch.float32
+    else:
+        weights = {"fp32": torch.promote_types(torch.float32, compute), "bf16": torch.bfloat16}[config.model.dtype]
+    return PrecisionPolicy(name, weights, compute)
+
+
+def _best_precision(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
