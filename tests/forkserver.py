@@ -25,9 +25,11 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 PRELOADED = (
@@ -101,6 +103,7 @@ def serve(folder: Path) -> Callable[[], None] | None:
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     selector.register(wake, selectors.EVENT_READ)
     children: dict[int, socket.socket] = {}
+    records: dict[int, Path] = {}
     while True:
         for key, _ in selector.select():
             if key.fileobj is listener:
@@ -119,7 +122,8 @@ def serve(folder: Path) -> Callable[[], None] | None:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 children[pid] = connection
-                (folder / str(task["pid"])).write_text(str(pid))
+                records[pid] = folder / str(task["pid"])
+                records[pid].write_text(str(pid))
                 selector.register(connection, selectors.EVENT_READ, pid)
                 _send(connection, pid)
             elif key.fileobj == wake:
@@ -130,11 +134,20 @@ def serve(folder: Path) -> Callable[[], None] | None:
                         connection = children.pop(pid)
                         if connection in selector.get_map():
                             selector.unregister(connection)
+                        records.pop(pid).unlink()
                         _send(connection, status)
                         connection.close()
             elif key.data in children and not _is_open(key.fileobj):  # type: ignore[arg-type]
                 os.kill(key.data, signal.SIGKILL)  # its stand-in is gone
                 selector.unregister(key.fileobj)
+
+
+class Popen(subprocess.Popen[Any]):
+    """A process started by `sys.executable`. Signals go to the fork itself, so that it is gone when `wait` returns."""
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(fork_of(self.pid), sig)
 
 
 def fork_of(pid: int) -> int:
@@ -215,6 +228,7 @@ def _run(task: dict[str, object], descriptors: list[int]) -> None:
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     kind, *rest = task["argv"]  # type: ignore[misc]
     if kind == "-m":
+        sys.modules.pop(rest[0], None)
         sys.argv = [rest[0], *rest[1:]]
         sys.path.insert(0, str(task["cwd"]))
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+import forkserver
 import whet.data.prepare.build as chunks_module
+from forkserver import children_of
 
 SLOWLY = """
 import os, sys, time
@@ -24,7 +26,7 @@ save = build.Chunk.save
 def slowly(chunk, path):
     time.sleep(0.15)
     save(chunk, path)
-build.Chunk.save, build._SMALL = slowly, 4
+build.Chunk.save, build._SMALL_CHUNK = slowly, 4
 os.sched_getaffinity = lambda _: {0, 1, 2}
 from whet.cli.app import app
 app(["prepare", *sys.argv[1:]])
@@ -100,7 +102,9 @@ def test_the_result(whet: Any, recipe: str, cache: Path, write_data: Callable[..
     assert (cut["conversations"]["truncated"], cut["conversations"]["kept"]) == (1, 4)
 
 
-def test_reusing_a_store_imports_neither_torch_nor_transformers(arguments: list[str], whet: Any) -> None:
+def test_reusing_a_store_imports_neither_torch_nor_transformers(
+    real_python: str, arguments: list[str], whet: Any
+) -> None:
     first = result_of(whet("prepare", *arguments, "--json"))
     began = time.monotonic()
     command = [sys.executable, "-c", TELL, "prepare", *arguments, "--quiet", "--json"]
@@ -146,7 +150,7 @@ def test_an_invalid_shard_is_refused(arguments: list[str], whet: Any, cache: Pat
 @pytest.fixture
 def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A slow preparation with three processes, in a group of its own."""
-    process = subprocess.Popen(
+    process = forkserver.Popen(
         [sys.executable, "-c", SLOWLY, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
@@ -165,10 +169,6 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < until, "it did not come to pass"
         time.sleep(0.01)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_running(pid: int) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from fleet_options import OPTIONS, STEPS
 
+import forkserver
 from forkserver import fork_of
 
 _SAME = ("step", "loss", "grad_norm", "lr", "conversations", "tokens", "supervised_tokens")
@@ -35,6 +36,12 @@ class Started:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended too early: {self.process.communicate()}")
             assert time.monotonic() < until, "the run did not come that far"
+            time.sleep(0.01)
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        until = time.monotonic() + 30
+        while not (self.folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").exists():
+            assert time.monotonic() < until, "the checkpoint was not written"
             time.sleep(0.01)
 
     def worker(self, rank: int) -> int:
@@ -79,7 +86,7 @@ class Start:
         return self.command([sys.executable, "-m", *map(str, words), f"run.dir={self.folder / run}"], run, **settings)
 
     def command(self, words: list[str], run: str, **settings: Any) -> Started:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+        process = forkserver.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
         self.started.append(Started(process, self.folder / run))
         return self.started[-1]
 

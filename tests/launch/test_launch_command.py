@@ -22,6 +22,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(
 ) -> None:
     run = start.launch(recipe, *OPTIONS, *TWO, "--json")
     run.wait_for_step(22)
+    run.wait_for_checkpoint(20)
     os.kill(run.worker(1), signal.SIGKILL)
     code, out, err = run.ended()
     assert code == 0, err
@@ -154,7 +155,7 @@ def test_a_supervisor_that_is_killed_leaves_a_run_that_saves_and_stops(
     run = start.launch(recipe, *OPTIONS, "train.steps=100000", *TWO)
     run.wait_for_step(5)
     run.process.kill()
-    until = time.monotonic() + 40
+    until = time.monotonic() + 90
     while run.status["state"] == "running":
         assert time.monotonic() < until, "it trains on, and nobody watches"
         time.sleep(0.1)

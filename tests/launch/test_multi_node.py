@@ -72,6 +72,7 @@ def test_a_run_on_two_machines_survives_the_loss_of_a_process(
 ) -> None:
     one, two = on_all(recipe, *OPTIONS)
     one.wait_for_step(22)
+    one.wait_for_checkpoint(20)
     os.kill(one.worker(1), signal.SIGKILL)
     ends = [run.ended() for run in (one, two)]
     assert [code for code, _, _ in ends] == [0, 0], ends

@@ -39,7 +39,7 @@ def test_torchrun_that_is_killed_leaves_no_processes_that_go_on(real_python: str
     run = start(*WITH_USR1, recipe, *OPTIONS, "train.steps=100000")
     run.wait_for_step(8)
     workers = [run.worker(rank) for rank in range(2)]
-    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.kill()
     until = time.monotonic() + 30
     while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < until:
         time.sleep(0.05)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import forkserver
+
 _EXACT = (
     "step", "epoch", "loss", "grad_norm", "lr", "conversations", "tokens", "supervised_tokens", "flops", "val_loss",
     "val_accuracy", "val_bpb",
@@ -47,7 +49,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def run(*arguments: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "whet", *map(str, arguments)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        started.append(forkserver.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
     yield run

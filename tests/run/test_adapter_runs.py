@@ -102,7 +102,7 @@ def test_it_is_asked_beside_its_base(kind: str, make_run: Callable[[str], Path],
     assert set(json.loads(ended.out)["tasks"]["orders"]) >= {"score", "base", "difference"}
 
 
-def test_peft_and_transformers_load_it_alone(make_run: Callable[[str], Path], whet: Any) -> None:
+def test_peft_and_transformers_load_it_alone(real_python: str, make_run: Callable[[str], Path], whet: Any) -> None:
     run = make_run("dora")
     if not (run / "exports/merged").exists():
         assert whet("export", run).code == 0

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from forkserver import children_of
+import forkserver
+from forkserver import children_of, fork_of
 
 Exact = Callable[[Path], list[dict[str, Any]]]
 WEIGHTS = "exports/merged/model.safetensors"
@@ -36,7 +37,7 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def run(*arguments: str) -> subprocess.Popen[bytes]:
         started.append(
-            subprocess.Popen(
+            forkserver.Popen(
                 [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
             )
         )
@@ -50,7 +51,7 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """torchrun's processes are in sessions of their own."""
-    for number in (process.pid, *children_of(process.pid)):
+    for number in (*map(fork_of, children_of(process.pid)), fork_of(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
 
@@ -83,7 +84,7 @@ def one_of(process: subprocess.Popen[bytes]) -> None:
     """Kill the last rank; torchrun ends the others."""
     children = children_of(process.pid)
     if children:
-        os.kill(children[-1], signal.SIGKILL)
+        os.kill(fork_of(children[-1]), signal.SIGKILL)
     else:
         kill_all(process)
 

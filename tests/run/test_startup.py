@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import forkserver
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.run_folder import RunFolder
@@ -157,7 +158,7 @@ main()
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_while_the_model_is_loaded_ends_the_process(kind: int, recipe: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SLOW, "train", recipe, f"run.dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = forkserver.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if line == "loading\n":
@@ -180,7 +181,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_the_process(kind: int, recipe: st
 
 
 def test_a_run_tells_how_long_its_first_step_took_and_on_what(
-    start: Callable[..., Any], recipe: str, tmp_path: Path
+    real_python: str, start: Callable[..., Any], recipe: str, tmp_path: Path
 ) -> None:
     folder, began = tmp_path / "run", time.monotonic()
     process = start("train", recipe, f"run.dir={folder}", "train.steps=2")
