@@ -188,7 +188,7 @@ class RunHooks:
         done = fault.step - 1
         self.wait_for_save()
         saved = self.ranks.all_gather(directory.list_steps(self._checkpoints) if self.ranks.is_main else [])
-        if fault.verdict.action == "stop" and done > 0 and done not in saved and not fault.findings.weights:
+        if fault.verdict.action == "stop" and done > 0 and done not in saved and not fault.findings.nonfinite_weights:
             self.save(done, fault.before)
             self.wait_for_save()
         return fault_message(event)

@@ -211,7 +211,7 @@ class Diagnoser:
             every = self._of_all(
                 [
                     _describe_batch(batch)
-                    for _, batch in loader.single_document_batches(step, self.most)
+                    for _, batch in loader.single_document_batches(step, self.max_conversations)
                     if len(batch.documents)
                 ]
             )
@@ -221,7 +221,7 @@ class Diagnoser:
         backward = kind != "spike" and not together
         alone = []
         with progress(f"step {step + 1}: each conversation alone", None) as bar:
-            for row, batch in loader.single_document_batches(step, self.most):
+            for row, batch in loader.single_document_batches(step, self.max_conversations):
                 alone.append(self._run(step, row, batch, weight, backward))
                 bar.advance()
         alone = self._of_all([found for found in alone if found.documents])
