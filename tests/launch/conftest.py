@@ -1,4 +1,4 @@
-"""Runs of several processes that can be hurt: started by `whet launch` or torchrun, found by rank."""
+"""Runs of several processes, started by `whet launch` or torchrun, whose workers tests signal or kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_options import OPTIONS, STEPS
+from launch_options import OPTIONS, STEPS
 
 import forkserver
 from forkserver import fork_of
@@ -35,7 +35,7 @@ class Started:
         while steps_in(self.folder) < step:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended too early: {self.process.communicate()}")
-            assert time.monotonic() < until, "the run did not come that far"
+            assert time.monotonic() < until, "the run did not reach the step"
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int) -> None:
@@ -96,7 +96,7 @@ class Start:
     def end_all(self) -> None:
         for one in self.started:
             one.process.kill()
-        for pid, command, _ in processes():  # those that a killed parent left, and those that a test has stopped
+        for pid, command, _ in processes():  # orphans of a killed parent, and workers that a test has stopped
             if str(self.folder) in command and pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -113,13 +113,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def whole(shared_run: Callable[..., Path]) -> Path:
-    """The run that nothing happens to, in one process."""
+    """An undisturbed run in one process, to compare with."""
     return shared_run("launch-whole", *OPTIONS)
 
 
 @pytest.fixture(scope="session")
 def assert_same() -> Callable[[Path, Path], None]:
-    """Two runs have the same steps, up to rounding in fp64: they may have been made by other numbers of processes."""
+    """Two runs have the same steps up to fp64 rounding, whatever their numbers of processes."""
 
     def compare(one: Path, other: Path) -> None:
         mine, theirs = (

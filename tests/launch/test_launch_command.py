@@ -1,4 +1,4 @@
-"""`whet launch`: a run that is hurt goes on; one that cannot be helped ends with the reason."""
+"""`whet launch`: crashed runs restart from their checkpoint; hopeless ones end with the reason."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_options import OPTIONS, TWO
+from launch_options import OPTIONS, TWO
 
 from forkserver import children_of
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(
+def test_a_run_restarts_from_its_checkpoint_after_a_rank_is_killed(
     start: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     run = start.launch(recipe, *OPTIONS, *TWO, "--json")
@@ -41,7 +41,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_launch_that_is_asked_to_stop_ends_with_75_and_can_be_finished(
+def test_a_signal_stops_a_launch_with_75_and_resume_finishes_it(
     number: signal.Signals, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     run = start.launch(recipe, *OPTIONS, *TWO)
@@ -54,7 +54,7 @@ def test_a_launch_that_is_asked_to_stop_ends_with_75_and_can_be_finished(
     assert [(line["kind"], line["then"]) for line in run.attempts] == [("stopped", "end")]
     saved = (run.folder / "checkpoints" / "latest").read_text().strip()
     assert saved == f"step-{run.status['step']:06d}"
-    if number != signal.SIGUSR1:  # once is enough: it takes long
+    if number != signal.SIGUSR1:  # once is enough: slow
         return
     ended = whet("train", recipe, *OPTIONS, f"run.dir={run.folder}", "--resume")  # with one process instead of two
     assert ended.code == 0, ended.err
@@ -63,7 +63,7 @@ def test_a_launch_that_is_asked_to_stop_ends_with_75_and_can_be_finished(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_launch_that_a_program_asks_to_stop_before_the_first_step_ends_with_75(
+def test_sigterm_before_the_first_step_ends_with_75(
     processes: int, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     run = start.launch(recipe, *OPTIONS, f"launch.processes={processes}")
@@ -92,7 +92,7 @@ def test_a_stop_file_ends_a_launch_without_a_restart(processes: int, start: Any,
 
 
 @pytest.mark.slow
-def test_timeout_of_coreutils_gives_75_around_a_launch(start: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_launch_under_coreutils_timeout_ends_with_75(start: Any, recipe: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "whet", "launch", recipe, "launch.processes=1", f"run.dir={tmp_path / 'run'}"]
     ended = subprocess.run(
         ["timeout", "--preserve-status", "-s", "TERM", "40", *command, "train.steps=100000"], capture_output=True
@@ -100,11 +100,11 @@ def test_timeout_of_coreutils_gives_75_around_a_launch(start: Any, recipe: str, 
     assert ended.returncode == 75, ended.stderr
 
 
-def test_a_failure_that_repeats_in_the_same_step_is_not_tried_again_and_again(start: Any, recipe: str) -> None:
+def test_a_failure_that_repeats_in_the_same_step_is_not_restarted(start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, *TWO, "train.optimizer.lr=1e300", "launch.max_restarts=9")
     code, _, err = run.ended()
     assert code == 3, err
-    assert "again, in the same way" in err
+    assert "with the same message" in err
     assert [line["then"] for line in run.attempts] == ["restart", "end"], run.attempts
     assert run.attempts[-2]["step"] == run.attempts[-1]["step"]
     assert run.status["state"] == "failed"
@@ -112,7 +112,7 @@ def test_a_failure_that_repeats_in_the_same_step_is_not_tried_again_and_again(st
 
 
 @pytest.mark.slow
-def test_restarts_are_used_up_by_failures_that_differ(start: Any, recipe: str) -> None:
+def test_different_failures_use_up_the_restarts(start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, "launch.processes=1", "launch.max_restarts=1")
     for step in (8, 22):
         run.wait_for_step(step)
@@ -120,13 +120,13 @@ def test_restarts_are_used_up_by_failures_that_differ(start: Any, recipe: str) -
             os.kill(pid, signal.SIGKILL)
     code, _, err = run.ended()
     assert code == 3, err
-    assert "launch.max_restarts = 1 is used up" in err
+    assert "no restarts left (launch.max_restarts = 1)" in err
     assert [line["message"] for line in run.attempts] == ["killed by SIGKILL"] * 2
     assert (run.status["state"], run.status["exit_code"]) == ("failed", 3)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_wrong_input_is_said_once_and_not_tried_again(processes: int, start: Any, recipe: str) -> None:
+def test_wrong_input_is_reported_and_not_restarted(processes: int, start: Any, recipe: str) -> None:
     run = start.launch(recipe, f"launch.processes={processes}", "model.path=nowhere")
     code, _, err = run.ended()
     assert code == 1
@@ -136,7 +136,7 @@ def test_wrong_input_is_said_once_and_not_tried_again(processes: int, start: Any
     assert not run.folder.exists()
 
 
-def test_a_second_launch_of_the_same_run_is_refused_with_its_owner(start: Any, recipe: str) -> None:
+def test_a_second_launch_of_a_run_is_refused_and_names_the_owner(start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, "train.steps=100000", "launch.processes=1")
     run.wait_for_step(3)
     second = start.launch(recipe, *OPTIONS, "train.steps=100000", *TWO, "--resume")
@@ -149,20 +149,18 @@ def test_a_second_launch_of_the_same_run_is_refused_with_its_owner(start: Any, r
     assert not (run.folder / "launch.jsonl").exists()
 
 
-def test_a_supervisor_that_is_killed_leaves_a_run_that_saves_and_stops(
-    real_python: str, start: Any, recipe: str
-) -> None:
+def test_a_run_saves_and_stops_when_whet_launch_is_killed(real_python: str, start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, "train.steps=100000", *TWO)
     run.wait_for_step(5)
     run.process.kill()
     until = time.monotonic() + 90
     while run.status["state"] == "running":
-        assert time.monotonic() < until, "it trains on, and nobody watches"
+        assert time.monotonic() < until, "the run continues without a supervisor"
         time.sleep(0.1)
     assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
 
 
-def test_a_dry_run_prints_the_command_and_starts_nothing(start: Any, whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_command(start: Any, whet: Any, recipe: str, tmp_path: Path) -> None:
     words = ["launch", recipe, "launch.processes=2", f"run.dir={tmp_path / 'run'}", "--dry-run"]
     ended = whet(*words, "launch.env={NAME: a b}")
     assert ended.code == 0

@@ -1,4 +1,4 @@
-"""What is started, and where machines meet."""
+"""The command that is started, and the rendezvous."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def job(**launch: Any) -> LaunchJob:
     )
 
 
-def test_one_process_is_started_as_it_is() -> None:
+def test_one_process_is_started_directly() -> None:
     made = job(processes=1)
     assert launch_command(made, resume=False) == [sys.executable, "-m", "whet", "train", "my.yaml", "a=1", "--quiet"]
     assert launch_command(made, resume=True)[-2:] == ["--resume", "--quiet"]
 
 
-def test_several_are_started_by_torchrun_without_restarts_and_with_slurms_warning_passed_on() -> None:
+def test_several_are_started_by_torchrun_which_forwards_sigusr1_and_does_not_restart() -> None:
     words = launch_command(job(processes=4), resume=False)
     assert words[:3] == [sys.executable, "-m", "whet.launch.torchrun_agent"]
     assert "--standalone" in words
@@ -35,7 +35,7 @@ def test_several_are_started_by_torchrun_without_restarts_and_with_slurms_warnin
     assert "SIGUSR1" in words[words.index("--signals-to-handle") + 1].split(",")
 
 
-def test_several_machines_need_a_place_to_meet() -> None:
+def test_several_machines_need_a_rendezvous() -> None:
     with pytest.raises(WhetError, match=r"launch\.rendezvous is missing: 2 machines .*HOST:PORT"):
         job(nodes=2, processes=1)
     with pytest.raises(WhetError, match=r"launch\.rendezvous: no\.such\.host\.invalid:29400 cannot be reached"):
@@ -44,14 +44,14 @@ def test_several_machines_need_a_place_to_meet() -> None:
 
 def test_the_machine_of_the_rendezvous_is_its_host() -> None:
     made = job(nodes=2, processes=1, rendezvous="127.0.0.1:29400")
-    assert made.meeting is not None
-    assert (made.meeting.is_host, made.meeting.address) == (True, "127.0.0.1")
+    assert made.rendezvous is not None
+    assert (made.rendezvous.is_host, made.rendezvous.address) == (True, "127.0.0.1")
     words = launch_command(made, resume=False)
     assert words[words.index("--rdzv-conf") + 1] == "is_host=true"
     assert made.env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_the_environment_is_given_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     made = job(processes=1, env={"NAME": "a b"})
     assert format_command(made, resume=False).startswith("env 'NAME=a b' OMP_NUM_THREADS=")

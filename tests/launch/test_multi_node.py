@@ -1,4 +1,4 @@
-"""Several machines: network namespaces with names, addresses and, where it matters, file systems of their own."""
+"""Several machines: network namespaces with names, addresses and, where needed, file systems of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_options import OPTIONS
+from launch_options import OPTIONS
 
 pytestmark = pytest.mark.system("iproute2", program="ip")
 PORT = 29400
@@ -41,7 +41,7 @@ def machines() -> Iterator[list[str]]:
                 ip("-n", name, "link", "set", device, "up")
         yield names
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        pytest.skip(f"network namespaces are not available: {error.stderr.strip()}")
     finally:
         for words in [*(("netns", "del", name) for name in names), ("link", "del", bridge)]:
             subprocess.run(["ip", *words], check=False, capture_output=True)
@@ -67,7 +67,7 @@ def on_all(machines: list[str], start: Any) -> Callable[..., list[Any]]:
     return run
 
 
-def test_a_run_on_two_machines_survives_the_loss_of_a_process(
+def test_a_run_on_two_machines_restarts_after_a_process_is_killed(
     on_all: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     one, two = on_all(recipe, *OPTIONS)

@@ -1,4 +1,4 @@
-"""When a run is started again, and when it is left alone."""
+"""When a run is restarted, and when not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def crash(step: int = 0, message: str = "lost", rank: int | None = 1) -> Attempt
     return AttemptResult("crashed", 3, step, message, rank)
 
 
-def test_waits_grow_up_to_a_minute() -> None:
+def test_backoff_doubles_up_to_a_minute() -> None:
     history, waits = [], []
     for step in range(9):
         history.append(crash(step))
@@ -23,24 +23,24 @@ def test_waits_grow_up_to_a_minute() -> None:
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_restarts_end_where_they_are_used_up() -> None:
+def test_the_number_of_restarts_is_limited() -> None:
     history = [crash(1), crash(2), crash(3)]
     assert isinstance(decide_restart(history[:2], 2, 1.0), Restart)
     last = decide_restart(history, 2, 1.0)
     assert isinstance(last, Finish)
     assert last.exit_code == 3
-    assert "launch.max_restarts = 2 is used up; at last rank 1 failed after step 3: lost" in last.reason
+    assert "no restarts left (launch.max_restarts = 2); rank 1 failed after step 3: lost" in last.reason
     assert isinstance(decide_restart([crash()], 0, 1.0), Finish)
 
 
-def test_the_same_failure_twice_in_a_row_is_the_end() -> None:
+def test_the_same_failure_twice_in_a_row_is_not_restarted() -> None:
     one, other = (
         crash(7, "Connection closed by peer [10.0.0.1]:4711"),
         crash(7, "Connection closed by peer [10.0.0.1]:9"),
     )
     decision = decide_restart([one, other], 9, 1.0)
     assert isinstance(decision, Finish)
-    assert (decision.exit_code, "after step 7 again" in decision.reason) == (3, True)
+    assert (decision.exit_code, "failed again after step 7" in decision.reason) == (3, True)
     assert isinstance(decide_restart([one, crash(8, other.message)], 9, 1.0), Restart)
     assert isinstance(decide_restart([one, crash(7, "out of memory")], 9, 1.0), Restart)
     assert isinstance(decide_restart([one, crash(9), other], 9, 1.0), Restart)
@@ -55,7 +55,7 @@ def test_the_same_failure_twice_in_a_row_is_the_end() -> None:
         (AttemptResult("input", 1, 0, "model.path: no such folder"), 1),
     ],
 )
-def test_only_a_crash_is_worth_another_attempt(ending: AttemptResult, code: int) -> None:
+def test_only_a_crash_is_restarted(ending: AttemptResult, code: int) -> None:
     for history in ([ending], [crash(1), ending]):
         decision = decide_restart(history, 9, 1.0)
         assert isinstance(decision, Finish)

@@ -1,4 +1,4 @@
-"""Several processes under torchrun alone: what one dies of is told, and a stop is a stop."""
+"""Several processes under plain torchrun: the root cause is reported, and a requested stop is a stop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_options import OPTIONS, TWO
+from launch_options import OPTIONS, TWO
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle")
 WITH_USR1 = (*TORCHRUN, "SIGTERM,SIGINT,SIGUSR1", "-m", "whet", "train")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_torchrun_that_is_asked_to_stop_leaves_75_in_the_status(
+def test_a_signal_to_torchrun_leaves_75_in_the_status(
     number: signal.Signals, start: Any, whet: Any, recipe: str, whole: Path, assert_same: Any
 ) -> None:
     run = start(*WITH_USR1, recipe, *OPTIONS)
@@ -35,7 +35,7 @@ def test_torchrun_that_is_asked_to_stop_leaves_75_in_the_status(
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_killed_leaves_no_processes_that_go_on(real_python: str, start: Any, recipe: str) -> None:
+def test_workers_save_and_stop_when_torchrun_is_killed(real_python: str, start: Any, recipe: str) -> None:
     run = start(*WITH_USR1, recipe, *OPTIONS, "train.steps=100000")
     run.wait_for_step(8)
     workers = [run.worker(rank) for rank in range(2)]
@@ -49,7 +49,7 @@ def test_torchrun_that_is_killed_leaves_no_processes_that_go_on(real_python: str
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: Any, recipe: str) -> None:
+def test_a_process_that_hangs_is_named_with_its_phase(rank: int, start: Any, recipe: str) -> None:
     run = start.launch(
         recipe, *OPTIONS, "train.steps=100000", *TWO, "parallel.timeout=0.05", "launch.max_restarts=0",
     )  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: A
     os.kill(stopped, signal.SIGSTOP)
     until = time.monotonic() + 30
     while not (run.folder / "logs" / f"rank-{1 - rank}.json").exists():
-        assert time.monotonic() < until, "nobody noticed"
+        assert time.monotonic() < until, "the watchdog did not report"
         time.sleep(0.1)
     os.kill(stopped, signal.SIGKILL)  # torchrun does so too, after 30 s
     code, _, err = run.ended()
@@ -69,11 +69,11 @@ def test_a_process_that_hangs_is_named_with_what_it_last_did(rank: int, start: A
     status = run.status
     assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert f"rank {rank} on " in status["reason"]
-    assert status["step"] >= 7  # finished for sure
+    assert status["step"] >= 7  # steps that were finished
 
 
-def test_the_rank_that_failed_first_is_named_by_the_others(start: Any, recipe: str, tmp_path: Path) -> None:
-    """Rank 1 finds its folder for checkpoints gone; rank 0 only sees that it is alone."""
+def test_the_other_ranks_name_the_rank_that_failed_first(start: Any, recipe: str, tmp_path: Path) -> None:
+    """Rank 1 raises an error; rank 0 only loses its peer."""
     script = tmp_path / "whet_with_fault.py"
     script.write_text(FAULT)
     run = start(*TORCHRUN, "SIGTERM", script, "train", recipe, *OPTIONS)

@@ -1,1 +1,1 @@
-"""Starting runs under torchrun and restarting them after a crash; sees runs through commands and their folders alone."""
+"""Starts runs under torchrun and restarts them after a crash; knows a run by its command and its folder only."""

@@ -10,30 +10,32 @@ from whet.core.config import Section
 
 
 class LaunchConfig(Section):
-    """How `whet launch` starts a run. It changes nothing that is learned."""
+    """How `whet launch` starts a run. None of these settings changes the training result."""
 
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (("gpus", "processes"),)
 
-    nodes: int = Field(default=1, ge=1, description="Machines; on each of them the same `whet launch` is started.")
+    nodes: int = Field(default=1, ge=1, description="Number of machines; run the same `whet launch` on each.")
     gpus: int | None = Field(
         default=None,
         ge=1,
-        description="GPUs of each machine to use, with a process each; absent: all it has, or one process without any.",
+        description="GPUs to use on each machine, one process for each. Absent: all of them, or one process on a "
+        "machine without GPUs.",
     )
     processes: int | None = Field(
-        default=None, ge=1, description="Processes on each machine, instead of gpus: for machines without."
+        default=None, ge=1, description="Processes on each machine, instead of gpus: for machines without GPUs."
     )
     rendezvous: str | None = Field(
         default=None,
         pattern=r"^[^\s:]+:\d+$|^\[[0-9a-fA-F:]+\]:\d+$",
-        description="HOST:PORT where several machines find each other: one of them, and a port that is free there.",
+        description="HOST:PORT of the rendezvous of several machines: one of them and a free port on it; the same "
+        "value on all.",
     )
     max_restarts: int = Field(
-        default=3, ge=0, description="How many times a run that crashed is started again from its newest checkpoint."
+        default=3, ge=0, description="How many times a crashed run is restarted from its newest checkpoint."
     )
     wait: float = Field(
         default=1.0,
         gt=0,
-        description="Seconds before the first restart; each further one waits twice as long, up to a minute.",
+        description="Seconds before the first restart; doubles with each restart, up to 60.",
     )
-    env: dict[str, str] = Field(default={}, description="Environment variables for the processes, by name.")
+    env: dict[str, str] = Field(default={}, description="Environment variables for the processes.")

@@ -1,4 +1,4 @@
-"""What to start on this machine: process count, rendezvous, environment, and the torchrun command."""
+"""What to start on this machine: number of processes, rendezvous, environment, and the torchrun command."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from whet.core.errors import WhetError
 from whet.core.resources import available_cores
 from whet.launch.config import LaunchConfig
 
-# What is to be started, with everything about this machine settled.
-
 _SIOCGIFADDR = 0x8915
+_FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Signals that torchrun forwards to its workers. Without SIGUSR1, Slurm's warning kills torchrun and orphans them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the machines of a run find each other."""
+    """Where the machines of a run meet."""
 
     endpoint: str
     is_host: bool
-    """Whether it is this machine."""
+    """Whether the endpoint is this machine."""
     address: str
-    """Of this machine, as the others reach it."""
+    """Of this machine, on the network of the endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +43,43 @@ class LaunchJob:
     nodes: int
     processes: int
     """On this machine."""
-    meeting: Rendezvous | None
-    """None on a single machine."""
+    rendezvous: Rendezvous | None
+    """None for a single machine."""
     env: Mapping[str, str]
     max_restarts: int
     wait_s: float
     resume: bool
     quiet: bool
 
+    @property
+    def uses_torchrun(self) -> bool:
+        """A single process is started directly."""
+        return self.nodes * self.processes > 1
+
 
 def make_launch_job(
     recipe: Path, overrides: tuple[str, ...], folder: Path, name: str, launch: LaunchConfig, resume: bool, quiet: bool
 ) -> LaunchJob:
-    """Count this machine's devices and find its place among the others."""
+    """Count this machine's devices and resolve the rendezvous."""
     if launch.nodes > 1 and launch.rendezvous is None:
         raise WhetError(
-            f"launch.rendezvous is missing: {launch.nodes} machines (launch.nodes) find each other at HOST:PORT, such "
-            "as launch.rendezvous=node1:29400, the same on all of them"
+            f"launch.rendezvous is missing: {launch.nodes} machines (launch.nodes) need a HOST:PORT to meet. Set it to "
+            "the same value on all of them, such as launch.rendezvous=node1:29400"
         )
-    meeting = _resolve_rendezvous(launch.rendezvous) if launch.nodes > 1 and launch.rendezvous else None
+    rendezvous = _resolve_rendezvous(launch.rendezvous) if launch.nodes > 1 and launch.rendezvous else None
     processes = launch.gpus or launch.processes or _device_count()
     env = dict(launch.env)
     if "OMP_NUM_THREADS" not in os.environ:
         env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
-    if meeting is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Gloo asks for the address of the machine's own name, which on many is 127.0.1.1: no other machine reaches it.
-        interface = _interface_of(meeting.address)
+    if rendezvous is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Gloo resolves the machine's own name, which often is 127.0.1.1, where no other machine can reach it
+        interface = _interface_of(rendezvous.address)
         if interface is not None:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return LaunchJob(
-        recipe, overrides, folder, name, launch.nodes, processes, meeting, env, launch.max_restarts, launch.wait,
-        resume, quiet,
+        recipe=recipe, overrides=overrides, folder=folder, name=name, nodes=launch.nodes, processes=processes,
+        rendezvous=rendezvous, env=env, max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
+        quiet=quiet,
     )  # fmt: skip
 
 
@@ -89,12 +95,12 @@ def _resolve_rendezvous(endpoint: str) -> Rendezvous:
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing: asks the system which of its addresses leads there
+            probe.connect(place)  # sends nothing: selects the local address of the route
             address = str(probe.getsockname()[0])
     except (OSError, OverflowError) as error:
         raise WhetError(
-            f"launch.rendezvous: {endpoint} cannot be reached from {socket.gethostname()} ({error}). Give the name or "
-            "address of one of the machines, as all of them know it"
+            f"launch.rendezvous: {endpoint} cannot be reached from {socket.gethostname()} ({error}). Use a name or "
+            "address of one of the machines that all of them can resolve"
         ) from None
     return Rendezvous(endpoint, address == place[0], address)
 
@@ -112,35 +118,30 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-# The command that starts a job's processes on this machine.
-
-_FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""What torchrun passes on to its processes. Without SIGUSR1 in it, Slurm's warning kills torchrun and orphans them."""
-
-
 def launch_command(job: LaunchJob, resume: bool) -> list[str]:
-    """One process is started as it is; several by torchrun, which restarts nothing: it knows neither growing waits nor
+    """One process is started directly, several by torchrun, without its restarts: it has no backoff and does not notice
     failures that repeat."""
     train = ["whet", "train", str(job.recipe), *job.overrides]
     train += ["--resume"] * resume + ["--quiet"] * job.quiet
-    if job.nodes * job.processes == 1:
+    if not job.uses_torchrun:
         return [sys.executable, "-m", *train]
     return [
-        sys.executable, "-m", "whet.launch.torchrun_agent", *_rendezvous_arguments(job), "--nproc-per-node", str(job.processes),
-        "--max-restarts", "0", "--signals-to-handle", _FORWARDED_SIGNALS, "-m", *train,
+        sys.executable, "-m", "whet.launch.torchrun_agent", *_rendezvous_arguments(job), "--nproc-per-node",
+        str(job.processes), "--max-restarts", "0", "--signals-to-handle", _FORWARDED_SIGNALS, "-m", *train,
     ]  # fmt: skip
 
 
 def _rendezvous_arguments(job: LaunchJob) -> list[str]:
-    if job.meeting is None:
+    if job.rendezvous is None:
         return ["--standalone", "--nnodes", "1"]
+    endpoint, is_host = job.rendezvous.endpoint, str(job.rendezvous.is_host).lower()
     return [
-        "--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", job.meeting.endpoint, "--rdzv-id",
-        job.name, "--rdzv-conf", f"is_host={str(job.meeting.is_host).lower()}", "--local-addr", job.meeting.address,
+        "--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job.name,
+        "--rdzv-conf", f"is_host={is_host}", "--local-addr", job.rendezvous.address,
     ]  # fmt: skip
 
 
 def format_command(job: LaunchJob, resume: bool) -> str:
-    """As one would type it."""
-    set_first = ["env", *(f"{name}={value}" for name, value in job.env.items())] if job.env else []
-    return shlex.join([*set_first, *launch_command(job, resume)])
+    """The command as a shell line, with its environment."""
+    variables = ["env", *(f"{name}={value}" for name, value in job.env.items())] if job.env else []
+    return shlex.join([*variables, *launch_command(job, resume)])

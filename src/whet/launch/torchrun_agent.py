@@ -1,6 +1,6 @@
-"""torchrun, with the same arguments, that tells its supervisor who failed first instead of printing a traceback.
+"""torchrun with the same arguments that writes a failure report for `whet launch` instead of printing a traceback.
 
-`python -m whet.launch.torchrun_agent` is a process of its own between `whet launch` and a run's processes on this machine.
+`python -m whet.launch.torchrun_agent` is the parent of a run's processes on this machine and a child of `whet launch`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from whet.core.errors import describe_error
 from whet.core.signals import terminate_with_parent
 
 REPORT_VARIABLE = "WHET_LAUNCH_REPORT"
-"""The environment variable that names the file for the report."""
+"""Environment variable with the path of the report."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run them all to their end; 0 if none failed."""
-    terminate_with_parent()  # a supervisor that is killed leaves no run behind that nobody supervises: it saves and stops
+    """Run all workers to their end; 0 if none failed."""
+    terminate_with_parent()  # if whet launch is killed, the run saves and stops
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _failure_record(rank: int, failure: Any) -> dict[str, Any]:
-    """torch's record of a failed process, in words; of one that left no message, none."""
+    """torch's record of a failed worker as JSON; without an error report the message is empty."""
     message = failure.message
     if isinstance(message, dict):
         message = message.get("message", "")
@@ -62,7 +62,7 @@ def _write_report(failures: list[dict[str, Any]]) -> None:
 
 
 def _silence_torch_loggers() -> None:
-    """What torchrun logs about failing processes, the supervisor says in a line."""
+    """`whet launch` prints one line instead of what torchrun logs about failed workers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)

@@ -1,4 +1,4 @@
-"""What the runs of these tests have in common."""
+"""Options that the runs of these tests share."""
 
 STEPS = 40
 OPTIONS = ("train.precision=fp64", f"train.steps={STEPS}", "checkpoint.every=10", "export.at_end=none")
