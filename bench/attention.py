@@ -52,7 +52,7 @@ _TRIED: dict[KernelName, dict[int, list[AttentionTile]]] = {
             AttentionTile(128, 64, 8, 3), AttentionTile(64, 32, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2),
         ],
     },
-    "d_query": {
+    "backward_query": {
         64: [
             AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3, registers=168), AttentionTile(64, 32, 4, 3),
             AttentionTile(64, 64, 4, 2), AttentionTile(128, 32, 8, 3, registers=128),
@@ -62,7 +62,7 @@ _TRIED: dict[KernelName, dict[int, list[AttentionTile]]] = {
             AttentionTile(128, 32, 8, 3, registers=128), AttentionTile(128, 64, 8, 2),
         ],
     },
-    "d_key_value": {
+    "backward_key_value": {
         64: [
             AttentionTile(32, 64, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2), AttentionTile(64, 128, 8, 3),
             AttentionTile(32, 128, 8, 3),
@@ -78,7 +78,11 @@ _TRIED: dict[KernelName, dict[int, list[AttentionTile]]] = {
 def candidates_of(kernel: KernelName, width: int) -> list[AttentionTile]:
     """The tile in use first; each with the mask spared and not."""
     tiles = dict.fromkeys([ATTENTION_TILES[kernel][width], *_TRIED[kernel][width]])
-    return list(dict.fromkeys(tile._replace(spare=spare) for tile in tiles for spare in (tile.spare, not tile.spare)))
+    return list(
+        dict.fromkeys(
+            tile._replace(skip_mask=skip_mask) for tile in tiles for skip_mask in (tile.skip_mask, not tile.skip_mask)
+        )
+    )
 
 
 class Case:
@@ -93,7 +97,7 @@ class Case:
         pairs = sum(sum(min(i + 1, window or size) for i in range(size)) for size in sizes)
         self.forward_flops = 4 * pairs * heads * width
         self.documents = self.cut(edges)
-        self.tokens, self.window, self.ask = tokens, window, AttentionSpec(width**-0.5, window or None)
+        self.tokens, self.window, self.spec = tokens, window, AttentionSpec(width**-0.5, window or None)
         # as a linear layer and the rotation leave them: token by token
         self.states = [
             torch.randn(1, tokens, number, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -103,7 +107,7 @@ class Case:
 
     def cut(self, edges: list[int]) -> Documents:
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device="cuda")
-        return document_kwargs(cu_seqlens, self.longest, edges, by_token=True)["documents"]
+        return document_kwargs(cu_seqlens, self.longest, edges, with_spans=True)["documents"]
 
     def kernels(self) -> dict[KernelName, Callable[[], None]]:
         """The three kernels of `short`, each with its inputs."""
@@ -114,19 +118,19 @@ class Case:
         dk, dv = (new(tokens, key.shape[1], width) for _ in range(2))
         lse = new(key.shape[1], tokens, heads // key.shape[1], dtype=torch.float32)
         delta, slope = torch.empty_like(lse), self.slope[0]
-        asked = (query, key, value, self.documents.spans, self.ask.scale, self.window)
+        asked = (query, key, value, self.documents.spans, self.spec.scale, self.window)
         return {
             "forward": lambda: short_kernels.forward(*asked, out, lse),
-            "d_query": lambda: short_kernels.d_query(*asked, out, lse, slope, delta, dq),
-            "d_key_value": lambda: short_kernels.d_key_value(*asked, lse, slope, delta, dk, dv),
+            "backward_query": lambda: short_kernels.backward_query(*asked, out, lse, slope, delta, dq),
+            "backward_key_value": lambda: short_kernels.backward_key_value(*asked, lse, slope, delta, dk, dv),
         }
 
     def results(self, backend: Any, dtype: torch.dtype) -> list[Tensor]:
         """Output and gradients on the row's beginning."""
         end = min(self.tokens, TRUE_TOKENS)
         inputs = [state[:, :, :end].detach().to(dtype).requires_grad_() for state in self.states]
-        edges = [edge for edge in self.documents.edges if edge < end]
-        out = backend(*inputs, self.ask, self.cut([*edges, end]))
+        edges = [edge for edge in self.documents.cu_seqlens_host if edge < end]
+        out = backend(*inputs, self.spec, self.cut([*edges, end]))
         (out * self.slope[:, :end].to(dtype)).sum().backward()
         return [result.double() for result in (out.detach(), *(state.grad for state in inputs))]
 
@@ -149,8 +153,8 @@ def milliseconds(work: Callable[[], Any]) -> float:
 def whole(case: Case, backend: Any) -> tuple[float, float]:
     """Forward and backward of a back-end."""
     inputs = [state.detach().requires_grad_() for state in case.states]
-    forward = milliseconds(lambda: backend(*inputs, case.ask, case.documents))
-    out = backend(*inputs, case.ask, case.documents)
+    forward = milliseconds(lambda: backend(*inputs, case.spec, case.documents))
+    out = backend(*inputs, case.spec, case.documents)
     backward = milliseconds(lambda: torch.autograd.grad(out, inputs, case.slope, retain_graph=True))
     return forward, backward
 
@@ -166,7 +170,7 @@ def errors(case: Case) -> dict[str, list[float]]:
 
 
 def named(tile: AttentionTile) -> str:
-    spared, registers = ("s" if tile.spare else ""), (f"r{tile.registers}" if tile.registers else "")
+    spared, registers = ("s" if tile.skip_mask else ""), (f"r{tile.registers}" if tile.registers else "")
     return f"{tile.rows}x{tile.keys}w{tile.warps}p{tile.stages}{spared}{registers}"
 
 

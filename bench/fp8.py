@@ -88,7 +88,7 @@ def make(precision: str, layers: int, tokens: int, dtype: torch.dtype) -> tuple[
         hidden.float().square().mean().backward()
         root.zero_grad(set_to_none=True)
 
-    return run, count_step_flops(model).of(np.array([tokens]), 0)
+    return run, count_step_flops(model).for_documents(np.array([tokens]), 0)
 
 
 def kernels(run: Callable[[], None]) -> dict[str, float]:

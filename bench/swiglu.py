@@ -1,5 +1,4 @@
-"""How long the middle of a gated MLP takes with its thin products, by how it is divided among programs, beside
-what reading and writing alone would take, and a thin product by itself.
+"""Time of the fused SwiGLU kernels with LoRA, by tile, compared with memory traffic alone and one low-rank product.
 
 python bench/swiglu.py [tokens] [width] [rank]     (needs a GPU)
 """
@@ -21,26 +20,26 @@ def main(tokens: int = 16384, width: int = 14336, rank: int = 16) -> None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    thin = drawn(tokens, 2 * rank)
-    middle = SwigluInputs(
+    xa = drawn(tokens, 2 * rank)
+    inputs = SwigluInputs(
         drawn(tokens, width),
         drawn(tokens, width),
-        thin[:, :rank],
-        thin[:, rank:],
+        xa[:, :rank],
+        xa[:, rank:],
         drawn(width, rank),
         drawn(width, rank),
     )
-    d_h, d_thin, a_down = drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
-    copying = do_bench(lambda: d_h.copy_(middle.gate0)) / 2  # one wide matrix, read or written
-    sys.stdout.write(f"a thin product: {do_bench(lambda: d_h @ a_down.T):.3f} ms; one forward, four backward\n")
-    wide = 5 if rank <= lora_kernels._MAX_RANK_OVER_ROWS else 6  # with the middle itself
-    sys.stdout.write(f"reading and writing alone: {3 * copying:.3f} ms forward, {wide * copying:.3f} ms backward\n")
+    d_h, d_xa, a_down = drawn(tokens, width), drawn(tokens, rank), drawn(rank, width)
+    copying = do_bench(lambda: d_h.copy_(inputs.gate0)) / 2  # one [T, F] matrix, read or written
+    sys.stdout.write(f"a low-rank product: {do_bench(lambda: d_h @ a_down.T):.3f} ms; one forward, four backward\n")
+    matrices = 5 if rank <= lora_kernels._MAX_RANK_OVER_ROWS else 6  # with h itself
+    sys.stdout.write(f"memory traffic alone: {3 * copying:.3f} ms forward, {matrices * copying:.3f} ms backward\n")
     for tiles in TILES:
         lora_kernels._TILES_BY_RANK = {rank: tiles}
         try:
-            forward = do_bench(lambda: lora_kernels.lora_swiglu_triton(middle, a_down))
-            backward = do_bench(lambda: lora_kernels.lora_swiglu_triton_backward(d_h, d_thin, a_down, middle))
-        except Exception as error:  # a division that does not fit
+            forward = do_bench(lambda: lora_kernels.lora_swiglu_triton(inputs, a_down))
+            backward = do_bench(lambda: lora_kernels.lora_swiglu_triton_backward(d_h, d_xa, a_down, inputs))
+        except Exception as error:  # a tile that does not fit
             sys.stdout.write(f"{tiles}: {type(error).__name__}\n")
             continue
         sys.stdout.write(f"{tiles}: {forward:.3f} ms forward, {backward:.3f} ms backward\n")

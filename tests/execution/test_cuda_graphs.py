@@ -57,16 +57,16 @@ def roots(make_root: Make) -> tuple[LossModel, LossModel]:
 
 def take_step(root: LossModel, batches: Sequence[Any], rate: float = 0.5) -> tuple[list[float], list[Tensor | None]]:
     """Losses of the micro-batches, and the gradients that the weights were updated with."""
-    for weight in root.trained:
+    for weight in root.trainable_parameters:
         weight.grad = None
     losses = []
     for batch in batches:
         result = root(batch)
         result.objective.backward()
         losses.append(float(result.loss))
-    gradients = [None if weight.grad is None else weight.grad.clone() for weight in root.trained]
+    gradients = [None if weight.grad is None else weight.grad.clone() for weight in root.trainable_parameters]
     with torch.no_grad():
-        for weight in root.trained:
+        for weight in root.trainable_parameters:
             assert weight.grad is not None
             weight -= rate * weight.grad
     return losses, gradients
@@ -282,7 +282,7 @@ def test_launch_bound_batches_use_graphs(make_root: Make, monkeypatch: pytest.Mo
     assert isinstance(root.hidden, GraphedHidden)
 
 
-@pytest.mark.parametrize("reason", ["device", "dropout", "large", "host", "alone", "head only", "tied"])
+@pytest.mark.parametrize("reason", ["device", "dropout", "large", "host", "unpacked", "head only", "tied"])
 def test_graphs_are_not_used_where_impossible_or_useless(
     make_root: Make, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -291,7 +291,9 @@ def test_graphs_are_not_used_where_impossible_or_useless(
     root = make_root(dropout=dropout, dtype=torch.float32, backend="eager")
     model: Any = root.language_model
     if reason == "large":
-        monkeypatch.setattr(cuda_graphs, "_MAX_GRADIENT_BYTES", sum(weight.nbytes for weight in root.trained) - 1)
+        monkeypatch.setattr(
+            cuda_graphs, "_MAX_GRADIENT_BYTES", sum(weight.nbytes for weight in root.trainable_parameters) - 1
+        )
     if reason == "head only":
         model.model.requires_grad_(False)
     if reason == "tied":
@@ -299,6 +301,6 @@ def test_graphs_are_not_used_where_impossible_or_useless(
         first.mlp.up_proj.lora_A.default.weight = second.mlp.up_proj.lora_A.default.weight
     if reason == "host":
         attention.install_backend(root.language_model, "sdpa")  # reads the edges on the host
-    root.alone = reason == "alone"
+    root.unpacked = reason == "unpacked"
     assert not enable_cuda_graphs(root, tokens=4096, peak=1e6 if reason == "device" else 989e12)
     assert not isinstance(root.hidden, GraphedHidden)

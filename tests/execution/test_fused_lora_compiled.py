@@ -135,4 +135,4 @@ def test_a_fused_mlp_is_recomputed_without_its_last_product(make_root: Make, mak
         root(make_batch([9, 20, 8])).objective.backward()
     backward = [graph for graph in calls if "lora_mlp_backward" in graph]
     assert backward
-    assert all("lora_mlp_inward" in graph and "lora_mlp_outward" not in graph for graph in backward)
+    assert all("lora_mlp_gate_up" in graph and "lora_mlp_down" not in graph for graph in backward)

@@ -26,7 +26,7 @@ def full_pairs(work: StepFlops) -> int:
     """What the reference attention computes beyond pairs that see each other: it multiplies all of them."""
     tokens = np.array(LENGTHS)
     more = sum(LENGTHS) ** 2 - AttentionCost(None, 0, 0).pairs(tokens)
-    return sum((span.forward + span.backward) * more for span in work.spans)
+    return sum((span.forward_flops_per_pair + span.backward_flops_per_pair) * more for span in work.attention)
 
 
 def counted(model: Any, pack: Any, make_documents: Any) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def counted(model: Any, pack: Any, make_documents: Any) -> tuple[int, int]:
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
         root(batch).objective.backward()
     work = count_step_flops(root.language_model)
-    return counter.get_total_flops(), work.of(np.array(LENGTHS), len(batch.supervised_at)) + full_pairs(work)
+    return counter.get_total_flops(), work.for_documents(np.array(LENGTHS), len(batch.supervised_at)) + full_pairs(work)
 
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
@@ -119,8 +119,13 @@ def test_windows_are_the_models_own(make_model: Callable[..., Any]) -> None:
 
     window = make_model("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1, num_hidden_layers=3)
     cost = 4 * 4 * 8
-    assert count_step_flops(window).spans == (AttentionCost(None, cost, 2 * cost), AttentionCost(8, 2 * cost, 4 * cost))
-    assert count_step_flops(make_model("Mistral", sliding_window=8)).spans == (AttentionCost(8, 2 * cost, 4 * cost),)
+    assert count_step_flops(window).attention == (
+        AttentionCost(None, cost, 2 * cost),
+        AttentionCost(8, 2 * cost, 4 * cost),
+    )
+    assert count_step_flops(make_model("Mistral", sliding_window=8)).attention == (
+        AttentionCost(8, 2 * cost, 4 * cost),
+    )
     sees = sliding_window_overlay(8)
     assert AttentionCost(8, 0, 0).pairs(np.array([20])) == sum(
         bool(sees(0, 0, q, k)) for q in range(20) for k in range(q + 1)

@@ -58,7 +58,7 @@ def test_alone_a_document_is_turned_by_its_own_length_whatever_the_padding(
 ) -> None:
     model = make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
     root = LossModel(model)
-    root.alone = True
+    root.unpacked = True
     check_unpacked(root, 64, longest=60)
     (document,) = make_documents(20)
     plain, padded = pack([document]), pack([document])
@@ -71,6 +71,6 @@ def test_alone_a_document_is_turned_by_its_own_length_whatever_the_padding(
 def test_positions_that_remember_other_documents_are_refused_altogether(make_model: Callable[..., nn.Module]) -> None:
     model = make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
     root = LossModel(model)
-    root.alone = True
+    root.unpacked = True
     with pytest.raises(WhetError, match="could not be repeated"):
         check_unpacked(root, 64, longest=33)

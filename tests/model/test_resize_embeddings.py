@@ -98,7 +98,7 @@ def test_weights_that_are_divided_have_the_rows_too() -> None:
     name = "model.embed_tokens.weight"
     rows = len(whole.get_input_embeddings().weight)
     assert dict(hollow.named_parameters())[name].shape[0] == rows
-    assert torch.equal(source.rows(name, rows - 2, rows), whole.get_input_embeddings().weight[-2:])
+    assert torch.equal(source.read_rows(name, rows - 2, rows), whole.get_input_embeddings().weight[-2:])
 
 
 def test_a_token_that_is_known_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_given_one_document_at_a_time_it_can_be_trained(
     attention.install_backend(model, "sdpa")
     attention.use_native_attention(model)
     root = LossModel(model)
-    root.alone = True
+    root.unpacked = True
     check_unpacked(root, 64, 16)
     (document,) = make_documents(11)
     logits = model(input_ids=document[None], use_cache=False).logits[0]

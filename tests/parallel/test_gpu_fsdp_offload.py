@@ -103,7 +103,7 @@ def test_only_gathered_weights_are_on_the_device():
     size = sum(weight.nbytes for weight in root.parameters())
     before = torch.cuda.memory_allocated()
     apply_fsdp(root, mesh, torch.float32, on_host=True)
-    assert root.within(lambda: next(root.parameters()).device).type == "cuda"
+    assert root.with_full_weights(lambda: next(root.parameters()).device).type == "cuda"
     reshard(root)
     shards = [local_tensor(weight) for weight in root.parameters()]
     assert {part.device.type for part in shards} == {"cpu"}

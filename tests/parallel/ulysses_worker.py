@@ -36,9 +36,9 @@ def main() -> None:
             sinks = [torch.randn(heads, dtype=torch.float64).requires_grad_() for _ in range(1)]
             sinks.append(sinks[0].detach().clone().requires_grad_())
             weigh = torch.randn(1, EDGES[-1], heads, VALUE, dtype=torch.float64)
-            ask = [AttentionSpec(0.5, asked.get("window"), None, sink if "sinks" in asked else None) for sink in sinks]
-            wanted = backend(*whole, ask[0], documents)
-            found = ulysses_attention(group)(backend)(*parts, ask[1], documents)
+            spec = [AttentionSpec(0.5, asked.get("window"), None, sink if "sinks" in asked else None) for sink in sinks]
+            wanted = backend(*whole, spec[0], documents)
+            found = ulysses_attention(group)(backend)(*parts, spec[1], documents)
             (wanted * weigh).sum().backward()
             (found * weigh[:, here]).sum().backward()
             close(found, wanted[:, here])

@@ -62,8 +62,8 @@ def test_forward_backward_and_norm_ask_the_device_nothing(
     result = root(batch, 0.1)
     result.objective.backward()
     result.hits.sum()
-    all_reduce_gradients(root.trained, Ranks(0, 1, NOWHERE))
-    assert squared_gradient_norm(root.trained, Ranks(0, 1, NOWHERE)).is_meta
+    all_reduce_gradients(root.trainable_parameters, Ranks(0, 1, NOWHERE))
+    assert squared_gradient_norm(root.trainable_parameters, Ranks(0, 1, NOWHERE)).is_meta
 
 
 def test_whoever_asked_would_fail() -> None:

@@ -70,7 +70,7 @@ def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool
     Possible: no dropout, attention that does not synchronize with the host, small gradients, no tied weights inside the
     layers. Worthwhile: the layers are launch-bound for a batch of `tokens` at `peak` FLOP/s (None: unknown)."""
     model = root.language_model
-    if root.alone or peak is None or not supports_fullgraph(model) or has_dropout(model):
+    if root.unpacked or peak is None or not supports_fullgraph(model) or has_dropout(model):
         return False
     try:
         layers = decoder_layers(model)

@@ -16,8 +16,8 @@ from whet.compat.transformers_private import attention_implementation
 from whet.model.attention import inspect_attention, native_attention, unsupported_attention
 from whet.model.attention.backends import reference_attention
 from whet.model.attention.dispatch import BACKENDS
-from whet.model.attention.interface import AttentionSpec, Documents
-from whet.model.attention.requirements import LayerAttention, spec_from_call
+from whet.model.attention.interface import AttentionSpec, Documents, spec_from_call
+from whet.model.attention.requirements import LayerAttention
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.packing_check import length_dependent_rope
 
@@ -63,9 +63,9 @@ class PrefillAttention:
     def __init__(self, slots: KVCache, at: Tensor, documents: Documents, backend: str) -> None:
         self._slots, self._at, self._documents, self._backend = slots, at, documents, BACKENDS[backend]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, ask: AttentionSpec) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         self._slots.write(layer, self._at, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return self._backend(query, key, value, ask, self._documents)
+        return self._backend(query, key, value, spec, self._documents)
 
 
 class DecodeAttention:
@@ -78,17 +78,17 @@ class DecodeAttention:
         self._visible: dict[int | None, Tensor] = {}
         self._added: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, ask: AttentionSpec) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """→ [N 1 H V]"""
         keys, values = self._slots.write(layer, self._at, key[:, :, 0], value[:, :, 0])
         rows = len(query)
         keys, values = (memory[:rows, : self._limit].transpose(1, 2) for memory in (keys, values))
-        if ask.softcap is not None or ask.sinks is not None:
-            return reference_attention(query, keys, values, ask, self._seen_through(ask.window)).transpose(1, 2)
+        if spec.softcap is not None or spec.sinks is not None:
+            return reference_attention(query, keys, values, spec, self._seen_through(spec.window)).transpose(1, 2)
         # the heads of a group as further queries of their key head: nothing is repeated, and no kernel needs to know
         grouped = query.reshape(rows, keys.shape[1], -1, query.shape[-1])
         out = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._mask(ask.window, query.dtype), scale=ask.scale
+            grouped, keys, values, attn_mask=self._mask(spec.window, query.dtype), scale=spec.scale
         )
         return out.reshape(rows, 1, query.shape[1], -1)
 
@@ -113,10 +113,10 @@ def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, *,
     slots: PrefillAttention | DecodeAttention, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    ask = spec_from_call(query, scaling, **kwargs)
+    spec = spec_from_call(query, scaling, **kwargs)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    return slots.attend(id(module), query.to(dtype), key.to(dtype), value.to(dtype), ask), None
+    return slots.attend(id(module), query.to(dtype), key.to(dtype), value.to(dtype), spec), None
 
 
 @contextlib.contextmanager

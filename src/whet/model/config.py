@@ -48,7 +48,7 @@ class ModelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _tokens_are_texts(self) -> ModelConfig:
+    def _validate_add_tokens(self) -> ModelConfig:
         twice = [token for token in self.add_tokens if self.add_tokens.count(token) > 1]
         if twice or not all(self.add_tokens):
             wrong = f"{twice[0]!r} stands there twice" if twice else "an empty text cannot be a token"

@@ -29,10 +29,10 @@ class MatrixCost:
     """Of its module."""
     size: int
     """Its numbers."""
-    used: float
+    active_share: float
     """The part of it that a token passes: 1, or of fused experts the chosen ones."""
     trained: bool
-    fed: bool = True
+    needs_input_grad: bool = True
     """Whether what goes into it depends on something that is trained, so that its gradient has to go on downwards."""
 
     @property
@@ -46,20 +46,20 @@ class MatrixCost:
         return self.layer.rpartition(".")[0]
 
     @property
-    def forward(self) -> int:
+    def forward_flops(self) -> int:
         """FLOPs for one token: a multiplication and an addition for each number."""
-        return round(2 * self.size * self.used)
+        return round(2 * self.size * self.active_share)
 
     @property
-    def passes(self) -> int:
+    def matmuls_per_step(self) -> int:
         """Products as large as the forward one that a step computes, itself included."""
-        return 1 + self.trained + self.fed
+        return 1 + self.trained + self.needs_input_grad
 
 
 def matrix_costs(model: nn.Module) -> list[MatrixCost]:
     """All but embedding and head, in the order in which the model has them.
 
-    `fed` is exact where a block's modules but the last share its input, as in the usual attention (q, k, v, then o) and
+    `needs_input_grad` is exact where a block's modules but the last share its input, as in the usual attention (q, k, v, then o) and
     MLP; elsewhere it may be wrong inside the one block where training begins.
     """
     ends = {
@@ -135,12 +135,12 @@ def _mark_input_gradients(model: nn.Module, matrices: list[MatrixCost]) -> list[
     found = []
     for at, matrix in enumerate(matrices):
         if at < begins:
-            fed = False
+            needed = False
         elif matrix.block == block and (matrix.layer == first or matrix.layer != matrices[last].layer):
-            fed = ".lora_B" in matrix.name
+            needed = ".lora_B" in matrix.name
         else:
-            fed = True
-        found.append(replace(matrix, fed=fed))
+            needed = True
+        found.append(replace(matrix, needs_input_grad=needed))
     return found
 
 
@@ -160,9 +160,9 @@ class AttentionCost:
 
     window: int | None
     """Tokens that one sees, itself included; None: all before it."""
-    forward: int
+    forward_flops_per_pair: int
     """FLOPs of a pair of tokens: QKᵀ and PV."""
-    backward: int
+    backward_flops_per_pair: int
 
     def pairs(self, lengths: NDArray[np.integer]) -> int:
         """How many pairs of tokens of the same document see each other."""
@@ -177,11 +177,14 @@ class StepFlops:
 
     per_token: int
     per_target: int
-    spans: tuple[AttentionCost, ...] = ()
+    attention: tuple[AttentionCost, ...] = ()
 
-    def of(self, lengths: NDArray[np.integer], supervised: int) -> int:
+    def for_documents(self, lengths: NDArray[np.integer], supervised: int) -> int:
         """FLOPs of a step with documents of these lengths and so many supervised positions."""
-        attention = sum((span.forward + span.backward) * span.pairs(lengths) for span in self.spans)
+        attention = sum(
+            (span.forward_flops_per_pair + span.backward_flops_per_pair) * span.pairs(lengths)
+            for span in self.attention
+        )
         return self.per_token * int(lengths.sum(dtype=np.int64)) + self.per_target * supervised + attention
 
 
@@ -191,9 +194,9 @@ def count_step_flops(model: nn.Module) -> StepFlops:
     whole = getattr(head, "original_module", head)  # peft wraps one that is trained beside adapters
     learns = whole.weight.requires_grad or (whole is not head and any(part.requires_grad for part in head.parameters()))
     return StepFlops(
-        per_token=sum(matrix.forward * matrix.passes for matrix in matrix_costs(model)),
+        per_token=sum(matrix.forward_flops * matrix.matmuls_per_step for matrix in matrix_costs(model)),
         per_target=2 * whole.weight.numel() * (1 + learns + (first_trained_module(model) is not None)),
-        spans=attention_costs(model),
+        attention=attention_costs(model),
     )
 
 
@@ -254,10 +257,10 @@ def flops_table(model: nn.Module, length: int, supervised: float) -> str:
     """FLOPs of the forward pass for a token of a document of `length` tokens, of which a part is supervised."""
     rows: dict[str, tuple[int, int, float]] = {}
     for matrix in matrix_costs(model):
-        _add_row(rows, re.sub(r"\.\d+(?=\.)", ".*", matrix.name), matrix.size, matrix.forward)
+        _add_row(rows, re.sub(r"\.\d+(?=\.)", ".*", matrix.name), matrix.size, matrix.forward_flops)
     for span in attention_costs(model):
         name = "attention, all before" if span.window is None else f"attention, window of {span.window}"
-        _add_row(rows, name, 0, span.forward * span.pairs(np.array([length])) / length)
+        _add_row(rows, name, 0, span.forward_flops_per_pair * span.pairs(np.array([length])) / length)
     head = model.get_output_embeddings().weight.numel()  # type: ignore[operator]
     _add_row(rows, f"head, at {supervised:.0%} of the positions", head, 2 * head * supervised)
     total = sum(flops for _, _, flops in rows.values())

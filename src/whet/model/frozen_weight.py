@@ -75,7 +75,7 @@ class FrozenMatrix:
         self._dtype = dtype
 
     @property
-    def is_eight_bit(self) -> bool:
+    def is_fp8(self) -> bool:
         return is_fp8_weight(self._parts)
 
     @property
@@ -87,12 +87,12 @@ class FrozenMatrix:
         return materialize_weight(self._parts, *self._shape, self._dtype)
 
     @functools.cached_property
-    def for_inputs(self) -> Tensor:
+    def fp8_for_forward(self) -> Tensor:
         """[I, O] in 8 bits, column by column."""
         return cast_to_fp8_eager(self._parts[0], self.scale, E4M3).t()
 
     @functools.cached_property
-    def for_gradients(self) -> Tensor:
+    def fp8_for_backward(self) -> Tensor:
         """[O, I] in 8 bits, column by column."""
         return cast_to_fp8_transposed(self._parts[0], self.scale, E4M3).t()
 
@@ -112,7 +112,7 @@ class MatmulOperand:
         self.matrix = matrix
 
     @functools.cached_property
-    def eight_bits(self) -> tuple[Tensor, Tensor]:
+    def fp8(self) -> tuple[Tensor, Tensor]:
         """In 8 bits, and its scale."""
         kind = E5M2 if self.is_gradient else E4M3
         scale = scale_from_amax(compute_amax(self.matrix), kind)
@@ -130,8 +130,8 @@ MatmulTerm = tuple[MatmulOperand, FrozenMatrix]
 
 
 def sum_of_matmuls(
-    terms: Iterable[MatmulTerm], thin: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, *,
-    piece: int | None = None, out: Tensor | None = None,
+    terms: Iterable[MatmulTerm], low_rank: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, *,
+    chunk: int | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The sum of `terms`, of the product of two `thin` matrices [T, R] and [R, …] and of a bias; by so many tokens at a
     time, and into `out`, if given.
@@ -142,30 +142,30 @@ def sum_of_matmuls(
     """
     y, later = None, []
     for x, frozen in terms:
-        if frozen.is_eight_bit:
+        if frozen.is_fp8:
             y = _fp8_matmul(x, frozen, out) if y is None else y.add_(_fp8_matmul(x, frozen))
         else:
             later.append((x, frozen))
     if y is not None and bias is not None:
         y += bias
-    if thin is not None:
-        y = _add_matmul(y, *thin, bias, out)
+    if low_rank is not None:
+        y = _add_matmul(y, *low_rank, bias, out)
     while later:
         x, frozen = later.pop(0)
-        y = _add_matmul(y, x.matrix, frozen.matrix if x.is_gradient else frozen.matrix.T, bias, out, piece)
+        y = _add_matmul(y, x.matrix, frozen.matrix if x.is_gradient else frozen.matrix.T, bias, out, chunk)
     assert y is not None
     return y
 
 
 def _add_matmul(
-    y: Tensor | None, left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor | None, piece: int | None = None
+    y: Tensor | None, left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor | None, chunk: int | None = None
 ) -> Tensor:
     """y + left · right in y's place; if there is none yet, bias + left · right."""
     if y is None:
         if bias is None:
             return torch.mm(left, right, out=out)
         return torch.addmm(bias.to(left.dtype), left, right, out=out)
-    size = piece or max(1, len(left))
+    size = chunk or max(1, len(left))
     for part, of_left in zip(y.split(size), left.split(size), strict=True):
         part.addmm_(of_left, right)
     return y
@@ -173,8 +173,8 @@ def _add_matmul(
 
 def _fp8_matmul(x: MatmulOperand, frozen: FrozenMatrix, out: Tensor | None = None) -> Tensor:
     """By the rules of `fp8_linear`; elsewhere than on CUDA emulated."""
-    left, scale = x.eight_bits
-    right = frozen.for_gradients if x.is_gradient else frozen.for_inputs
+    left, scale = x.fp8
+    right = frozen.fp8_for_backward if x.is_gradient else frozen.fp8_for_forward
     return scaled_matmul(
         left, right, scale, frozen.scale, x.matrix.dtype, emulate=not left.is_cuda, fast=not x.is_gradient, out=out
     )

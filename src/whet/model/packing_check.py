@@ -66,7 +66,7 @@ def check_packing(root: LossModel, vocabulary: int, longest: int) -> None:
 
     `longest`: the most tokens of a document in training.
     """
-    root.within(functools.partial(_check_packing, root, vocabulary, longest))
+    root.with_full_weights(functools.partial(_check_packing, root, vocabulary, longest))
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def _check_packing(root: LossModel, vocabulary: int, longest: int) -> None:
 
 def check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
     """The same for a model that gets one document at a time and attends as it likes: are its logits whet's?"""
-    root.within(functools.partial(_check_unpacked, root, vocabulary, longest))
+    root.with_full_weights(functools.partial(_check_unpacked, root, vocabulary, longest))
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
     with eval_mode(root):
         try:
             head = read_output_head(model)
-            hidden = root.hidden_alone(tokens)
+            hidden = root.hidden_unpacked(tokens)
             largest = _largest_logit(head, hidden)
             own = {volume: _reference_logits(model, tokens, volume, 1) for volume in (1.0, _LARGE_LOGIT / largest)}
         except _PROBE_FAILURES as error:

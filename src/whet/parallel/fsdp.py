@@ -58,7 +58,7 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(root, "within")
+    register_fsdp_forward_method(root, "with_full_weights")
 
 
 def _placeholders_to_meta(root: nn.Module) -> None:
@@ -93,8 +93,8 @@ def _read_local_shard(weight: DTensor, name: str, source: WeightSource) -> Tenso
     shape, offset = local_shape_and_offset(weight)
     first, count = (offset[0], shape[0]) if shape else (0, 0)
     if len(shape) == 2 and shape[1] < weight.shape[1]:
-        return source.rows(name, first, first + count, slice(offset[1], offset[1] + shape[1]))
-    return source.rows(name, first, first + count)
+        return source.read_rows(name, first, first + count, slice(offset[1], offset[1] + shape[1]))
+    return source.read_rows(name, first, first + count)
 
 
 def _name_in_checkpoint(name: str) -> str:

@@ -176,7 +176,7 @@ def verify_tensor_parallel(root: LossModel) -> None:
     """Run four tokens through the sharded layers: a model's code may rely on the number of heads it was built with."""
     state = tensor_parallel_state(root)
     if state is not None:
-        root.within(lambda: _forward_few_tokens(root, state.group.size()))
+        root.with_full_weights(lambda: _forward_few_tokens(root, state.group.size()))
 
 
 @torch.no_grad()

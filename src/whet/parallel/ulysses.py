@@ -31,7 +31,7 @@ def apply_ulysses(root: LossModel, mesh: Mesh) -> None:
     """Make a model's attention exchange tokens and heads over the context-parallel group, if there is one."""
     if mesh.context_group is None:
         return
-    if root.alone:
+    if root.unpacked:
         raise WhetError(
             f"parallel.context: {mesh.context}, but this model passes state from token to token outside attention, so "
             "its rows cannot be split over processes. Set parallel.context=1"

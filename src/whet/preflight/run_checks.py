@@ -59,7 +59,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         root = build_loss_model(config, model, precision, device, tokens, longest)
         known = "packed conversations would see each other in this model; unpacked, as here, it is trained right"
         packed = "another conversation in the row changes no logit of this model"
-        yield Finding("leak", "ok", known if root.alone else packed)
+        yield Finding("leak", "ok", known if root.unpacked else packed)
     except FP8Error as error:
         yield Finding("model", "fault", str(error))
     except WhetError as error:

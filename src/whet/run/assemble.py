@@ -97,7 +97,7 @@ def build_sharded_loss_model(
     apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
     with precision.autocast(device):
         verify_tensor_parallel(root)
-    root.within(functools.partial(install_attention, config, root.language_model, precision, device, typical))
+    root.with_full_weights(functools.partial(install_attention, config, root.language_model, precision, device, typical))
     if _fuses_lora(config, precision, device):
         fuse_lora_(root)
     verify_packing(config, root, precision, device, tokens, longest)
@@ -116,7 +116,7 @@ def verify_packing(
             if config.data.packing != "none" or config.train.micro_rows != 1:
                 raise
             attention.use_native_attention(root.language_model)
-            root.alone = True
+            root.unpacked = True
             check_unpacked(root, tokens, longest)
         if precision.name == "fp8":
             convert_to_fp8_(root.language_model)

@@ -69,7 +69,7 @@ def evaluate_tasks(
     asked = functools.partial(
         score_tasks, loaded_tasks(config.eval), answerer, ranks, is_sharded(root), config.eval.minutes, context
     )
-    return root.within(asked) if config.eval.tasks else []
+    return root.with_full_weights(asked) if config.eval.tasks else []
 
 
 def validation_breakdown(data: RunData, root: LossModel) -> ValidationMetadata:

@@ -178,7 +178,7 @@ class _WeightReader:
         if name in self._saved:
             return self._saved.read(name, dtype)
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-        return self._source.rows(plain, 0, 2**62).to(dtype)
+        return self._source.read_rows(plain, 0, 2**62).to(dtype)
 
 
 def _require_replaceable(folder: Path) -> None:

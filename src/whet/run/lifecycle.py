@@ -252,7 +252,7 @@ def _assemble(
         export = dequantized_bytes(model) if config.export.at_end in ("merged", "hf", "gguf") else 0
         saved = config.checkpoint
         require_checkpoint_space(
-            folder.path, sum(weight.nbytes for weight in root.trained), optimizer_state_bytes(optimizer), saved.retention,
+            folder.path, sum(weight.nbytes for weight in root.trainable_parameters), optimizer_state_bytes(optimizer), saved.retention,
             len(plan), saved.optimizer == "all", export,
         )  # fmt: skip
     if folder is not None:
@@ -267,7 +267,7 @@ def _print_summary(run: AssembledRun) -> None:
         warn(
             f"model.path: {config.model.path}: the weights are random; this run is good for its speed and nothing else"
         )
-    if run.root.alone:
+    if run.root.unpacked:
         info("conversations would see each other in this model if they were packed: it gets them one by one")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.root.modules()):
         info("dropout is on: it falls differently for other train.micro_rows and numbers of processes")

@@ -71,7 +71,7 @@ class RunTotals:
             self.conversations + totals.conversations,
             self.tokens + totals.tokens,
             self.supervised_tokens + totals.supervised,
-            self.flops + work.of(totals.lengths, totals.supervised),
+            self.flops + work.for_documents(totals.lengths, totals.supervised),
         )
 
 

@@ -61,7 +61,7 @@ def compute_gradients(
     """
     model, step, supervised, loss_scale = passes.model, passes.step, passes.supervised, passes.loss_scale
     reshard(model)  # what a forward pass without a backward pass has gathered would keep the gradients to itself
-    parameters = model.trained
+    parameters = model.trainable_parameters
     for parameter in parameters:
         parameter.grad = None
     sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)

@@ -56,27 +56,27 @@ def questions(draw: st.DrawFn) -> tuple[list[Tensor], AttentionSpec, tuple[int, 
         random(1, number, edges[-1], size)
         for number, size in ((heads, width), (key_heads, width), (key_heads, value_width))
     ]
-    ask = AttentionSpec(
+    spec = AttentionSpec(
         scale=draw(st.sampled_from([0.1, 0.5, 2.0])),
         window=draw(st.none() | st.integers(1, 14)),
         softcap=draw(st.none() | st.sampled_from([0.5, 5.0])),
         sinks=random(heads) if draw(st.booleans()) else None,
     )
-    return states, ask, edges
+    return states, spec, edges
 
 
-def token_by_token(states: list[Tensor], ask: AttentionSpec, edges: tuple[int, ...]) -> Tensor:
+def token_by_token(states: list[Tensor], spec: AttentionSpec, edges: tuple[int, ...]) -> Tensor:
     """What each token of each head sees, as the sentence says it."""
     query, key, value = (state[0] for state in states)
     out = torch.zeros(1, query.shape[1], query.shape[0], value.shape[-1], dtype=torch.float64)
     groups = len(query) // len(key)
     for a, b in itertools.pairwise(edges):
         for i, head in itertools.product(range(a, b), range(len(query))):
-            seen = range(max(a, i - (ask.window or i + 1) + 1), i + 1)
-            scores = [float(query[head, i] @ key[head // groups, j]) * ask.scale for j in seen]
-            if ask.softcap is not None:
-                scores = [ask.softcap * math.tanh(score / ask.softcap) for score in scores]
-            whole = sum(map(math.exp, scores)) + (0 if ask.sinks is None else math.exp(float(ask.sinks[head])))
+            seen = range(max(a, i - (spec.window or i + 1) + 1), i + 1)
+            scores = [float(query[head, i] @ key[head // groups, j]) * spec.scale for j in seen]
+            if spec.softcap is not None:
+                scores = [spec.softcap * math.tanh(score / spec.softcap) for score in scores]
+            whole = sum(map(math.exp, scores)) + (0 if spec.sinks is None else math.exp(float(spec.sinks[head])))
             for score, j in zip(scores, seen, strict=True):
                 out[0, i, head] += math.exp(score) / whole * value[head // groups, j]
     return out
@@ -85,20 +85,22 @@ def token_by_token(states: list[Tensor], ask: AttentionSpec, edges: tuple[int, .
 @settings(max_examples=40, deadline=None)
 @given(questions())
 def test_the_reference_is_the_sentence(question: Any) -> None:
-    states, ask, edges = question
-    assert (eager_attention_forward(*states, ask, documents_of(edges)) - token_by_token(*question)).abs().max() <= 1e-10
+    states, spec, edges = question
+    assert (
+        eager_attention_forward(*states, spec, documents_of(edges)) - token_by_token(*question)
+    ).abs().max() <= 1e-10
 
 
 @settings(max_examples=150, deadline=None)
 @given(questions())
 def test_one_document_at_a_time_is_the_reference_with_its_gradients(question: Any) -> None:
-    states, ask, edges = question
-    inputs = [*states, ask.sinks] if ask.sinks is not None else states
+    states, spec, edges = question
+    inputs = [*states, spec.sinks] if spec.sinks is not None else states
     results = []
     for backend in (eager_attention_forward, sdpa_attention_forward):
         for tensor in inputs:
             tensor.requires_grad_().grad = None
-        out = backend(*states, ask, documents_of(edges))
+        out = backend(*states, spec, documents_of(edges))
         (out * torch.arange(out.numel(), dtype=out.dtype).cos().view_as(out)).sum().backward()
         results.append([out.detach(), *(tensor.grad.clone() for tensor in inputs)])
     for exact, ours in zip(*results, strict=True):
@@ -108,11 +110,11 @@ def test_one_document_at_a_time_is_the_reference_with_its_gradients(question: An
 @settings(max_examples=25, deadline=None)
 @given(questions())
 def test_flex_is_the_reference(question: Any) -> None:
-    states, ask, edges = question
+    states, spec, edges = question
     with torch.no_grad():
-        ours = flex_attention_forward(*states, ask, documents_of(edges))
+        ours = flex_attention_forward(*states, spec, documents_of(edges))
         assert (
-            ours - eager_attention_forward(*states, ask, documents_of(edges))
+            ours - eager_attention_forward(*states, spec, documents_of(edges))
         ).abs().max() <= 1e-5  # log-sum-exp is kept in fp32
 
 
@@ -151,9 +153,9 @@ def _stand_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Tensor, most: int,
     assert q.shape[-1] % 8 == 0
     back, right = options["window_size"]
     assert right == 0
-    ask = AttentionSpec(options["scale"], None if back < 0 else back + 1)
+    spec = AttentionSpec(options["scale"], None if back < 0 else back + 1)
     return eager_attention_forward(
-        *(s.transpose(0, 1)[None] for s in (q, k, v)), ask, Documents(cu, most, cu.tolist())
+        *(s.transpose(0, 1)[None] for s in (q, k, v)), spec, Documents(cu, most, cu.tolist())
     )[0]
 
 
@@ -161,15 +163,15 @@ def _stand_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Tensor, most: int,
 @given(questions())
 def test_varlen_asks_its_kernel_the_right_question(question: Any) -> None:
     """The kernel runs on CUDA alone; here its place is taken, and the GPU tests hold the kernel itself."""
-    states, ask, edges = question
+    states, spec, edges = question
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "varlen_attn", _stand_in)
-        if ask.softcap is not None or ask.sinks is not None:
-            with pytest.raises(WhetError, match=r"model\.attention: varlen knows neither"):
-                varlen_attention_forward(*states, ask, documents_of(edges))
+        if spec.softcap is not None or spec.sinks is not None:
+            with pytest.raises(WhetError, match=r"model\.attention: varlen supports neither"):
+                varlen_attention_forward(*states, spec, documents_of(edges))
         else:
-            ours = varlen_attention_forward(*states, ask, documents_of(edges))
-            assert (ours - eager_attention_forward(*states, ask, documents_of(edges))).abs().max() <= 1e-10
+            ours = varlen_attention_forward(*states, spec, documents_of(edges))
+            assert (ours - eager_attention_forward(*states, spec, documents_of(edges))).abs().max() <= 1e-10
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -208,7 +210,7 @@ def test_the_best_backend_for_device_model_and_documents_is_chosen(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "dtype", "seen", "reason"),
+    ("requested", "device", "dtype", "layers", "reason"),
     [
         ("varlen", CPU, torch.bfloat16, [], "needs a CUDA device"),
         ("varlen", CUDA, torch.float32, [], "needs a CUDA device"),
@@ -218,20 +220,20 @@ def test_the_best_backend_for_device_model_and_documents_is_chosen(
             CUDA,
             torch.bfloat16,
             [LayerAttention(AttentionSpec(1.0), 512)],
-            "up to 256 wide; this model's are 512",
+            "up to 256; this model's are 512",
         ),
         ("cudnn", CPU, torch.bfloat16, [], "needs a CUDA device"),
-        ("cudnn", CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0, window=9), 64)], "knows no windows"),
-        ("cudnn", CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0), 192)], "up to 128 wide"),
+        ("cudnn", CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0, window=9), 64)], "sliding windows"),
+        ("cudnn", CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0), 192)], "up to 128;"),
         ("flex", CPU, torch.float32, [], "needs a CUDA device"),
-        ("flex", CUDA, torch.float64, [], "no fp64"),
+        ("flex", CUDA, torch.float64, [], "at most fp32"),
     ],
 )
 def test_a_backend_that_cannot_serve_is_refused(
-    wanted: str, device: torch.device, dtype: torch.dtype, seen: list[LayerAttention], reason: str
+    requested: str, device: torch.device, dtype: torch.dtype, layers: list[LayerAttention], reason: str
 ) -> None:
-    with pytest.raises(WhetError, match=rf"model\.attention: {wanted} .*{reason}"):
-        attention.choose_backend(wanted, device, dtype, seen)
+    with pytest.raises(WhetError, match=rf"model\.attention: {requested} .*{reason}"):
+        attention.choose_backend(requested, device, dtype, layers)
 
 
 def test_under_autocast_states_that_a_model_left_in_fp32_are_computed_in_its_type(

@@ -52,9 +52,9 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Tensor, most: int, _
     window = options["window_size"][0] + 1 or len(q)
     back = place[:, None] - place
     visible = (document[:, None] == document) & (back >= 0) & (back < window)
-    ask = attention.AttentionSpec(options["scale"])
+    spec = attention.AttentionSpec(options["scale"])
     states = (states.transpose(0, 1)[None] for states in (q, k, v))
-    return attention.reference.attended(*states, ask, visible)[0].transpose(0, 1)
+    return backends.reference_attention(*states, spec, visible)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen"])

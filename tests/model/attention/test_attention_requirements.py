@@ -1,4 +1,4 @@
-"""What layers ask is seen before training; what would be trained wrongly is refused, however wide its window."""
+"""What layers spec is seen before training; what would be trained wrongly is refused, however wide its window."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import check_packing
 
 ONLY_MASKED: dict[str, tuple[dict[str, Any], str]] = {
-    "Phimoe": ({"sliding_window": 5000, "num_local_experts": 2}, "no window by name and for a window of 5000"),
+    "Phimoe": (
+        {"sliding_window": 5000, "num_local_experts": 2},
+        "no window as an argument, but a window of 5000 in its mask",
+    ),
     "Qwen2Moe": (
         {"use_sliding_window": True, "sliding_window": 5000, "max_window_layers": 1, "num_experts": 2},
-        "a window of 5000 by its mask",
+        "a window of 5000 in its mask",
     ),
     "Llama4Text": (
         {
@@ -53,10 +56,10 @@ def test_layers_are_seen_as_they_are_and_the_model_is_left_as_it_was(make_model:
     model = make_model("GptOss", dtype=torch.float32, **settings).train()
     attention.install_backend(model, "eager")
     first, second = attention.inspect_attention(model)
-    assert (first.ask.window, first.mask, second.ask.window, second.mask) == (6, 6, None, None)
-    assert first.ask.sinks is not None
-    assert first.width == 16
-    assert (first.ask.scale, first.ask.softcap) == (0.25, None)
+    assert (first.spec.window, first.mask, second.spec.window, second.mask) == (6, 6, None, None)
+    assert first.spec.sinks is not None
+    assert first.head_dim == 16
+    assert (first.spec.scale, first.spec.softcap) == (0.25, None)
     assert attention.describe_backend(model) == "eager"
     assert model.training
 
@@ -89,6 +92,6 @@ def test_masks_are_told_apart() -> None:
     assert _classify_mask(hf.sliding_window_causal_mask_function(100), 100) == 100
     assert _classify_mask(hf.sliding_window_causal_mask_function(1), 1) == 1
     assert _classify_mask(hf.chunked_causal_mask_function(100, padding), 100) == "chunks of 100 tokens"
-    assert _classify_mask(hf.bidirectional_mask_function, None) == "a mask of its own"
+    assert _classify_mask(hf.bidirectional_mask_function, None) == "a custom mask"
     packed = hf.packed_sequence_mask_function(torch.zeros(1, 4))
-    assert _classify_mask(hf.and_masks(hf.causal_mask_function, packed), None) == "a mask of its own"
+    assert _classify_mask(hf.and_masks(hf.causal_mask_function, packed), None) == "a custom mask"

@@ -57,15 +57,15 @@ def _gradients(backend, states, dtype, window=None, softcap=None, sinks=None, ed
     return found if sinks is None else [*found, sinks.grad.double()]
 
 
-def _compare(backend, states, dtype=torch.bfloat16, **ask):
+def _compare(backend, states, dtype=torch.bfloat16, **spec):
     """As close to the definition as torch's own attention is, twice over. Of heads that are no multiple of 8 wide torch
     computes in fp32, so a step of bf16 is spared; a gradient of nothing need not be nothing to the last bit."""
-    spare = 2**-8 if states[0].shape[-1] % 8 else 1e-6
-    truth = _gradients(eager_attention_forward, states, torch.float64, **ask)
-    ours = _gradients(backend, states, dtype, **ask)
-    reference = _gradients(sdpa_attention_forward, states, dtype, **ask)
+    skip_mask = 2**-8 if states[0].shape[-1] % 8 else 1e-6
+    truth = _gradients(eager_attention_forward, states, torch.float64, **spec)
+    ours = _gradients(backend, states, dtype, **spec)
+    reference = _gradients(sdpa_attention_forward, states, dtype, **spec)
     for exact, kernel, sdpa in zip(truth, ours, reference, strict=True):
-        assert (kernel - exact).abs().max() <= 2 * (sdpa - exact).abs().max() + spare * exact.abs().max() + 1e-5
+        assert (kernel - exact).abs().max() <= 2 * (sdpa - exact).abs().max() + skip_mask * exact.abs().max() + 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 2, 64, 300])
@@ -119,14 +119,14 @@ def test_short_is_the_same_bit_by_bit_from_run_to_run(window, heads):
             assert torch.equal(again, before)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "d_query", "d_key_value"])
+@pytest.mark.parametrize("kernel", ["forward", "backward_query", "backward_key_value"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_short_leaves_the_mask_out_only_where_all_see_each_other(kernel, width, monkeypatch):
     from whet.model.attention import short_kernels
 
     for window in (None, 200):
         tile = short_kernels.ATTENTION_TILES[kernel][width]
-        monkeypatch.setitem(short_kernels.ATTENTION_TILES[kernel], width, tile._replace(spare=not tile.spare))
+        monkeypatch.setitem(short_kernels.ATTENTION_TILES[kernel], width, tile._replace(skip_mask=not tile.skip_mask))
         _compare(short_attention_forward, _states(width, width), window=window)
         _compare(short_attention_forward, _states(width, width), window=window, edges=(0, LENGTH))
         monkeypatch.undo()
@@ -156,15 +156,15 @@ def test_flex_takes_other_head_widths(widths):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_flex_computes_in_other_types(dtype):
-    states, ask = _states(), {"window": 64, "softcap": 2.0, "sinks": _random(8)}
-    truth = _gradients(eager_attention_forward, states, torch.float64, **ask)
-    ours = _gradients(flex_attention_forward, states, dtype, **ask)
+    states, spec = _states(), {"window": 64, "softcap": 2.0, "sinks": _random(8)}
+    truth = _gradients(eager_attention_forward, states, torch.float64, **spec)
+    ours = _gradients(flex_attention_forward, states, dtype, **spec)
     for exact, kernel in zip(truth, ours, strict=True):
         assert (kernel - exact).abs().max() <= 5e-3 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
-    ("backend", "ask"),
+    ("backend", "spec"),
     [
         (varlen_attention_forward, AttentionSpec(0.125)),
         (varlen_attention_forward, AttentionSpec(0.125, window=64)),
@@ -175,13 +175,13 @@ def test_flex_computes_in_other_types(dtype):
         (sdpa_attention_forward, AttentionSpec(0.125, window=64)),
     ],
 )
-def test_documents_do_not_see_each_other(backend, ask):
+def test_documents_do_not_see_each_other(backend, spec):
     states = _states()
-    before = backend(*states, ask, _documents())
+    before = backend(*states, spec, _documents())
     changed = [state.clone() for state in states]
     for state in changed:
         state[:, :, 131:512] += 1
-    after = backend(*changed, ask, _documents())
+    after = backend(*changed, spec, _documents())
     assert torch.equal(before[:, :131], after[:, :131])
     assert torch.equal(before[:, 512:], after[:, 512:])
     assert not torch.equal(before[:, 131:512], after[:, 131:512])

@@ -108,7 +108,7 @@ def compute(path: str) -> None:
     found["again"] = CASES[LEAK].results(short_attention_forward, torch.float32)
     found["changed"] = CASES[LEAK].results(short_attention_forward, torch.float32, CHANGED)
     for kernel in short_kernels.ATTENTION_TILES.values():
-        kernel[64] = short_kernels.AttentionTile(32, 16, 4, 2, spare=True)
+        kernel[64] = short_kernels.AttentionTile(32, 16, 4, 2, skip_mask=True)
     found.update({name: CASES[name].results(short_attention_forward, torch.float16) for name in SPARING})
     torch.save(found, path)
 
@@ -181,20 +181,20 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "seen", "reason"),
+    ("device", "dtype", "layers", "reason"),
     [
         (torch.device("cpu"), torch.bfloat16, [], "needs a CUDA device"),
         (CUDA, torch.float32, [], "needs a CUDA device and bf16 or fp16"),
         (CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0, softcap=50.0), 64)], "soft-caps nor sinks"),
-        (CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0), 512)], "up to 256 wide; this model's are 512"),
+        (CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0), 512)], "up to 256; this model's are 512"),
     ],
 )
 def test_what_it_cannot_serve_is_refused(
-    device: torch.device, dtype: torch.dtype, seen: list[LayerAttention], reason: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, dtype: torch.dtype, layers: list[LayerAttention], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CHOOSING, "has_triton", lambda: True)
     with pytest.raises(WhetError, match=rf"model\.attention: short .*{reason}"):
-        attention.choose_backend("short", device, dtype, seen)
+        attention.choose_backend("short", device, dtype, layers)
 
 
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +204,14 @@ def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "reason"),
+    ("spec", "reason"),
     [
         (AttentionSpec(1.0, softcap=2.0), "neither soft-caps nor sinks"),
         (AttentionSpec(1.0, sinks=torch.zeros(2)), "neither soft-caps nor sinks"),
-        (AttentionSpec(-1.0), r"not by -1\.0"),
+        (AttentionSpec(-1.0), r"positive scale, not -1\.0"),
     ],
 )
-def test_a_question_that_it_cannot_answer_is_refused(ask: AttentionSpec, reason: str) -> None:
+def test_a_question_that_it_cannot_answer_is_refused(spec: AttentionSpec, reason: str) -> None:
     states = [torch.zeros(1, 2, 4, 16) for _ in range(3)]
     with pytest.raises(WhetError, match=rf"model\.attention: short .*{reason}"):
-        short_attention_forward(*states, ask, documents_of((0, 4)))
+        short_attention_forward(*states, spec, documents_of((0, 4)))

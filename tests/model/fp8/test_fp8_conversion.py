@@ -56,7 +56,7 @@ def matrices(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def rounded(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The definition: scaled to the largest fp8 value, rounded to the nearest one (of two, the even), scale divided out."""
+    """The definition: scale to the largest fp8 value, round to nearest (ties to even), divide by the scale."""
     values = torch.tensor([*range(0, 256, 2), *range(1, 256, 2)], dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()]
     scale = (values.max().double() / matrix.abs().max().double()).float()
@@ -289,8 +289,8 @@ def test_compiled_products_with_one_input_round_it_once(make_model: Make) -> Non
     # the middle of the MLP, an input of a product and two gradients, is looked through and rounded by itself
     assert (rounded["forward"], looked) == (10, {"forward": 10, "backward": 5})
     assert rounded["backward"] == 0
-    once = {"gated_largest": 1, "gated_rounded": 1, "gated_backward_largest": 1, "gated_backward_rounded": 1}
-    assert called["forward"] + called["backward"] == once | {"rounded_both": 5, "rounded_turned": 10}
+    once = {"silu_mul_amax": 1, "silu_mul_cast": 1, "silu_mul_backward_amax": 1, "silu_mul_backward_cast": 1}
+    assert called["forward"] + called["backward"] == once | {"cast_to_fp8_both": 5, "cast_to_fp8_transposed": 10}
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 

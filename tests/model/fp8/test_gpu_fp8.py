@@ -1,4 +1,4 @@
-"""fp8 products on CUDA: against fp64, against the emulated ones, compiled, in a layer as large as those they are for."""
+"""fp8 products on CUDA: against fp64, against the emulated ones, compiled, in layers of realistic size."""
 
 from __future__ import annotations
 

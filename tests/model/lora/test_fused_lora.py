@@ -82,7 +82,7 @@ def operators(model: Any) -> list[str]:
     """The fused operators that a forward pass calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
         model(input_ids=torch.arange(9)[None])
-    return [event.name for event in profile.events() if event.name in ("whet::lora_linear", "whet::lora_mlp_inward")]
+    return [event.name for event in profile.events() if event.name in ("whet::lora_linear", "whet::lora_mlp_gate_up")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +183,7 @@ def test_an_attention_that_gives_its_layers_something_else_gets_that(make_model:
         attention.k_proj.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
     assert_same(plain, fused)
     attention = unwrap_peft(fused).model.layers[0].self_attn
-    assert all(layer.ready is None for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+    assert all(layer.precomputed is None for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
     assert_same(plain, fused)
 
 
@@ -381,13 +381,13 @@ def test_an_adapted_head_stays_what_the_loss_knows(make_model: Make) -> None:
     assert torch.equal(read_output_head(unwrap_peft(model)).weight, before)
 
 
-def test_sparing_memory_changes_nothing_else(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_memory_changes_nothing_else(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_mlp, "_BACKWARD_CHUNK_LOW_MEMORY", 3)  # parts of 3, 3 and 1 tokens
     found = []
-    for sparing in (False, True):
+    for low_memory in (False, True):
         model = with_adapters(make_model("Llama"))
         assert fuse_lora_(model)
-        if sparing:
+        if low_memory:
             use_low_memory_backward_(model)
         mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
         x = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

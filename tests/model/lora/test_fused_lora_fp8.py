@@ -64,7 +64,7 @@ def calls(model: Any) -> list[str]:
     """The fused operators that a forward pass calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
         model(input_ids=torch.arange(9)[None])
-    return [event.name for event in profile.events() if event.name in ("whet::lora_linear", "whet::lora_mlp_inward")]
+    return [event.name for event in profile.events() if event.name in ("whet::lora_linear", "whet::lora_mlp_gate_up")]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The kernel of a gated MLP's middle, by Triton's interpreter where there is no GPU: against its definition in fp64."""
+"""The SwiGLU kernels against their definition in fp64, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-def middle_of(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[SwigluInputs, list[Tensor]]:
+def inputs_of(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[SwigluInputs, list[Tensor]]:
     tokens, width, gate, up, down = shape
-    thin = drawn((tokens, gate + up), dtype, 2)  # the two stand side by side, as a layer makes them
-    middle = SwigluInputs(
-        drawn((tokens, width), dtype, 0), drawn((tokens, width), dtype, 1), thin[:, :gate], thin[:, gate:],
+    xa = drawn((tokens, gate + up), dtype, 2)  # the two stand side by side, as a layer makes them
+    inputs = SwigluInputs(
+        drawn((tokens, width), dtype, 0), drawn((tokens, width), dtype, 1), xa[:, :gate], xa[:, gate:],
         drawn((width, gate), dtype, 3) / gate, drawn((width, up), dtype, 4) / up,
     )  # fmt: skip
     outer = [drawn((tokens, width), dtype, 5), drawn((tokens, down), dtype, 6), drawn((down, width), dtype, 7) / down]
-    return middle, outer
+    return inputs, outer
 
 
 def doubled(tensors: Any) -> list[Tensor]:
@@ -44,12 +44,12 @@ def doubled(tensors: Any) -> list[Tensor]:
 def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     from whet.model.lora.lora_kernels import lora_swiglu_triton, lora_swiglu_triton_backward
 
-    middle, outer = middle_of(shape, dtype)
-    before = [tensor.clone() for tensor in middle]
-    forward = lora_swiglu_triton(middle, outer[2])
-    exact = SwigluInputs(*doubled(middle))
+    inputs, outer = inputs_of(shape, dtype)
+    before = [tensor.clone() for tensor in inputs]
+    forward = lora_swiglu_triton(inputs, outer[2])
+    exact = SwigluInputs(*doubled(inputs))
     true = lora_swiglu_backward(*doubled(outer), exact)
-    found = lora_swiglu_triton_backward(*outer, middle)
+    found = lora_swiglu_triton_backward(*outer, inputs)
     for number, (one, other) in enumerate(
         zip([*forward, *found], [*lora_swiglu(exact, outer[2].double()), *true], strict=True)
     ):
@@ -59,7 +59,7 @@ def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
         # sums are as exact as what they sum
         bound = 1e-5 if number in (0, 2, 3) else ROUNDING[dtype] * float(other.abs().max()) if one.numel() else 0.0
         torch.testing.assert_close(one.double(), other, rtol=ROUNDING[dtype], atol=bound)
-    assert all(torch.equal(tensor, same) for tensor, same in zip(middle, before, strict=True))
+    assert all(torch.equal(tensor, same) for tensor, same in zip(inputs, before, strict=True))
     assert found[1] is outer[0]  # in the same memory
 
 
@@ -89,14 +89,14 @@ def check_all() -> None:
 
 
 def test_the_definition_has_the_gradients_of_autograd() -> None:
-    middle, (d_h0, d_thin, a_down) = middle_of((5, 6, 2, 3, 4), torch.float64)
-    leaves = [middle.gate0.clone().requires_grad_(), middle.up0.clone().requires_grad_()]
-    gate, up = leaves[0] + middle.thin_gate @ middle.b_gate.T, leaves[1] + middle.thin_up @ middle.b_up.T
+    inputs, (d_h0, d_xa, a_down) = inputs_of((5, 6, 2, 3, 4), torch.float64)
+    leaves = [inputs.gate0.clone().requires_grad_(), inputs.up0.clone().requires_grad_()]
+    gate, up = leaves[0] + inputs.xa_gate @ inputs.b_gate.T, leaves[1] + inputs.xa_up @ inputs.b_up.T
     h = torch.nn.functional.silu(gate) * up
-    true = torch.autograd.grad(h, leaves, d_h0 + d_thin @ a_down)
-    d_gate, d_up, d_thin_both, thin_down, d_a_down = lora_swiglu_backward(d_h0, d_thin, a_down, middle)
-    there, also = lora_swiglu(middle, a_down)
-    wanted = torch.cat([true[0] @ middle.b_gate, true[1] @ middle.b_up], dim=1)
-    pairs = [(d_gate, true[0]), (d_up, true[1]), (there, h), (d_thin_both, wanted), (d_a_down, d_thin.T @ h)]
-    for found, expected in [*pairs, (thin_down, h @ a_down.T), (also, h @ a_down.T)]:
+    true = torch.autograd.grad(h, leaves, d_h0 + d_xa @ a_down)
+    d_gate, d_up, d_xa_both, xa_down, d_a_down = lora_swiglu_backward(d_h0, d_xa, a_down, inputs)
+    there, also = lora_swiglu(inputs, a_down)
+    wanted = torch.cat([true[0] @ inputs.b_gate, true[1] @ inputs.b_up], dim=1)
+    pairs = [(d_gate, true[0]), (d_up, true[1]), (there, h), (d_xa_both, wanted), (d_a_down, d_xa.T @ h)]
+    for found, expected in [*pairs, (xa_down, h @ a_down.T), (also, h @ a_down.T)]:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -19,7 +19,7 @@ TERMS = {
     "plain": LossTerms(),
     "everything": LossTerms(scale=0.5, cap=8.0, smoothing=0.1, z_loss=1e-2),
     "no powers of two": LossTerms(scale=0.3, cap=30.0),
-    "boosted": LossTerms(scale=2.0, smoothing=0.3, boost=1024.0),
+    "scaled gradient": LossTerms(scale=2.0, smoothing=0.3, gradient_scale=1024.0),
 }
 
 
@@ -51,7 +51,7 @@ def test_the_kernel_computes_the_definition(kind: str, rows: int, vocabulary: in
         else:
             assert found.d_logits.dtype == gradient
             torch.testing.assert_close(
-                found.d_logits.double(), exact.d_logits, rtol=ROUNDING[gradient], atol=2e-6 * terms.boost
+                found.d_logits.double(), exact.d_logits, rtol=ROUNDING[gradient], atol=2e-6 * terms.gradient_scale
             )
 
 

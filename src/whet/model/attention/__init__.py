@@ -1,8 +1,8 @@
 """Document attention: a token attends to the tokens before it in its own document, and to no other.
 
-Each back-end is registered with transformers under a name of its own; models stay as they are. The batch has one row of
-T tokens (shape letters: B = 1, H heads, K key-value heads, T tokens, E head width, V head width of values); where
-documents begin comes with each forward pass as a keyword argument, which transformers hands through to the attention.
+Each back-end is registered with transformers under its own name; model code is not changed. A batch is one row of T
+tokens (shape letters: H heads, K key-value heads, T tokens, E head dimension, V head dimension of values). Document
+boundaries come with each forward pass as a keyword argument, which transformers passes through to the attention.
 """
 
 from whet.model.attention.backends import (

@@ -22,78 +22,83 @@ from whet.model.attention.backends import (
     flex_attention_forward,
     sdpa_attention_forward,
 )
-from whet.model.attention.interface import AttentionBackend, Documents
-from whet.model.attention.requirements import LayerAttention, spec_from_call
+from whet.model.attention.interface import AttentionBackend, Documents, spec_from_call
+from whet.model.attention.requirements import LayerAttention
 from whet.model.attention.short import short_attention_forward
 
-# Which back-end serves.
-
 CUDNN_MIN_LENGTH = 8192
-"""Tokens from which on a document by itself is faster: cuDNN's kernels are a sixth faster than `short` at 32 768, and
-take a call for each document, filled up to the next of a few lengths."""
+"""Typical document length from which cudnn is chosen: its kernels are a sixth faster than `short` at 32 768 tokens, but
+need one call for each document, padded to one of a few lengths."""
 _SHORT_MAX_HEAD_DIM = 128
-"""The head width up to which `short` is known to be faster than varlen."""
+"""The head dimension up to which `short` was measured to be faster than varlen."""
 
 
 def choose_backend(
-    wanted: str, device: torch.device, dtype: torch.dtype, seen: Sequence[LayerAttention] = (), typical: float = 0
-) -> str:
-    """The back-end asked for, or the best for the device, for what the layers ask (`look`) and for documents of
-    `typical` length: of the document in which the typical token stands."""
+    requested: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention] = (),
+    typical_length: float = 0,
+) -> str:  # fmt: skip
+    """The requested back-end, or with `auto` the fastest for the device, the model's layers and the typical document.
+
+    `layers` comes from `inspect_attention`. `typical_length` is the length of the document that a random token is in.
+    """
     reasons = {
-        "cudnn": _why_not_cudnn(device, dtype, seen),
-        "short": _why_not_short(device, dtype, seen),
-        "varlen": _why_not_varlen(device, dtype, seen),
+        "cudnn": _why_not_cudnn(device, dtype, layers),
+        "short": _why_not_short(device, dtype, layers),
+        "varlen": _why_not_varlen(device, dtype, layers),
         "flex": _why_not_flex(device, dtype),
     }
-    if wanted == "auto":
-        if dtype.itemsize > 2:  # nothing is gained over sdpa, which is exact
+    if requested == "auto":
+        if dtype.itemsize > 2:  # no other back-end is faster than sdpa there
             return "sdpa"
-        better = {
-            "cudnn": typical >= CUDNN_MIN_LENGTH,
-            "short": all(layer.width <= _SHORT_MAX_HEAD_DIM for layer in seen),
+        is_faster = {
+            "cudnn": typical_length >= CUDNN_MIN_LENGTH,
+            "short": all(layer.head_dim <= _SHORT_MAX_HEAD_DIM for layer in layers),
         }
-        serving = (name for name, reason in reasons.items() if reason is None and better.get(name, True))
-        return next(serving, "sdpa")
-    if reasons.get(wanted):
-        raise WhetError(f"model.attention: {wanted} {reasons[wanted]}. Leave model.attention out to let whet choose")
-    return wanted
+        return next(
+            (name for name, why_not in reasons.items() if why_not is None and is_faster.get(name, True)), "sdpa"
+        )
+    if reasons.get(requested):
+        raise WhetError(
+            f"model.attention: {requested} {reasons[requested]}. Set model.attention=auto to let whet choose"
+        )
+    return requested
 
 
-def _why_not_cudnn(device: torch.device, dtype: torch.dtype, seen: Sequence[LayerAttention]) -> str | None:
-    against = _why_not_varlen(device, dtype, seen)
-    if against is None and any(layer.ask.window is not None for layer in seen):
-        return "knows no windows, which this model uses"
-    if against is None and any(layer.width > backends.CUDNN_MAX_HEAD_DIM for layer in seen):
-        return f"knows heads up to {backends.CUDNN_MAX_HEAD_DIM} wide; this model's are wider"
-    return against
+def _why_not_cudnn(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention]) -> str | None:
+    reason = _why_not_varlen(device, dtype, layers)
+    if reason is None and any(layer.spec.window is not None for layer in layers):
+        return "does not support sliding windows, which this model uses"
+    if reason is None and any(layer.head_dim > backends.CUDNN_MAX_HEAD_DIM for layer in layers):
+        return f"supports head dimensions up to {backends.CUDNN_MAX_HEAD_DIM}; this model's are larger"
+    return reason
 
 
-def _why_not_varlen(device: torch.device, dtype: torch.dtype, seen: Sequence[LayerAttention]) -> str | None:
+def _why_not_varlen(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention]) -> str | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return f"needs a CUDA device and bf16 or fp16; here are {device.type} and {dtype}"
+        return f"needs a CUDA device and bf16 or fp16, not {device.type} and {dtype}"
     if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)):
         return "needs an NVIDIA GPU of the Ampere generation or later"
-    if any(layer.ask.softcap is not None or layer.ask.sinks is not None for layer in seen):
-        return "knows neither soft-caps nor sinks, which this model uses; flex does"
-    if any(layer.width > VARLEN_MAX_HEAD_DIM for layer in seen):
-        return f"knows heads up to {VARLEN_MAX_HEAD_DIM} wide; this model's are {max(layer.width for layer in seen)}"
+    if any(layer.spec.softcap is not None or layer.spec.sinks is not None for layer in layers):
+        return "supports neither soft-caps nor sinks, which this model uses; flex does"
+    widest = max((layer.head_dim for layer in layers), default=0)
+    if widest > VARLEN_MAX_HEAD_DIM:
+        return f"supports head dimensions up to {VARLEN_MAX_HEAD_DIM}; this model's are {widest}"
     return None
 
 
-def _why_not_short(device: torch.device, dtype: torch.dtype, seen: Sequence[LayerAttention]) -> str | None:
+def _why_not_short(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention]) -> str | None:
     if not has_triton():
         return "needs Triton, which is not installed"
-    return _why_not_varlen(device, dtype, seen)  # asks for the same, and has tiles for heads as wide
+    return _why_not_varlen(device, dtype, layers)  # the same requirements, and tiles for the same head dimensions
 
 
 def _why_not_flex(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
-        return f"needs a CUDA device and no fp64; here are {device.type} and {dtype}"
+        return f"needs a CUDA device and at most fp32, not {device.type} and {dtype}"
     return None
 
 
-# Back-ends, registered with transformers.
+# Registration with transformers
 
 BACKENDS: dict[str, AttentionBackend] = {
     "sdpa": sdpa_attention_forward,
@@ -106,88 +111,87 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 _REGISTERED_NAMES = {
     "sdpa": "whet_per_document",
-    "eager": "whet_reference",
+    "eager": "whet_eager",
     "varlen": "whet_varlen",
-    "flex": "whet_blocks",
-    "cudnn": "whet_long",
+    "flex": "whet_block_mask",
+    "cudnn": "whet_cudnn",
     "short": "whet_short",
 }
-"""A name with `sdpa`, `flex` or `flash` in it would make transformers check for its own."""
+"""transformers runs its own availability checks for names that contain `sdpa`, `flex` or `flash`."""
 
-
-_WRAPPED_SUFFIX = "_across"
+_WRAPPED_SUFFIX = "_wrapped"
 
 _FULLGRAPH_BACKENDS = ("varlen", "short", "eager")
-"""The compiler passes by the others, which need to know on the host where documents begin, or ask other processes."""
+"""The others break the graph: they read document boundaries on the host, or communicate with other processes."""
 
 
 def install_backend(
-    model: nn.Module, backend: str, around: Callable[[AttentionBackend], AttentionBackend] | None = None
+    model: nn.Module, backend: str, wrap: Callable[[AttentionBackend], AttentionBackend] | None = None
 ) -> None:
-    """Make `model` (a transformers model) attend by documents from now on; `around` changes how the back-end is called,
-    as for rows that several processes compute together."""
+    """Make `model` (a transformers model) attend within documents. `wrap` decorates the back-end, as sequence
+    parallelism does."""
     if any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop")):
-        warn("the model's configuration asks for dropout inside attention; whet trains without it")
+        warn("the model's config.json sets attention dropout, which whet does not apply")
     if backend == "varlen":
         backends.activate_newest_flash_attention()
-    compute = around(BACKENDS[backend]) if around else BACKENDS[backend]
+    compute = wrap(BACKENDS[backend]) if wrap else BACKENDS[backend]
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         scaling: float | None = None, *, documents: Documents, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        ask = spec_from_call(query, scaling, **kwargs)
-        # rotary positions and norms leave fp32 behind under autocast
+        spec = spec_from_call(query, scaling, **kwargs)
+        # rotary embeddings and norms return fp32 under autocast
         kind = query.device.type
-        mixed = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows no mixed precision there
+        mixed = kind != "meta" and torch.is_autocast_enabled(kind)  # torch has no autocast for meta
         dtype = torch.get_autocast_dtype(kind) if mixed else value.dtype
-        return compute(query.to(dtype), key.to(dtype), value.to(dtype), ask, documents), None
+        return compute(query.to(dtype), key.to(dtype), value.to(dtype), spec, documents), None
 
-    # no mask goes with it: documents are told apart by their edges, and to see whether it needs one, transformers would
-    # ask the device in every forward pass
-    name = registered_name(backend) + (_WRAPPED_SUFFIX if around else "")
+    # no mask function is registered: back-ends use document boundaries, and transformers would synchronise with the
+    # device in every forward pass to decide whether it needs a mask
+    name = registered_name(backend) + (_WRAPPED_SUFFIX if wrap else "")
     AttentionInterface.register(name, attend)
     model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 def registered_name(backend: str) -> str:
-    """What transformers knows a back-end by."""
+    """The name under which a back-end is registered with transformers."""
     return _REGISTERED_NAMES[backend]
 
 
 def needs_document_spans(model: nn.Module) -> bool:
-    """Whether the back-end that serves `model` asks for each token's document (`described`)."""
+    """Whether the back-end of `model` reads `Documents.spans`."""
     return attention_implementation(model).removesuffix(_WRAPPED_SUFFIX) == registered_name("short")
 
 
 def current_backend(model: nn.Module) -> str:
-    """The back-end that serves `model`."""
+    """The back-end that `model` uses."""
     installed = attention_implementation(model).removesuffix(_WRAPPED_SUFFIX)
-    return next((backend for backend, name in _REGISTERED_NAMES.items() if name == installed), f"its own ({installed})")
+    return next((backend for backend, name in _REGISTERED_NAMES.items() if name == installed), f"native ({installed})")
 
 
 def describe_backend(model: nn.Module) -> str:
-    """The back-end that serves `model`, and its kernel where that is not torch's own: `varlen (FA3)`."""
+    """The back-end that `model` uses, with the kernel if it is not torch's default: `varlen (FA3)`."""
     backend = current_backend(model)
     kernel = backends.active_flash_attention() if backend == "varlen" else None
     return f"{backend} ({kernel})" if kernel else backend
 
 
 def supports_fullgraph(model: nn.Module) -> bool:
-    """Whether a compiled layer of `model` is one graph, with attention inside it, and not two around it."""
+    """Whether a compiled layer of `model` is one graph, without a graph break at the attention."""
     return attention_implementation(model) in [_REGISTERED_NAMES[backend] for backend in _FULLGRAPH_BACKENDS]
 
 
 def use_native_attention(model: nn.Module) -> None:
-    """Make `model` attend as it does by itself."""
-    # transformers' sdpa leaves soft-caps out without a word, and not every version says that it does not serve them
+    """Make `model` use transformers' own attention."""
+    # transformers' sdpa silently ignores soft-caps, and not every version reports that it does not support them
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("sdpa" if supports_sdpa(model) and not capped else "eager")  # type: ignore[operator]
 
 
 @contextlib.contextmanager
 def native_attention(model: nn.Module) -> Iterator[None]:
-    """transformers' own attention for a while, as for generating: that of documents knows no cache."""
+    """transformers' own attention inside the context, for generation: document attention has no KV cache."""
     before = attention_implementation(model)
     use_native_attention(model)
     try:

@@ -1,4 +1,4 @@
-"""What a layer asks of attention, and what a forward pass says of its documents."""
+"""The signature that all attention back-ends share: states, what the layer asks for, and where documents begin."""
 
 from __future__ import annotations
 
@@ -9,53 +9,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.core.errors import WhetError
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer asks of attention beyond its states."""
+    """The parameters of one layer's attention."""
 
     scale: float
     window: int | None = None
-    """A token sees itself and the window − 1 tokens before it."""
+    """A token attends to itself and the window − 1 tokens before it."""
     softcap: float | None = None
     """Scores s become softcap · tanh(s / softcap)."""
     sinks: Tensor | None = None
-    """[H] a further score in each head's softmax, whose share goes nowhere."""
+    """[H] an additional logit in each head's softmax, with no value behind it."""
 
 
 class Documents:
-    """Where the documents of one forward pass begin.
+    """The document boundaries of one forward pass.
 
-    Layers are compiled: what compiled code reads is guarded, and edges differ from batch to batch. So it reads
-    `cu_seqlens`, `spans` (tensors) and `longest` (a constant) alone; the rest is for code that the compiler
-    passes by. Not a dataclass, because the compiler reads all fields of those.
+    Compiled layers guard on what they read, and boundaries differ from batch to batch. Compiled code therefore reads
+    only `cu_seqlens` and `spans` (tensors) and `max_seqlen` (a constant of the run); the rest is for code outside the
+    graph. Not a dataclass: torch.compile guards on every field of those.
     """
 
     def __init__(
-        self, cu_seqlens: Tensor, longest: int, edges: Sequence[int], spans: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, cu_seqlens: Tensor, max_seqlen: int, cu_seqlens_host: Sequence[int], spans: Tensor | None = None
+    ) -> None:
         self.cu_seqlens = cu_seqlens  # [D + 1] int32
-        self.spans = spans  # [2 T] int32, see `spans_of`; for back-ends that want it, made once for all layers
-        self.longest = longest
-        self.edges = edges  # cu_seqlens on the host
-        self.block_masks: dict[int | None, Any] = {}  # of flex, by window: all layers share them
+        self.spans = spans  # [2 T] int32, see `document_spans`; computed once for all layers
+        self.max_seqlen = max_seqlen
+        self.cu_seqlens_host = cu_seqlens_host
+        self.block_masks: dict[int | None, Any] = {}  # flex's masks by window, shared by all layers
 
 
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Documents], Tensor]
-"""(query [1 H T E], key [1 K T E], value [1 K T V], ask, documents) → [1 T H V]"""
+"""(query [1 H T E], key [1 K T E], value [1 K T V], spec, documents) → [1 T H V]"""
 
 
-def document_kwargs(cu_seqlens: Tensor, longest: int, edges: Sequence[int], by_token: bool = False) -> dict[str, Any]:
-    """What a forward pass is told of its documents: keyword arguments that the model hands through to attention.
+def document_kwargs(
+    cu_seqlens: Tensor, max_seqlen: int, cu_seqlens_host: Sequence[int], with_spans: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments for a model's forward, which transformers passes through to the attention.
 
-    `by_token`: also where the document of each token begins and ends (`wants_spans` says whether a model needs it).
+    `with_spans`: also compute `document_spans`, for models where `needs_document_spans`.
     """
-    spans = document_spans(cu_seqlens, edges[-1]) if by_token else None
-    return {"documents": Documents(cu_seqlens, longest, edges, spans)}
+    spans = document_spans(cu_seqlens, cu_seqlens_host[-1]) if with_spans else None
+    return {"documents": Documents(cu_seqlens, max_seqlen, cu_seqlens_host, spans)}
 
 
 def document_spans(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """[2 T] int32: where the document of each token begins, and where it ends; empty documents have no token."""
-    place = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    after = torch.searchsorted(cu_seqlens, place, right=True)
+    """[2 T] int32: start and end of each token's document. Empty documents have no token."""
+    position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    after = torch.searchsorted(cu_seqlens, position, right=True)
     return torch.stack([cu_seqlens[after - 1], cu_seqlens[after]])
+
+
+def spec_from_call(
+    query: Tensor, scaling: float | None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **others: Any,
+) -> AttentionSpec:  # fmt: skip
+    """The spec from the keyword arguments with which a transformers model calls its attention function."""
+    for name in ("position_bias", "indices", "block_indices"):
+        if others.get(name) is not None:
+            raise WhetError(f"model.path: this model's attention uses '{name}', which whet does not support")
+    return AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)

@@ -1,7 +1,7 @@
-"""Attention for many short documents in one row on CUDA, deterministic: Triton kernels of whet's own.
+"""short: deterministic attention for rows of many short documents on CUDA, by whet's own Triton kernels.
 
-torch's variable-length kernel gives each document tiles of its own for each head, of which a document of a few hundred
-tokens fills little. Here a tile holds a few tokens of all heads that share a key, whatever documents they belong to.
+torch's variable-length kernel gives each document its own tiles for each head, and a document of a few hundred tokens
+fills them poorly. Here a tile holds a few tokens of all query heads that share a key head, from any documents.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from whet.model.attention.interface import AttentionSpec, Documents, document_sp
 
 
 def short_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, ask: AttentionSpec, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, documents: Documents
 ) -> Tensor:
-    """Compiled layers compile through this one, as one operation that the compiler does not look into."""
-    if ask.softcap is not None or ask.sinks is not None:
-        raise WhetError("model.attention: short knows neither soft-caps nor sinks, which this model uses; flex does")
-    if ask.scale <= 0:  # the highest score is looked for before they are scaled
-        raise WhetError(f"model.attention: short scales scores by more than 0, not by {ask.scale}; use varlen")
-    windowed = ask.window is not None and ask.window < documents.longest
-    window = ask.window if windowed and ask.window is not None else 0
+    """Does not break the graph of a compiled layer: it is one opaque operator there."""
+    if spec.softcap is not None or spec.sinks is not None:
+        raise WhetError("model.attention: short supports neither soft-caps nor sinks, which this model uses; flex does")
+    if spec.scale <= 0:  # the kernel takes the maximum before scaling
+        raise WhetError(f"model.attention: short needs a positive scale, not {spec.scale}. Set model.attention=varlen")
+    windowed = spec.window is not None and spec.window < documents.max_seqlen
+    window = spec.window if windowed and spec.window is not None else 0
     spans = document_spans(documents.cu_seqlens, query.shape[2]) if documents.spans is None else documents.spans
-    return _short_attention(query, key, value, spans, ask.scale, window)[0][None]
+    return _short_attention(query, key, value, spans, spec.scale, window)[0][None]
 
 
 @torch.library.custom_op("whet::short_attention", mutates_args=())
@@ -34,7 +34,7 @@ def _short_attention(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """→ [T H V], and [K T group] fp32: log₂ of the sum of 2^(score · scale · log₂ e). Window 0: none."""
-    from whet.model.attention import short_kernels  # Triton is not everywhere
+    from whet.model.attention import short_kernels  # Triton may not be installed
 
     out, lse = _empty_outputs(query, key, value)
     short_kernels.forward(query, key, value, spans, scale, window, out, lse)
@@ -51,8 +51,8 @@ def _short_attention_backward(
 
     dq, dk, dv = (_empty_gradient(states) for states in (query, key, value))
     delta = torch.empty_like(lse)
-    short_kernels.d_query(query, key, value, spans, scale, window, out, lse, d_out, delta, dq)
-    short_kernels.d_key_value(query, key, value, spans, scale, window, lse, d_out, delta, dk, dv)
+    short_kernels.backward_query(query, key, value, spans, scale, window, out, lse, d_out, delta, dq)
+    short_kernels.backward_key_value(query, key, value, spans, scale, window, lse, d_out, delta, dk, dv)
     return dq, dk, dv
 
 
@@ -64,7 +64,7 @@ def _empty_outputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def _empty_gradient(states: Tensor) -> Tensor:
-    """Room for as many numbers, token by token as linear layers make them: of one layout, whatever the states' is."""
+    """[T H E], contiguous by token as linear layers produce it, whatever the strides of the states."""
     _, heads, tokens, width = states.shape
     return states.new_empty(tokens, heads, width)
 

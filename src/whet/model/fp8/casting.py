@@ -50,12 +50,12 @@ def cast_to_fp8_eager(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     if kernels is None:
         return cast_to_fp8(matrix.contiguous(), scale, dtype)
     straight = _empty_like(matrix, dtype)
-    kernels.round_straight(matrix.contiguous(), scale, straight)
+    kernels.cast(matrix.contiguous(), scale, straight)
     return straight
 
 
 @torch.library.custom_op(
-    "whet::rounded_turned", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> Tensor"
+    "whet::cast_to_fp8_transposed", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> Tensor"
 )
 def cast_to_fp8_transposed(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, I] → [I, T] in 8 bits."""
@@ -63,7 +63,7 @@ def cast_to_fp8_transposed(matrix: Tensor, scale: Tensor, dtype: torch.dtype) ->
     if kernels is None:
         return cast_to_fp8(matrix, scale, dtype).t().contiguous()
     turned = _empty_transposed(matrix, dtype)
-    kernels.round_turned(matrix.contiguous(), scale, turned)
+    kernels.cast_transposed(matrix.contiguous(), scale, turned)
     return turned
 
 
@@ -73,7 +73,9 @@ def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op(
-    "whet::rounded_both", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)"
+    "whet::cast_to_fp8_both",
+    mutates_args=(),
+    schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)",
 )
 def cast_to_fp8_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[T, I] → [T, I] and [I, T] in 8 bits."""
@@ -81,7 +83,7 @@ def cast_to_fp8_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple
     if kernels is None or matrix.dtype.itemsize != 2:  # of 32 bits, triton 3.6 writes the turned one wrong
         return cast_to_fp8(matrix, scale, dtype).contiguous(), cast_to_fp8_transposed(matrix, scale, dtype)
     straight, turned = _empty_like(matrix, dtype), _empty_transposed(matrix, dtype)
-    kernels.round_turned(matrix.contiguous(), scale, turned, straight)
+    kernels.cast_transposed(matrix.contiguous(), scale, turned, straight)
     return straight, turned
 
 

@@ -132,7 +132,7 @@ def _silu_mul_backward_cast_kernel(  # type: ignore[no-untyped-def]
     tl.store(h_turned_at + there, tl.trans(small_h), mask=turned_inside)
 
 
-def round_straight(matrix: Tensor, scale: Tensor, small: Tensor) -> None:
+def cast(matrix: Tensor, scale: Tensor, small: Tensor) -> None:
     """A contiguous matrix times `scale`, in 8 bits, into `small`."""
     count = matrix.numel()
     if count:
@@ -141,7 +141,7 @@ def round_straight(matrix: Tensor, scale: Tensor, small: Tensor) -> None:
         )
 
 
-def round_turned(matrix: Tensor, scale: Tensor, turned: Tensor, straight: Tensor | None = None) -> None:
+def cast_transposed(matrix: Tensor, scale: Tensor, turned: Tensor, straight: Tensor | None = None) -> None:
     """A contiguous [T, I] times `scale`, in 8 bits, into `turned` [I, T] and, if wanted, into `straight` [T, I]."""
     if matrix.numel():
         _cast_transposed_kernel[(_count_tiles(matrix, _TILE_ROWS, _TILE_COLUMNS),)](
@@ -150,7 +150,7 @@ def round_turned(matrix: Tensor, scale: Tensor, turned: Tensor, straight: Tensor
         )  # fmt: skip
 
 
-def gated_largest(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul_amax(gate: Tensor, up: Tensor) -> Tensor:
     """The largest numbers of parts of silu(gate) · up, without signs; all contiguous [T, F]."""
     programs = triton.cdiv(gate.numel(), _AMAX_BLOCK)
     largest = torch.empty(programs, dtype=torch.float32, device=gate.device)
@@ -160,14 +160,14 @@ def gated_largest(gate: Tensor, up: Tensor) -> Tensor:
     return largest
 
 
-def gated_round(gate: Tensor, up: Tensor, scale: Tensor, h: Tensor) -> None:
+def silu_mul_cast(gate: Tensor, up: Tensor, scale: Tensor, h: Tensor) -> None:
     """silu(gate) · up times `scale` into `h`, in 8 bits."""
     _silu_mul_cast_kernel[(triton.cdiv(gate.numel(), _ELEMENTWISE_BLOCK),)](
         gate, up, scale, h, gate.numel(), block=_ELEMENTWISE_BLOCK, num_warps=8
     )
 
 
-def gated_backward_largest(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul_backward_amax(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """[2, parts]: the largest numbers of d gate and of d up, without signs."""
     programs = triton.cdiv(gate.numel(), _AMAX_BLOCK)
     largest = torch.empty(2, programs, dtype=torch.float32, device=gate.device)
@@ -177,7 +177,7 @@ def gated_backward_largest(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return largest
 
 
-def gated_backward_round(
+def silu_mul_backward_cast(
     d_h: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, gate_scale: Tensor, up_scale: Tensor,
     d_gate: Tensor, d_gate_turned: Tensor, d_up: Tensor, d_up_turned: Tensor, h_turned: Tensor,
 ) -> None:  # fmt: skip

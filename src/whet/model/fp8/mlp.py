@@ -31,11 +31,11 @@ from whet.model.lora.swiglu import silu_mul, silu_mul_backward
 CastGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("whet::gated_largest", mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor")
+@torch.library.custom_op("whet::silu_mul_amax", mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor")
 def silu_mul_amax(gate: Tensor, up: Tensor) -> Tensor:
     """The largest number of h without its sign, in fp32."""
     kernels = _silu_mul_kernels_for(gate)
-    return kernels.gated_largest(gate, up).amax() if kernels else silu_mul(gate, up).abs().amax().float()
+    return kernels.silu_mul_amax(gate, up).amax() if kernels else silu_mul(gate, up).abs().amax().float()
 
 
 @silu_mul_amax.register_fake
@@ -44,7 +44,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    "whet::gated_rounded", mutates_args=(), schema="(Tensor gate, Tensor up, Tensor scale) -> Tensor"
+    "whet::silu_mul_cast", mutates_args=(), schema="(Tensor gate, Tensor up, Tensor scale) -> Tensor"
 )
 def silu_mul_cast(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     """h [T, F] in 8 bits."""
@@ -52,7 +52,7 @@ def silu_mul_cast(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     if kernels is None:
         return cast_to_fp8(silu_mul(gate, up), scale, E4M3)
     h_tf = torch.empty(gate.shape, dtype=E4M3, device=gate.device)
-    kernels.gated_round(gate, up, scale, h_tf)
+    kernels.silu_mul_cast(gate, up, scale, h_tf)
     return h_tf
 
 
@@ -62,13 +62,13 @@ def _(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    "whet::gated_backward_largest", mutates_args=(), schema="(Tensor d_h, Tensor gate, Tensor up) -> Tensor"
+    "whet::silu_mul_backward_amax", mutates_args=(), schema="(Tensor d_h, Tensor gate, Tensor up) -> Tensor"
 )
 def silu_mul_backward_amax(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """[2]: the largest number of d gate and that of d up, without signs, in fp32."""
     kernels = _silu_mul_kernels_for(gate)
     if kernels is not None:
-        return kernels.gated_backward_largest(d_h, gate, up).amax(1)
+        return kernels.silu_mul_backward_amax(d_h, gate, up).amax(1)
     return torch.stack([each.abs().amax() for each in silu_mul_backward(d_h, gate, up)[:2]]).float()
 
 
@@ -78,7 +78,7 @@ def _(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    "whet::gated_backward_rounded",
+    "whet::silu_mul_backward_cast",
     mutates_args=(),
     schema="(Tensor d_h, Tensor gate, Tensor up, Tensor h_scale, Tensor gate_scale, Tensor up_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -90,7 +90,7 @@ def silu_mul_backward_cast(
     kernels = _silu_mul_kernels_for(gate)
     if kernels is not None:
         found = _empty_cast_gradients(gate)
-        kernels.gated_backward_round(d_h, gate, up, h_scale, gate_scale, up_scale, *found)
+        kernels.silu_mul_backward_cast(d_h, gate, up, h_scale, gate_scale, up_scale, *found)
         return found
     d_gate, d_up, h = silu_mul_backward(d_h, gate, up)
     d_gate, d_up, h = (

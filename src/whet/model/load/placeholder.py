@@ -27,7 +27,7 @@ _ALL_COLUMNS = slice(None)
 class WeightSource(Protocol):
     """Where the weights of a hollow model are."""
 
-    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
+    def read_rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
         """Some rows of a weight, of a matrix also some of its columns, as it is kept."""
 
 
@@ -41,17 +41,17 @@ class SafetensorsSource:
         self._files = [safe_open(folder / name, framework="pt") for name in names if (folder / name).exists()]
         self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
 
-    def holds(self, name: str, like: Tensor) -> bool:
+    def has_matching(self, name: str, like: Tensor) -> bool:
         """Whether this weight is there as the model has it: of the same shape, in numbers that mean themselves."""
         if name not in self._of:
             return False
         kept = self._of[name].get_slice(name)
         return tuple(kept.get_shape()) == tuple(like.shape) and kept.get_dtype() in _UNSCALED_TYPES
 
-    def whole(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
         return self._of[name].get_tensor(name)
 
-    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
+    def read_rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
         kept = self._of[name].get_slice(name)
         return kept[start:stop] if columns == _ALL_COLUMNS else kept[start:stop, columns]
 
@@ -62,7 +62,7 @@ class InMemorySource:
     def __init__(self, model: nn.Module) -> None:
         self._weights = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
 
-    def rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
+    def read_rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
         kept = self._weights[name][start:stop]
         return kept if columns == _ALL_COLUMNS else kept[:, columns]
 
@@ -78,12 +78,12 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
         buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
         named = {**dict(model.named_parameters()), **buffers}
         is_plain = getattr(model.config, "quantization_config", None) is None
-        if is_plain and all(files.holds(name, tensor) for name, tensor in named.items()):
+        if is_plain and all(files.has_matching(name, tensor) for name, tensor in named.items()):
             for name, buffer in buffers.items():
-                buffer.copy_(files.whole(name))
+                buffer.copy_(files.read(name))
             for name, weight in list(model.named_parameters()):
                 if weight.numel() == 1:
-                    _replace_parameter(model, weight, files.whole(name).to(dtype))
+                    _replace_parameter(model, weight, files.read(name).to(dtype))
             return set_experts_for_dtype(replace_with_placeholders_(model), dtype), files
     model = load_model(config, dtype, torch.device("cpu"))
     held = InMemorySource(model)

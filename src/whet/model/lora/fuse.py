@@ -1,7 +1,7 @@
-"""Adapters computed together with the layers they stand in, for speed and memory; peft keeps owning them.
+"""Replaces the forward passes of peft's LoRA layers by fused operators, for speed and memory.
 
-Layers, MLPs and attentions get another class, derived from their own: names, weights, saving, merging and switching
-adapters off are what they were, and wherever the fused way does not apply their own forward runs.
+Layers, MLPs and attentions get a class derived from their own. Names, weights, saving, merging and disabling adapters
+work as before, and where the fused operator does not apply, the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _QKV_LAYERS = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse_lora_(model: nn.Module) -> int:
-    """Fuse what can be: MLPs with their adapters, q, k and v, and every other layer with its own. Gives how many."""
+    """Fuse MLPs with their adapters, q, k and v, and all other adapted layers; returns the number of fused modules."""
     mlps = [module for module in model.modules() if _is_adapted_mlp(module)]
     attentions = [module for module in model.modules() if _has_matching_qkv(module)]
     outer: Any = next((module for module in model.modules() if hasattr(module, "get_output_embeddings")), None)
-    head = outer and outer.get_output_embeddings()  # which the loss asks for its weights, and does not call
+    head = outer and outer.get_output_embeddings()  # the loss reads its weights and does not call it
     layers = [module for module in model.modules() if _is_adapted_linear(module) and module is not head]
-    for layer in layers:  # those inside of others too, for when something calls them by themselves
+    for layer in layers:  # also those inside fused modules, for when they are called directly
         add_mixin(layer, _FusedLoraLinear)
     for modules, fused in ((mlps, _FusedLoraMLP), (attentions, _FusedLoraAttention)):
         for module in modules:
@@ -37,20 +37,20 @@ def fuse_lora_(model: nn.Module) -> int:
 
 
 def use_low_memory_backward_(model: nn.Module) -> None:
-    """Have fused MLPs use less memory in the backward pass, for models of which little is kept for it."""
+    """Make fused MLPs use less memory in the backward pass, for models that recompute activations."""
     for module in model.modules():
         if isinstance(module, _FusedLoraMLP):
-            module.sparing = True
+            module.low_memory = True
 
 
 class _FusedLoraLinear(nn.Module):
-    ready: tuple[Tensor, Tensor] | None = None
-    """An input, and the output for it that was made together with others'. Taken once."""
+    precomputed: tuple[Tensor, Tensor] | None = None
+    """An input and its output, computed together with other layers'; used once."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.ready is not None:
-            (known, y), self.ready = self.ready, None
-            if x is known:
+        if self.precomputed is not None:
+            (input, y), self.precomputed = self.precomputed, None
+            if x is input:
                 return y
         mixed = autocast_dtype(x)
         layer = None if args or kwargs else extract_lora(self, None if mixed else x.dtype)
@@ -63,8 +63,8 @@ class _FusedLoraMLP(nn.Module):
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
-    sparing = False
-    """Of memory, where little else is kept."""
+    low_memory = False
+    """Process the backward pass in smaller chunks of tokens."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         mixed = autocast_dtype(x)
@@ -76,33 +76,33 @@ class _FusedLoraMLP(nn.Module):
         )
         if gate is None or up is None or down is None or args or kwargs:
             return super().forward(x, *args, **kwargs)
-        return lora_mlp(x.to(mixed) if mixed else x, gate, up, down, self.sparing)
+        return lora_mlp(x.to(mixed) if mixed else x, gate, up, down, self.low_memory)
 
 
 class _FusedLoraAttention(nn.Module):
-    """Makes q, k and v of its input at once and lays them ready. Its own forward asks each layer as ever; one that asks
-    for something else gets that, and nothing is made in advance any more."""
+    """Computes q, k and v of its input at once. Its own forward then calls each layer, which returns the precomputed
+    output; an attention that calls them with other inputs gets those computed, and precomputes nothing from then on."""
 
     q_proj: _FusedLoraLinear
     k_proj: _FusedLoraLinear
     v_proj: _FusedLoraLinear
-    asks_otherwise = False
+    qkv_inputs_differ = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("hidden_states")
         layers = self.q_proj, self.k_proj, self.v_proj
-        if self.asks_otherwise or x is None or not all(isinstance(layer, _FusedLoraLinear) for layer in layers):
+        if self.qkv_inputs_differ or x is None or not all(isinstance(layer, _FusedLoraLinear) for layer in layers):
             return super().forward(*args, **kwargs)
         mixed = autocast_dtype(x)
-        found = [extract_lora(layer, None if mixed else x.dtype) for layer in layers]
-        known = [layer for layer in found if layer is not None]
-        if len(known) == len(layers):
-            for layer, y in zip(layers, lora_linear(x.to(mixed) if mixed else x, *known), strict=True):
-                layer.ready = x, y
+        weights = [extract_lora(layer, None if mixed else x.dtype) for layer in layers]
+        fusable = [each for each in weights if each is not None]
+        if len(fusable) == len(layers):
+            for layer, y in zip(layers, lora_linear(x.to(mixed) if mixed else x, *fusable), strict=True):
+                layer.precomputed = x, y
         result = super().forward(*args, **kwargs)
         for layer in layers:
-            if layer.ready is not None:
-                layer.ready, self.asks_otherwise = None, True
+            if layer.precomputed is not None:
+                layer.precomputed, self.qkv_inputs_differ = None, True
         return result
 
 
@@ -111,7 +111,7 @@ def _is_adapted_linear(module: nn.Module) -> bool:
 
 
 def _has_matching_qkv(module: nn.Module) -> bool:
-    """Whether it has q, k and v of the same kind. That they get the module's input is seen when they are called."""
+    """Whether q, k and v can be computed together. Whether they get the same input shows when they are called."""
     layers = [getattr(module, name, None) for name in _QKV_LAYERS]
     if isinstance(module, _FusedLoraAttention) or not all(isinstance(layer, nn.Module) for layer in layers):
         return False

@@ -1,10 +1,10 @@
-"""Linear layers with the same input and their adapters as one operator: y = x·Wᵀ + bias + (x·(scale·A)ᵀ)·Bᵀ of each.
+"""Linear layers that share an input, with their LoRA adapters, as one operator: y = x·Wᵀ + bias + (x·(scale·A)ᵀ)·Bᵀ.
 
-Adapters give what the products are added to, forward and backward, which then cost no further pass over memory,
-and x meets the A of all layers at once. Kept are x and its thin products. To the compiler it is opaque. It computes in
-the type of x; gradients of A and B come in the type of A and B.
+The low-rank product comes first and the full one accumulates into it, which saves a pass over memory; x is multiplied
+with the A of all layers at once. Saved for the backward pass are x and xa = x·Aᵀ. The operator is opaque to
+torch.compile. It computes in the dtype of x; gradients of A and B have the dtype of A and B.
 
-Shape letters: T tokens, E width of the input, O of an output, R rank.
+Shape letters: T tokens, E input features, O output features, R rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whet.model.lora.low_rank import LoraWeights, cast_stacked, flatten_tokens, 
 
 
 def lora_linear(x: Tensor, *layers: LoraWeights) -> list[Tensor]:
-    """The outputs for x [..., E], which is in the type to compute in. Either all layers have a bias or none has."""
+    """The outputs for x [..., E], whose dtype is the compute dtype. Either all layers have a bias or none has."""
     outputs: list[Tensor] = _forward(
         x,
         [part for layer in layers for part in layer.frozen],
@@ -42,19 +42,19 @@ def _forward(
     x: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int], biases: Sequence[Tensor], adapters: Sequence[Tensor],
     scales: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
-    """The outputs, and x·[scaled A of each]ᵀ."""
+    """The outputs, and x·[scaled A of all layers]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = flatten_tokens(x)
         operand = MatmulOperand(x_te)
         scaled = list(zip(adapters[::2], scales, strict=True))
         a_all, *bs = cast_stacked([scaled, *([(b, 1.0)] for b in adapters[1::2])], x.dtype)
-        thin = x_te @ a_all.T
+        xa = x_te @ a_all.T
         outputs = []
         matrices, given = _frozen_matrices(frozen, sizes, adapters, x.dtype), biases or itertools.repeat(None, len(bs))
-        for matrix, b, part, bias in zip(matrices, bs, _split_by_rank(thin, adapters), given, strict=True):
+        for matrix, b, part, bias in zip(matrices, bs, _split_by_rank(xa, adapters), given, strict=True):
             y_to = sum_of_matmuls([(operand, matrix)], (part, b.T), bias)
             outputs.append(y_to.view(*x.shape[:-1], len(b)))
-        return [*outputs, thin]
+        return [*outputs, xa]
 
 
 @_forward.register_fake
@@ -69,37 +69,37 @@ def _(
 @torch.library.custom_op(
     "whet::lora_linear_backward",
     mutates_args=(),
-    schema="(Tensor[] d_outputs, Tensor x, Tensor thin, Tensor[] frozen, int[] sizes, Tensor[] adapters, "
+    schema="(Tensor[] d_outputs, Tensor x, Tensor xa, Tensor[] frozen, int[] sizes, Tensor[] adapters, "
     "float[] scales, bool needs_x) -> Tensor[]",
 )
 def _backward(
-    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
+    d_outputs: Sequence[Tensor], x: Tensor, xa: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
     adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x (empty if it needs none) and of the adapters."""
+    """Gradients of x (empty unless needs_x) and of the adapters."""
     with torch.autocast(x.device.type, enabled=False):
         outer, dtype = [flatten_tokens(d_y) for d_y in d_outputs], adapters[0].dtype
-        # the scale is B's here: then what flows back into A need not be scaled
+        # scale B, not A: then the gradient of A needs no scaling
         scaled = [[pair] for pair in zip(adapters[1::2], scales, strict=True)]
         a_all, *bs = cast_stacked([[(a, 1.0) for a in adapters[::2]], *scaled], x.dtype)
-        d_thins = [d_y @ b for d_y, b in zip(outer, bs, strict=True)]
-        d_thin = d_thins[0] if len(outer) == 1 else torch.cat(d_thins, dim=1)
+        d_xas = [d_y @ b for d_y, b in zip(outer, bs, strict=True)]
+        d_xa = d_xas[0] if len(outer) == 1 else torch.cat(d_xas, dim=1)
         d_bs = [
-            matmul_precise(d_y.T, part, dtype) for d_y, part in zip(outer, _split_by_rank(thin, adapters), strict=True)
+            matmul_precise(d_y.T, part, dtype) for d_y, part in zip(outer, _split_by_rank(xa, adapters), strict=True)
         ]
-        sums = matmul_precise(d_thin.T, flatten_tokens(x), dtype).split([len(a) for a in adapters[::2]])
-        # an operator's results have no memory in common
+        sums = matmul_precise(d_xa.T, flatten_tokens(x), dtype).split([len(a) for a in adapters[::2]])
+        # the outputs of a custom operator must not share memory
         d_as = list(sums) if len(outer) == 1 else [part.clone() for part in sums]
         d_x = x.new_empty(0)
         if needs_x:
             terms = zip(map(GradientOperand, outer), _frozen_matrices(frozen, sizes, adapters, x.dtype), strict=True)
-            d_x = sum_of_matmuls(terms, (d_thin, a_all)).view(x.shape)
+            d_x = sum_of_matmuls(terms, (d_xa, a_all)).view(x.shape)
         return [d_x, *(found for pair in zip(d_as, d_bs, strict=True) for found in pair)]
 
 
 @_backward.register_fake
 def _(
-    d_outputs: Sequence[Tensor], x: Tensor, thin: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
+    d_outputs: Sequence[Tensor], x: Tensor, xa: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
     adapters: Sequence[Tensor], scales: Sequence[float], needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
@@ -107,21 +107,21 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, frozen, ctx.frozen_sizes, biases, adapters, ctx.scales = inputs
-    ctx.set_materialize_grads(False)  # nothing depends on the thin products but the outputs
+    ctx.set_materialize_grads(False)  # xa has no gradient of its own
     ctx.sizes = len(biases), len(adapters)
     ctx.save_for_backward(x, output[-1], *adapters, *frozen)
 
 
 def _autograd_backward(ctx: Any, d_outputs: list[Tensor | None]) -> tuple[Any, ...]:
     biases, count = ctx.sizes
-    x, thin, *others = ctx.saved_tensors
+    x, xa, *others = ctx.saved_tensors
     adapters, frozen = others[:count], others[count:]
     outer = [
         x.new_zeros(*x.shape[:-1], len(b)) if d_y is None else d_y
         for d_y, b in zip(d_outputs[:-1], adapters[1::2], strict=True)
     ]
     needs_x = ctx.needs_input_grad[0]
-    d_x, *found = _backward(outer, x, thin, frozen, ctx.frozen_sizes, adapters, ctx.scales, needs_x)
+    d_x, *found = _backward(outer, x, xa, frozen, ctx.frozen_sizes, adapters, ctx.scales, needs_x)
     return d_x if needs_x else None, [None] * len(frozen), None, [None] * biases, found, None
 
 
@@ -131,11 +131,11 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 def _frozen_matrices(
     frozen: Sequence[Tensor], sizes: Sequence[int], adapters: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[FrozenMatrix]:
-    """Those of the layers, one after another."""
+    """The frozen weight of each layer."""
     for parts, a, b in zip(split_parts(frozen, sizes), adapters[::2], adapters[1::2], strict=True):
         yield FrozenMatrix(parts, a, b, dtype)
 
 
-def _split_by_rank(thin: Tensor, adapters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The thin product of each layer."""
-    return thin.split([len(a) for a in adapters[::2]], dim=1)
+def _split_by_rank(xa: Tensor, adapters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x·Aᵀ of each layer."""
+    return xa.split([len(a) for a in adapters[::2]], dim=1)

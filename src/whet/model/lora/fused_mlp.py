@@ -1,10 +1,10 @@
-"""A gated MLP and its three adapters as one function: y = down(silu(gate(x)) · up(x)).
+"""A gated MLP with LoRA on all three layers as one autograd function: y = down(silu(gate(x)) · up(x)).
 
-Kept for the backward pass are x, gate and up without their adapters' parts, and thin matrices; neither gate and up as
-they are multiplied, nor their product, which one kernel makes again on its way (see swiglu.py). To the compiler its
-operators are opaque. It computes in the type of x; gradients of adapters come in the adapters' type.
+Saved for the backward pass are x, gate and up without their adapters, and x·Aᵀ. The backward kernel recomputes gate and
+up with adapters and their product (see `whet.model.lora.swiglu`). The operators are opaque to torch.compile. They
+compute in the dtype of x; adapter gradients have the adapters' dtype.
 
-Shape letters: T tokens, E width, F width of the middle, R rank.
+Shape letters: T tokens, E hidden size, F intermediate size, R rank.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from whet.model.lora.low_rank import LoraWeights, MatmulAccumulator, cast_stacke
 from whet.model.lora.swiglu import SwigluBackward, SwigluForward, SwigluInputs
 
 _BACKWARD_CHUNK, _BACKWARD_CHUNK_LOW_MEMORY = 16384, 4096
-"""Tokens of the backward pass: what is as wide as the middle, two or three matrices, exists for so many at once."""
+"""Tokens for which the backward pass holds intermediate activations, two or three [tokens, F] matrices, at a time."""
 
 
-def lora_mlp(x: Tensor, gate: LoraWeights, up: LoraWeights, down: LoraWeights, sparing: bool = False) -> Tensor:
-    """The MLP's output for x [..., E], which is in the type to compute in; `sparing` of memory, a little slower."""
+def lora_mlp(x: Tensor, gate: LoraWeights, up: LoraWeights, down: LoraWeights, low_memory: bool = False) -> Tensor:
+    """The MLP's output for x [..., E], computed in the dtype of x; `low_memory` is a little slower."""
     layers = (gate, up, down)
     result: Tensor = _LoraMLPFunction.apply(
-        x, _BACKWARD_CHUNK_LOW_MEMORY if sparing else _BACKWARD_CHUNK, [len(layer.frozen) for layer in layers],
+        x, _BACKWARD_CHUNK_LOW_MEMORY if low_memory else _BACKWARD_CHUNK, [len(layer.frozen) for layer in layers],
         [layer.scale for layer in layers], gate.bias, up.bias, down.bias,
         *(part for layer in layers for part in (layer.a, layer.b)),
         *(part for layer in layers for part in layer.frozen),
@@ -46,32 +46,34 @@ def lora_mlp(x: Tensor, gate: LoraWeights, up: LoraWeights, down: LoraWeights, s
 
 
 class _LoraMLPFunction(torch.autograd.Function):
-    """Two operators forward, of which the backward pass needs the first one's results alone: computed again, the
-    product with down, a quarter of a layer, is left out."""
+    """Forward is two operators, of which the backward pass needs the first one's results only: recomputation skips the
+    product with down, a quarter of a layer."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, at_a_time: int, sizes: list[int], scales: list[float], gate_bias: Tensor | None,
+        ctx: Any, x: Tensor, chunk_tokens: int, sizes: list[int], scales: list[float], gate_bias: Tensor | None,
         up_bias: Tensor | None, down_bias: Tensor | None, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
         adapters, (gate, up, down) = tensors[:6], split_parts(tensors[6:], sizes)
-        gate0, up0, thin = _gate_up_forward(x, gate, up, gate_bias, up_bias, adapters[:4], scales[:2])
-        y: Tensor = _down_forward(gate0, up0, thin, down, down_bias, adapters, scales[2])
-        ctx.save_for_backward(x, gate0, up0, thin, *tensors)
-        ctx.at_a_time, ctx.sizes, ctx.scales = at_a_time, sizes, scales
+        gate0, up0, xa = _gate_up_forward(x, gate, up, gate_bias, up_bias, adapters[:4], scales[:2])
+        y: Tensor = _down_forward(gate0, up0, xa, down, down_bias, adapters, scales[2])
+        ctx.save_for_backward(x, gate0, up0, xa, *tensors)
+        ctx.chunk_tokens, ctx.sizes, ctx.scales = chunk_tokens, sizes, scales
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate0, up0, thin, *tensors = ctx.saved_tensors
+        x, gate0, up0, xa, *tensors = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[0]
         frozen = split_parts(tensors[6:], ctx.sizes)
-        d_x, *found = _backward(grads[0], x, gate0, up0, thin, *frozen, tensors[:6], ctx.scales, ctx.at_a_time, needs_x)
+        d_x, *found = _backward(
+            grads[0], x, gate0, up0, xa, *frozen, tensors[:6], ctx.scales, ctx.chunk_tokens, needs_x
+        )
         return d_x if needs_x else None, *[None] * 6, *found, *[None] * sum(ctx.sizes)
 
 
 @torch.library.custom_op(
-    "whet::lora_mlp_inward",
+    "whet::lora_mlp_gate_up",
     mutates_args=(),
     schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor? gate_bias, Tensor? up_bias, Tensor[] adapters, "
     "float[] scales) -> (Tensor, Tensor, Tensor)",
@@ -80,7 +82,7 @@ def _gate_up_forward(
     x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], gate_bias: Tensor | None, up_bias: Tensor | None,
     adapters: Sequence[Tensor], scales: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gate without its adapter's part, up likewise, x·[scaled A of gate; of up]ᵀ."""
+    """gate and up without adapters, and x·[scaled A of gate; of up]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = flatten_tokens(x)
         operand, (a_gate, b_gate, a_up, b_up) = MatmulOperand(x_te), adapters
@@ -98,18 +100,18 @@ def _(
     a_gate, b_gate, a_up, b_up = adapters
     tokens = x.shape[:-1].numel()
     sizes = (len(b_gate), len(b_up), len(a_gate) + len(a_up))
-    gate0, up0, thin = (x.new_empty(tokens, size) for size in sizes)
-    return gate0, up0, thin
+    gate0, up0, xa = (x.new_empty(tokens, size) for size in sizes)
+    return gate0, up0, xa
 
 
 @torch.library.custom_op(
-    "whet::lora_mlp_outward",
+    "whet::lora_mlp_down",
     mutates_args=(),
-    schema="(Tensor gate0, Tensor up0, Tensor thin, Tensor[] down, Tensor? down_bias, Tensor[] adapters, "
+    schema="(Tensor gate0, Tensor up0, Tensor xa, Tensor[] down, Tensor? down_bias, Tensor[] adapters, "
     "float scale) -> Tensor",
 )
 def _down_forward(
-    gate0: Tensor, up0: Tensor, thin: Tensor, down: Sequence[Tensor], down_bias: Tensor | None,
+    gate0: Tensor, up0: Tensor, xa: Tensor, down: Sequence[Tensor], down_bias: Tensor | None,
     adapters: Sequence[Tensor], scale: float,
 ) -> Tensor:  # fmt: skip
     """y [T, E]"""
@@ -118,13 +120,13 @@ def _down_forward(
         matrix = FrozenMatrix(down, a_down, b_down, dtype)
         stacks = [[(b_gate, 1.0)], [(b_up, 1.0)], [(a_down, scale)], [(b_down, 1.0)]]
         b_gate, b_up, a_down, b_down = cast_stacked(stacks, dtype)
-        h_tf, thin_down = _swiglu_functions(gate0)[0](_swiglu_inputs(gate0, up0, thin, b_gate, b_up), a_down)
-        return sum_of_matmuls([(MatmulOperand(h_tf), matrix)], (thin_down, b_down.T), down_bias, piece=MATMUL_CHUNK)
+        h_tf, xa_down = _swiglu_functions(gate0)[0](_swiglu_inputs(gate0, up0, xa, b_gate, b_up), a_down)
+        return sum_of_matmuls([(MatmulOperand(h_tf), matrix)], (xa_down, b_down.T), down_bias, chunk=MATMUL_CHUNK)
 
 
 @_down_forward.register_fake
 def _(
-    gate0: Tensor, up0: Tensor, thin: Tensor, down: Sequence[Tensor], down_bias: Tensor | None,
+    gate0: Tensor, up0: Tensor, xa: Tensor, down: Sequence[Tensor], down_bias: Tensor | None,
     adapters: Sequence[Tensor], scale: float,
 ) -> Tensor:  # fmt: skip
     return gate0.new_empty(len(gate0), len(adapters[5]))
@@ -133,18 +135,18 @@ def _(
 @torch.library.custom_op(
     "whet::lora_mlp_backward",
     mutates_args=(),
-    schema="(Tensor d_y, Tensor x, Tensor gate0, Tensor up0, Tensor thin, Tensor[] gate, Tensor[] up, Tensor[] down, "
-    "Tensor[] adapters, float[] scales, int at_a_time, bool needs_x) -> Tensor[]",
+    schema="(Tensor d_y, Tensor x, Tensor gate0, Tensor up0, Tensor xa, Tensor[] gate, Tensor[] up, Tensor[] down, "
+    "Tensor[] adapters, float[] scales, int chunk_tokens, bool needs_x) -> Tensor[]",
 )
 def _backward(
-    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor,
+    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, xa: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-    adapters: Sequence[Tensor], scales: Sequence[float], at_a_time: int, needs_x: bool,
+    adapters: Sequence[Tensor], scales: Sequence[float], chunk_tokens: int, needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x (empty if it needs none) and of the adapters."""
+    """Gradients of x (empty unless needs_x) and of the adapters."""
     dtype, (a_gate, b_gate, a_up, b_up, a_down, b_down) = x.dtype, adapters
     with torch.autocast(x.device.type, enabled=False):
-        a_both, a_down_here, *bs = cast_stacked(
+        a_both, a_down_cast, *bs = cast_stacked(
             [
                 [(a_gate, scales[0]), (a_up, scales[1])], [(a_down, scales[2])],
                 [(b_gate, 1.0)], [(b_up, 1.0)], [(b_down, 1.0)],
@@ -155,25 +157,25 @@ def _backward(
         down_ef = FrozenMatrix(down, a_down, b_down, dtype)
         d_x = torch.empty_like(flatten_tokens(x)) if needs_x else x.new_empty(0)
         d_a_both, d_b_gate, d_b_up, d_b_down = (MatmulAccumulator(adapters[0].dtype) for _ in range(4))
-        d_a_down = torch.zeros_like(a_down_here, dtype=torch.promote_types(dtype, torch.float32))
-        for start in range(0, max(1, len(gate0)), at_a_time):
-            part = slice(start, start + at_a_time)
+        d_a_down = torch.zeros_like(a_down_cast, dtype=torch.promote_types(dtype, torch.float32))
+        for start in range(0, max(1, len(gate0)), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
             x_te, d_te = flatten_tokens(x)[part], flatten_tokens(d_y)[part]
-            middle = _swiglu_inputs(gate0[part], up0[part], thin[part], bs[0], bs[1])
-            d_thin_down = d_te @ bs[2]
+            inputs = _swiglu_inputs(gate0[part], up0[part], xa[part], bs[0], bs[1])
+            d_xa_down = d_te @ bs[2]
             d_h0 = sum_of_matmuls([(GradientOperand(d_te), down_ef)])
-            found = _swiglu_functions(x)[1](d_h0, d_thin_down, a_down_here, middle)
+            found = _swiglu_functions(x)[1](d_h0, d_xa_down, a_down_cast, inputs)
             d_a_down += found.d_a_down
-            d_b_down.add(d_te.T, found.thin_down)
-            d_b_gate.add(found.d_gate.T, middle.thin_gate)
-            d_b_up.add(found.d_up.T, middle.thin_up)
-            d_a_both.add(found.d_thin.T, x_te)
+            d_b_down.add(d_te.T, found.xa_down)
+            d_b_gate.add(found.d_gate.T, inputs.xa_gate)
+            d_b_up.add(found.d_up.T, inputs.xa_up)
+            d_a_both.add(found.d_xa.T, x_te)
             if needs_x:
                 sum_of_matmuls(
                     zip(map(GradientOperand, (found.d_gate, found.d_up)), (gate_fe, up_fe), strict=True),
-                    (found.d_thin, a_both), piece=MATMUL_CHUNK, out=d_x[part],
+                    (found.d_xa, a_both), chunk=MATMUL_CHUNK, out=d_x[part],
                 )  # fmt: skip
-            del found, d_h0  # or the next part's would be made beside it
+            del found, d_h0  # before the next chunk allocates its own
         totals = *d_a_both.total.split([len(a_gate), len(a_up)]), d_a_down.to(a_down.dtype)
         d_as = [d_a * scale for d_a, scale in zip(totals, scales, strict=True)]
         d_bs = d_b_gate.total, d_b_up.total, d_b_down.total
@@ -183,20 +185,20 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, thin: Tensor,
+    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, xa: Tensor,
     gate: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-    adapters: Sequence[Tensor], scales: Sequence[float], at_a_time: int, needs_x: bool,
+    adapters: Sequence[Tensor], scales: Sequence[float], chunk_tokens: int, needs_x: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape if needs_x else 0), *(torch.empty_like(adapter) for adapter in adapters)]
 
 
-def _swiglu_inputs(gate0: Tensor, up0: Tensor, thin: Tensor, b_gate: Tensor, b_up: Tensor) -> SwigluInputs:
-    thin_gate, thin_up = thin.split([b_gate.shape[1], b_up.shape[1]], dim=1)
-    return SwigluInputs(gate0, up0, thin_gate, thin_up, b_gate, b_up)
+def _swiglu_inputs(gate0: Tensor, up0: Tensor, xa: Tensor, b_gate: Tensor, b_up: Tensor) -> SwigluInputs:
+    xa_gate, xa_up = xa.split([b_gate.shape[1], b_up.shape[1]], dim=1)
+    return SwigluInputs(gate0, up0, xa_gate, xa_up, b_gate, b_up)
 
 
 def _swiglu_functions(x: Tensor) -> tuple[SwigluForward, SwigluBackward]:
-    """The kernel takes 16-bit numbers on CUDA; all else is torch's."""
+    """Triton for 16-bit inputs on CUDA, torch otherwise."""
     fused = _triton_swiglu() if x.is_cuda and x.dtype.itemsize == 2 else None
     return fused or (by_torch.lora_swiglu, by_torch.lora_swiglu_backward)
 

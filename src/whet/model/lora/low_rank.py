@@ -1,6 +1,6 @@
-"""What the fused operators of adapters share: the adapter as they take it, and products of thin matrices.
+"""What the fused LoRA operators share: a layer's weights, casts, and low-rank products with fp32 accumulation.
 
-Shape letters: T tokens, E width of the input, R rank. An adapter adds scale · (x·Aᵀ)·Bᵀ; the scale is put into A.
+LoRA adds scale · (x·Aᵀ)·Bᵀ to a layer; the scale is multiplied into A. Shape letters: T tokens, E features, R rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from whet.model.frozen_weight import is_supported_linear, weight_compute_dtype, 
 
 
 class LoraWeights(NamedTuple):
-    """A linear layer with one adapter, taken apart."""
+    """The tensors of a linear layer with one LoRA adapter."""
 
     frozen: list[Tensor]
     bias: Tensor | None
@@ -25,10 +25,10 @@ class LoraWeights(NamedTuple):
 
 
 def extract_lora(layer: Any, dtype: torch.dtype | None = None) -> LoraWeights | None:
-    """`layer` taken apart if it is peft's and adds scale · (x·Aᵀ)·Bᵀ to an ordinary frozen layer, and nothing else now.
+    """The weights of a peft layer that currently adds scale · (x·Aᵀ)·Bᵀ, and nothing else, to a frozen linear layer.
 
-    None where adapters are merged or switched off, where there are several, dropout, DoRA and the like, and where
-    the layer does not compute in `dtype` throughout (if that is given).
+    None if adapters are merged, disabled or several, with dropout, DoRA or other variants, and, if `dtype` is given,
+    if a weight has another compute dtype.
     """
     if not hasattr(layer, "lora_A") or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return None
@@ -46,9 +46,11 @@ def extract_lora(layer: Any, dtype: torch.dtype | None = None) -> LoraWeights | 
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The type that mixed precision computes in here; None where it is off. It leaves fp64 alone."""
+    """The dtype that autocast computes in on the device of x; None if autocast is off, or x is fp64."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:  # torch knows none there
+    if (
+        kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64
+    ):  # torch has no autocast for meta
         return None
     return torch.get_autocast_dtype(kind)
 
@@ -67,12 +69,13 @@ def cast_stacked(stacks: Sequence[Sequence[tuple[Tensor, float]]], dtype: torch.
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
-    """[T, E], whatever stood before the width."""
+    """[..., E] → [T, E]"""
     return x.reshape(-1, x.shape[-1])
 
 
 def matmul_precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`, summed over many tokens: from 16-bit numbers not rounded to 16 bits."""
+    """left @ right in `dtype`, for sums over many tokens: 16-bit operands are accumulated in fp32 and not rounded to 16
+    bits."""
     if left.dtype == dtype:
         return left @ right
     if left.is_cuda and torch.version.hip is None and dtype == torch.float32:
@@ -82,7 +85,7 @@ def matmul_precise(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class MatmulAccumulator:
-    """left @ right of several parts, added up in `dtype` without rounding what is added first."""
+    """The sum of several products left @ right, accumulated in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -1,1 +1,1 @@
-"""The training loss: the output head, linear cross-entropy over supervised positions, and the module that wraps the model."""
+"""The training loss: the output head, linear cross-entropy at supervised positions, and the root module."""

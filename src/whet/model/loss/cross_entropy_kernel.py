@@ -21,7 +21,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _row_losses_kernel(  # type: ignore[no-untyped-def]
     logits_at, targets_at, nll_at, cost_at, hits_at, d_logits_at, row_size, d_row_size, vocabulary,
-    scale, cap, smoothing, z_loss, boost,
+    scale, cap, smoothing, z_loss, gradient_scale,
     has_cap: tl.constexpr, has_smoothing: tl.constexpr, has_gradient: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """One program, one row. First the softmax's denominator by the online way, a maximum and a sum for each lane."""
@@ -78,7 +78,7 @@ def _row_losses_kernel(  # type: ignore[no-untyped-def]
                 slope = 1 - tanh * tanh
             tl.debug_barrier()  # the gradient may be written over logits: all lanes have read theirs
             d_y = tl.exp(y - top) * factor - smoothing / vocabulary - tl.where(token == target, 1 - smoothing, 0.0)
-            d_logit = (d_y * slope * scale * boost).to(d_logits_at.dtype.element_ty)
+            d_logit = (d_y * slope * scale * gradient_scale).to(d_logits_at.dtype.element_ty)
             tl.store(d_logits_at + token, d_logit, mask=token < vocabulary)
 
 
@@ -98,7 +98,7 @@ def row_losses_triton(logits: Tensor, targets: Tensor, terms: LossTerms, gradien
     if count:
         _row_losses_kernel[(count,)](
             logits, targets, nll, cost, hits, d_logits, logits.stride(0), d_logits.stride(0), vocabulary,
-            terms.scale, float(terms.cap or 1), terms.smoothing, terms.z_loss, terms.boost,
+            terms.scale, float(terms.cap or 1), terms.smoothing, terms.z_loss, terms.gradient_scale,
             has_cap=terms.cap is not None, has_smoothing=terms.smoothing > 0, has_gradient=gradient is not None,
             block=min(_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
         )  # fmt: skip

@@ -27,7 +27,7 @@ class LossTerms:
     cap: float | None = None
     smoothing: float = 0.0
     z_loss: float = 0.0
-    boost: float = 1.0
+    gradient_scale: float = 1.0
     """The gradient comes out this many times too large: a power of two, for types whose small numbers are coarse."""
 
 
@@ -41,7 +41,7 @@ class RowLosses(NamedTuple):
     hits: Tensor
     """[R] whether the target has the highest logit, the first of them where several are equal."""
     d_logits: Tensor | None
-    """[R, V] derivative of the cost by the logits as they came in, `boost` times."""
+    """[R, V] derivative of the cost by the logits as they came in, `gradient_scale` times."""
 
 
 class RowLossFunction(Protocol):
@@ -80,8 +80,8 @@ def row_losses_torch(logits: Tensor, targets: Tensor, terms: LossTerms, gradient
     d_logits[torch.arange(len(targets), device=targets.device), targets] -= 1 - terms.smoothing
     if slope is not None:
         d_logits.mul_(slope)
-    if terms.scale * terms.boost != 1:
-        d_logits.mul_(terms.scale * terms.boost)
+    if terms.scale * terms.gradient_scale != 1:
+        d_logits.mul_(terms.scale * terms.gradient_scale)
     return RowLosses(nll, cost, hits, d_logits.to(gradient))
 
 
@@ -136,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute = _compute_dtype(hidden)
         exact = torch.promote_types(compute, torch.float32)
         if compute == torch.float16:  # 1 / V is among the coarse numbers of fp16
-            terms = replace(terms, boost=1024.0)
+            terms = replace(terms, gradient_scale=1024.0)
         gradient = compute if needs_hidden or needs_weight or needs_bias else None
         nll = torch.empty(len(targets), dtype=exact, device=hidden.device)
         cost, hits = torch.empty_like(nll), torch.empty_like(nll, dtype=torch.bool)
@@ -155,14 +155,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     continue
                 if d_hidden is not None:
                     here = _matmul_fp32(rows.d_logits, matrix)[: len(rows.nll)]
-                    d_hidden[part] = here.mul_(scale / terms.boost)
+                    d_hidden[part] = here.mul_(scale / terms.gradient_scale)
                 if d_weight is not None:
                     _addmm_fp32_(d_weight, rows.d_logits.T, chunk)
                 if d_bias is not None:
                     d_bias += rows.d_logits.sum(dim=0, dtype=exact)
                 del rows  # or the next logits would be made beside it
         sums = [
-            None if total is None else total.mul_(scale / terms.boost).to(like.dtype)
+            None if total is None else total.mul_(scale / terms.gradient_scale).to(like.dtype)
             for total, like in ((d_weight, weight), (d_bias, weight if bias is None else bias))
         ]
         ctx.save_for_backward(d_hidden, *sums)
