@@ -97,7 +97,9 @@ def build_sharded_loss_model(
     apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
     with precision.autocast(device):
         verify_tensor_parallel(root)
-    root.with_full_weights(functools.partial(install_attention, config, root.language_model, precision, device, typical))
+    root.with_full_weights(
+        functools.partial(install_attention, config, root.language_model, precision, device, typical)
+    )
     if _fuses_lora(config, precision, device):
         fuse_lora_(root)
     verify_packing(config, root, precision, device, tokens, longest)
