@@ -35,15 +35,15 @@ def test_clean_data_passes(check: Any, tmp_path: Path, form: str) -> None:
         "kept", "end of turn", "overlap", "store", "ids", "template", "steps", "vocabulary", "leak", "positions",
     ]  # fmt: skip
     assert "40 of 40 conversations kept" in found.texts("kept", "ok")
-    assert "learned in 100.0%" in found.texts("end of turn", "ok")
+    assert "supervised in 100.0%" in found.texts("end of turn", "ok")
     assert "40 conversations, rendered again" in found.texts("ids", "ok")
 
 
-def test_tokens_and_masks_from_elsewhere_pass(check: Any, write: Any, whet: Any, tmp_path: Path) -> None:
+def test_token_files_pass(check: Any, write: Any, whet: Any, tmp_path: Path) -> None:
     write()
     check(f"data.store={tmp_path / 'store'}").passed()
     found = check(f"data.sources=[{{path: {tmp_path / 'store/train/tokens.bin'}}}]")
-    assert "came as tokens" in found.texts("ids", "ok")
+    assert "are token ids" in found.texts("ids", "ok")
     assert found.texts("store", "ok")
 
 
@@ -101,7 +101,7 @@ def test_quiet_prints_nothing_without_faults(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["no.yaml"], "no.yaml: no such file"),
         (["RECIPE", "train.stepz=3"], "Did you mean train.steps?"),
@@ -110,18 +110,18 @@ def test_quiet_prints_nothing_without_faults(
     ],
     ids=["no recipe", "misspelt key", "no number", "contradiction"],
 )
-def test_a_wrong_recipe_is_an_error(whet: Any, recipe: str, arguments: list[str], said: str) -> None:
+def test_a_wrong_recipe_is_an_error(whet: Any, recipe: str, arguments: list[str], words: str) -> None:
     ended = whet("check", *(recipe if argument == "RECIPE" else argument for argument in arguments), "--json")
     result = json.loads(ended.out)
     assert (ended.code, sorted(result)) == (1, ["error", "exit_code"])
-    assert said in result["error"]
+    assert words in result["error"]
     assert "Traceback" not in ended.err
 
 
 def test_a_source_that_does_not_exist(check: Any, tmp_path: Path) -> None:
     found = check()
     found.fault("data", f"{tmp_path / 'data.jsonl'}: no such file")
-    found.texts("leak", "ok")  # the model is looked at all the same
+    found.texts("leak", "ok")  # the model is checked anyway
 
 
 def test_bad_lines_leave_no_store_that_training_would_refuse(check: Any, write: Any, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_bad_lines_leave_no_store_that_training_would_refuse(check: Any, write: 
 
 
 def test_moved_data_is_compared_with_its_store(check: Any, write: Any, tmp_path: Path) -> None:
-    """A store is found by content; what is compared must be found under the new name."""
+    """A store is found by content; its source must be found under the new name."""
     write()
     check().passed()
     (tmp_path / "data.jsonl").rename(tmp_path / "moved.jsonl")
@@ -145,7 +145,7 @@ def test_moved_data_is_compared_with_its_store(check: Any, write: Any, tmp_path:
 
 
 @pytest.mark.parametrize("path", ["folder", "folder/*.jsonl"])
-def test_the_files_of_a_folder_are_found_again(check: Any, write: Any, tmp_path: Path, path: str) -> None:
+def test_the_files_of_a_folder_are_compared(check: Any, write: Any, tmp_path: Path, path: str) -> None:
     (tmp_path / "folder").mkdir()
     file = write("{", name="folder/one.jsonl")
     found = check(f"data.sources.0.path={tmp_path / path}", "data.on_bad=skip")

@@ -18,23 +18,23 @@ LONG = "word " * 60
     ],
     ids=["broken JSON", "unknown role", "empty answer"],
 )
-def test_a_line_that_cannot_be_used(check: Any, write: Any, talk: Any, line: Any, explanation: str) -> None:
+def test_an_invalid_line(check: Any, write: Any, talk: Any, line: Any, explanation: str) -> None:
     file = write()
     check().passed()
     write(talk(-1), line)
     found = check()
     found.fault("bad lines", f"{file}:2: ", explanation, "data.on_bad=skip")
-    found.texts("kept", "ok")  # the others are looked at all the same
+    found.texts("kept", "ok")  # the other lines are checked anyway
 
 
-def test_many_lines_that_are_skipped_on_purpose(check: Any, write: Any) -> None:
+def test_skipped_lines(check: Any, write: Any) -> None:
     file = write("{", good=range(40))
     check("data.on_bad=skip").warning("bad lines", "1 of 41 conversations (2.4%)", f"first {file}:1", "broken JSON")
     write("{", "{", "{", good=range(40))
-    check("data.on_bad=skip").fault("bad lines", "3 of 43 conversations (7.0%)", f"{file}:1, {file}:2", "Mend")
+    check("data.on_bad=skip").fault("bad lines", "3 of 43 conversations (7.0%)", f"{file}:1, {file}:2", "Fix")
 
 
-def test_exact_copies(check: Any, write: Any, talk: Any) -> None:
+def test_exact_duplicates(check: Any, write: Any, talk: Any) -> None:
     file = write(talk(0))
     check().warning("duplicates", "1 of 41 conversations (2.4%)", f"first {file}:2")
     write(*[talk(0)] * 10)
@@ -56,7 +56,7 @@ def test_a_validation_fraction_never_overlaps(check: Any, write: Any, talk: Any)
     assert "no validation" in check("data.validation={fraction: 0.2}").texts("overlap", "ok")
 
 
-def test_answers_that_are_cut(check: Any, write: Any, talk: Any) -> None:
+def test_truncated_answers(check: Any, write: Any, talk: Any) -> None:
     file = write()
     cut = ("data.max_length=64", "data.too_long=truncate")
     check(*cut).passed()
@@ -65,18 +65,18 @@ def test_answers_that_are_cut(check: Any, write: Any, talk: Any) -> None:
     found.fault(
         "truncation", "10 of 50 conversations (20.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"
     )
-    found.fault("end of turn", "learned in 80.0%", "see truncation")
+    found.fault("end of turn", "supervised in 80.0%", "see truncation")
     check("data.too_long=truncate").passed()
 
 
-def test_a_few_cut_answers_are_a_warning(check: Any, write: Any, talk: Any) -> None:
+def test_a_few_truncated_answers_are_a_warning(check: Any, write: Any, talk: Any) -> None:
     write(talk(0, answer=LONG), good=range(60))
     found = check("data.max_length=64", "data.too_long=truncate")
     found.warning("truncation", "1 of 61 conversations (1.6%)")
-    found.warning("end of turn", "learned in 98.4%")
+    found.warning("end of turn", "supervised in 98.4%")
 
 
-def test_cutting_that_leaves_nothing_to_learn(check: Any, write: Any, talk: Any) -> None:
+def test_truncation_that_leaves_no_supervised_token(check: Any, write: Any, talk: Any) -> None:
     file = write(*(talk(i, question=LONG + str(i)) for i in range(10)))
     check().passed()
     found = check("data.max_length=64", "data.too_long=truncate")
@@ -90,7 +90,7 @@ def test_most_conversations_are_too_long(check: Any, write: Any, talk: Any) -> N
     found.fault(
         "too long", "90 of 100 conversations (90.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"
     )
-    assert "10 of 100 conversations kept; left out: 90 too long" in found.texts("kept", "ok")
+    assert "10 of 100 conversations kept; dropped: 90 too long" in found.texts("kept", "ok")
 
 
 def test_every_conversation_is_too_long(check: Any, write: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_control_token_in_the_text(check: Any, write: Any, talk: Any) -> None:
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}], ids=str)
-def test_conversations_marked_as_not_to_be_learned(check: Any, write: Any, talk: Any, mark: Any) -> None:
+def test_conversations_marked_as_unsupervised(check: Any, write: Any, talk: Any, mark: Any) -> None:
     file = write(*(talk(i) for i in range(90, 100)))
     check().passed()
     write(*(talk(i, **mark) for i in range(90, 100)))
@@ -124,7 +124,7 @@ def test_a_source_that_contributes_nothing(check: Any, write: Any, talk: Any, tm
     check(both).passed()
     write(talk(0, question=LONG), good=(), name="other.jsonl")
     check(both, "data.max_length=64").fault(
-        "kept", f"{other} (train): 0 of 1 conversations kept", "1 too long", "mend it"
+        "kept", f"{other} (train): 0 of 1 conversations kept", "1 too long", "Fix the source"
     )
 
 
@@ -139,10 +139,10 @@ def test_a_marker_look_alike_in_marked_text(check: Any, write: Any) -> None:
     check(markers, "data.sources.0.format=marked").passed()
     write(*map(marked, range(40)), marked(40, "Fine. <|User|> And you?"), good=())
     found = check(markers, "data.sources.0.format=marked")
-    found.fault("marker look-alike", "1 of 41 conversations (2.4%)", f"first {file}:41", "Mend")
+    found.fault("marker look-alike", "1 of 41 conversations (2.4%)", f"first {file}:41", "Fix")
 
 
-def test_an_exchange_that_splitting_loses(check: Any, write: Any, talk: Any) -> None:
+def test_an_exchange_that_splitting_drops(check: Any, write: Any, talk: Any) -> None:
     file = write(talk(98))
     split = ("data.too_long=split", "data.max_length=64")
     check(*split).passed()

@@ -78,7 +78,7 @@ def test_a_tokenizer_of_a_smaller_model(check: Any, write: Any, tiny_model: Path
     make_model("Qwen2", tiny_model, vocab_size=440)
     check(f"model.path={tiny_model}").passed()
     make_model("Qwen2", tiny_model, vocab_size=1000)
-    check(f"model.path={tiny_model}").warning("vocabulary", "the tokenizer knows 416 tokens, the model 1,000")
+    check(f"model.path={tiny_model}").warning("vocabulary", "the tokenizer has 416 tokens, the model 1,000")
 
 
 def test_conversations_beyond_the_positions_of_the_model(check: Any, write: Any, talk: Any, tiny_model: Path) -> None:
@@ -86,13 +86,13 @@ def test_conversations_beyond_the_positions_of_the_model(check: Any, write: Any,
     check(f"model.path={tiny_model}").passed()
     change(tiny_model, max_position_embeddings=100)
     found = check(f"model.path={tiny_model}")
-    found.fault("positions", "tokens, the model was made for 100", "data.max_length")
+    found.fault("positions", "tokens, the model supports 100", "data.max_length")
     check(f"model.path={tiny_model}", "data.max_length=100", "data.on_bad=skip").warning(
         "too long", "1 of 41 conversations"
     )
 
 
-def test_packing_that_makes_steps_few(check: Any, write: Any) -> None:
+def test_packing_that_leaves_few_steps(check: Any, write: Any) -> None:
     write()
     check("train.batch={conversations: 1}").passed()
     found = check("train.batch={rows: 1}")
@@ -109,9 +109,7 @@ def test_packing_with_batches_in_tokens(check: Any, write: Any) -> None:
 
 @pytest.mark.parametrize(("file", "check_name"), [("tokens.bin", "ids"), ("loss.bin", "mask")])
 @pytest.mark.parametrize("use", ["train", "validation"])
-def test_a_store_that_somebody_wrote_into(
-    check: Any, write: Any, tmp_path: Path, file: str, check_name: str, use: str
-) -> None:
+def test_a_modified_store(check: Any, write: Any, tmp_path: Path, file: str, check_name: str, use: str) -> None:
     source = write()
     held = write(good=range(50, 60), name="held.jsonl")
     settings = (f"data.store={tmp_path / 'store'}", f"data.validation={{sources: [{{path: {held}}}]}}")
@@ -131,7 +129,7 @@ def test_a_store_that_somebody_wrote_into(
     check(*settings).passed()
 
 
-def test_damage_between_the_conversations_that_are_rendered_again(check: Any, write: Any, tmp_path: Path) -> None:
+def test_damage_outside_the_sample_that_is_rendered_again(check: Any, write: Any, tmp_path: Path) -> None:
     file = write(good=range(1000))
     setting = f"data.store={tmp_path / 'store'}"
     check(setting).passed()
@@ -144,7 +142,7 @@ def test_damage_between_the_conversations_that_are_rendered_again(check: Any, wr
     assert "200 conversations" in found.texts("ids", "ok")
 
 
-def test_a_store_that_is_cut_off(check: Any, write: Any, tmp_path: Path) -> None:
+def test_a_truncated_store(check: Any, write: Any, tmp_path: Path) -> None:
     write()
     setting = f"data.store={tmp_path / 'store'}"
     check(setting).passed()
@@ -164,12 +162,12 @@ def test_weights_that_cannot_be_loaded(check: Any, write: Any, tiny_model: Path)
     found.texts("ids", "ok")
 
 
-def test_a_tokenizer_that_is_broken(check: Any, write: Any, tiny_model: Path) -> None:
+def test_a_broken_tokenizer(check: Any, write: Any, tiny_model: Path) -> None:
     write()
     (tiny_model / "tokenizer.json").write_text('{"version": "1.0"}')
     found = check(f"model.path={tiny_model}")
     found.fault("model", "model.path", str(tiny_model), "tokenizer")
-    assert len(found.checks) == 1  # said once
+    assert len(found.checks) == 1  # reported once
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "nobody/no-such-model", "builtin:huge"])
@@ -180,7 +178,7 @@ def test_a_model_that_does_not_exist(check: Any, write: Any, path: str) -> None:
     assert len(found.checks) == 1
 
 
-def test_a_model_that_breaks_while_it_runs(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_in_its_forward_pass(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaModel
 
     def forward(*args: Any, **kwargs: Any) -> None:
@@ -194,8 +192,8 @@ def test_a_model_that_breaks_while_it_runs(check: Any, write: Any, monkeypatch: 
     found.texts("positions", "ok")
 
 
-def test_ids_that_transformers_does_not_give(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a rendering of whet's own and transformers disagree, the words of transformers count."""
+def test_ids_that_differ_from_transformers(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers is the reference if it disagrees with whet's rendering."""
     from whet.data.render.renderer import Renderer
 
     file = write()

@@ -30,12 +30,12 @@ def test_no_end_of_turn(check: Any, template: Any, good: Any) -> None:
 def test_an_unsupervised_end_of_turn_is_a_fault(check: Any, template: Any, good: Any) -> None:
     check(template(GOOD), "data.train_on=all").passed()
     found = check(template(GOOD.replace("<|im_end|>", "")), "data.train_on=all")
-    found.fault("end of turn", str(good), "learned in 0.0%", "learns not to stop", "see template")
+    found.fault("end of turn", str(good), "supervised in 0.0%", "learns not to stop", "see template")
     assert "does not end an answer with <|im_end|>" in found.texts("template", "warning")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
         (("m['content']", "m['content'][:5]"), "leaves out message 1 (role 'user') or part of it"),
         (("m['content']", "m['content']|upper"), "changes the text itself"),
@@ -44,11 +44,11 @@ def test_an_unsupervised_end_of_turn_is_a_fault(check: Any, template: Any, good:
     ids=["drops", "rewrites", "repeats"],
 )
 def test_content_is_dropped_or_rewritten(
-    check: Any, template: Any, good: Any, change: tuple[str, str], said: str
+    check: Any, template: Any, good: Any, change: tuple[str, str], words: str
 ) -> None:
     found = check(template(GOOD.replace(*change)))
-    found.fault("template", said)
-    found.fault("bad lines", f"{good}:1: ", said)
+    found.fault("template", words)
+    found.fault("bad lines", f"{good}:1: ", words)
 
 
 def test_a_message_without_a_place_in_the_template(check: Any, write: Any, talk: Any, template: Any, good: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_message_without_a_place_in_the_template(check: Any, write: Any, talk:
     without = GOOD.replace(TURN, "{% if m['role'] != 'system' %}" + TURN + "{% endif %}")
     found = check(template(without))
     found.fault("bad lines", f"{good}:1: ", "leaves out message 1 (role 'system')")
-    found.texts("template", "ok")  # others do not need that place
+    found.texts("template", "ok")  # the other conversations have no system message
 
 
 def test_the_prompt_opens_the_answer_otherwise(check: Any, template: Any, good: Any) -> None:
@@ -96,7 +96,7 @@ def test_reasoning_of_earlier_turns_is_left_out(check: Any, write: Any, talk: An
     check(setting).passed()
     write({"messages": second}, {"messages": [*first, *second]})
     found = check(setting)
-    found.warning("reasoning left out by the template", "1 of 42 conversations", f"first {file}:2", "not learned")
+    found.warning("reasoning left out by the template", "1 of 42 conversations", f"first {file}:2", "not trained on")
 
 
 def test_the_template_inserts_the_date(check: Any, template: Any, good: Any) -> None:
@@ -109,4 +109,4 @@ def test_a_template_that_is_broken(check: Any, template: Any, good: Any, text: s
     found = check(template(text))
     assert found.code == 1
     assert "template" in "".join(each["text"] for each in found.checks if each["level"] == "fault")
-    found.texts("leak", "ok")  # the model is looked at all the same
+    found.texts("leak", "ok")  # the model is checked anyway

@@ -1,4 +1,4 @@
-"""`whet inspect`: what is shown is what is in the store and in the plan."""
+"""`whet inspect` shows what is in the store and in the plan."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_supervised_text_is_in_brackets(whet: Any, store: Store) -> None:
     title, _, text = out.partition("\n")
     assert f"document 0 of {len(store)} · builtin:orders/train:1 · {len(document['ids'])} tokens" in title
     assert re.sub("[⟦⟧]", "", text).rstrip("\n") == document["text"].rstrip("\n")
-    (learned,) = re.findall("⟦(.*?)⟧", text, re.DOTALL)
-    assert learned.endswith("<|im_end|>")
-    assert document["text"].endswith(learned + "\n")
+    (supervised,) = re.findall("⟦(.*?)⟧", text, re.DOTALL)
+    assert supervised.endswith("<|im_end|>")
+    assert document["text"].endswith(supervised + "\n")
 
 
 def test_pieces_are_printed_one_per_line(whet: Any, store: Store) -> None:
@@ -86,7 +86,7 @@ def test_pieces_are_printed_one_per_line(whet: Any, store: Store) -> None:
     rows = [line.split(maxsplit=3) for line in out.splitlines()[1:] if line.strip()]
     assert [int(row[0]) for row in rows] == list(range(len(rows)))
     assert [int(row[1]) for row in rows] == store.ids(0).tolist()
-    assert [len(row) > 2 and row[2] == "learned" for row in rows] == store.loss(0).tolist()
+    assert [len(row) > 2 and row[2] == "supervised" for row in rows] == store.loss(0).tolist()
     assert rows[0][-1] == "<|im_start|>"
 
 
@@ -104,9 +104,9 @@ def test_a_bin_file_with_and_without_a_tokenizer(whet: Any, store: Store, tmp_pa
         assert [document["line"] for document in shown] == [1, 2]
     bare = result_of(whet("inspect", tmp_path / "mine.bin", "--json"))["documents"][0]
     assert (bare["text"], bare["ids"]) == (None, wanted[0]["ids"])
-    told = result_of(whet("inspect", tmp_path / "mine.bin", "--count", tmp_path / "counts.csv", "--json"))
-    assert told["tokens"] == int(store.lengths.sum())
-    assert told["supervised_tokens"] == told["tokens"] - len(store)  # nothing predicts a document's first token
+    counts = result_of(whet("inspect", tmp_path / "mine.bin", "--count", tmp_path / "counts.csv", "--json"))
+    assert counts["tokens"] == int(store.lengths.sum())
+    assert counts["supervised_tokens"] == counts["tokens"] - len(store)  # nothing predicts a document's first token
     assert str(wanted[0]["ids"][5]) in whet("inspect", tmp_path / "mine.bin", "--limit", 1).out
 
 
@@ -118,17 +118,17 @@ def test_the_counts_add_up_to_the_ledger(
     whet: Any, recipe: str, prepared: dict[str, Any], store: Store, tmp_path: Path, what: str
 ) -> None:
     place = prepared["store"] if what == "store" else recipe
-    told = result_of(whet("inspect", place, "--count", tmp_path / "counts.csv", "--json"))
+    counts = result_of(whet("inspect", place, "--count", tmp_path / "counts.csv", "--json"))
     rows = list(csv.DictReader((tmp_path / "counts.csv").open()))
     account = next(account for account in prepared["ledger"] if account["use"] == "train")
-    assert sum(int(row["tokens"]) for row in rows) == account["tokens"] == told["tokens"]
-    assert sum(int(row["supervised"]) for row in rows) == account["supervised_tokens"] == told["supervised_tokens"]
+    assert sum(int(row["tokens"]) for row in rows) == account["tokens"] == counts["tokens"]
+    assert sum(int(row["supervised"]) for row in rows) == account["supervised_tokens"] == counts["supervised_tokens"]
     assert [int(row["tokens"]) for row in rows] == store.lengths.tolist()
     assert [int(row["supervised"]) for row in rows] == store.targets.tolist()
     assert [(row["source"], int(row["line"])) for row in rows] == [
         ("builtin:orders/train", i + 1) for i in range(len(store))
     ]
-    assert told["documents"] == len(rows) == len(store)
+    assert counts["documents"] == len(rows) == len(store)
 
 
 # Steps
@@ -163,9 +163,9 @@ def test_a_batch_of_a_run_is_what_it_trained_on(whet: Any, tiny_run: Path, recip
     shown = result_of(whet("inspect", tiny_run, "--batch", 30, "--json"))
     assert shown == result_of(whet("inspect", recipe, "--batch", 30, "--json"))
     metrics = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
-    counts = {line["step"]: line["supervised_tokens"] for line in metrics if "loss" in line}
+    by_step = {line["step"]: line["supervised_tokens"] for line in metrics if "loss" in line}
     supervised = sum(document["supervised"] for row in shown["rows"] for document in row["documents"])
-    assert supervised == counts[30] - counts[29]
+    assert supervised == by_step[30] - by_step[29]
 
 
 def test_a_drawn_batch_has_borders_and_padding(whet: Any, recipe: str) -> None:
@@ -180,7 +180,7 @@ def test_a_drawn_batch_has_borders_and_padding(whet: Any, recipe: str) -> None:
         assert "█" in line
 
 
-# What cannot be shown
+# Errors
 
 
 def test_a_missing_target_is_an_error(whet: Any, recipe: str, store: Store, tmp_path: Path) -> None:

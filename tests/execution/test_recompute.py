@@ -220,9 +220,7 @@ def test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs(
     assert products == [7, 14 + again], "one forward and one backward graph, for all layers"
 
 
-def test_compiled_layers_save_less_than_by_default_and_full_the_least(
-    make_root: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_save_less_than_by_default_and_full_the_least(make_root: Make, make_batch: Make) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "backend": "eager"}
     kept: dict[str, int] = {}
     for kind in ("default", "none", "full"):
@@ -233,8 +231,7 @@ def test_compiled_layers_save_less_than_by_default_and_full_the_least(
             partition_fn=min_cut_rematerialization_partition,
         )
         transform_layers(root.language_model, ParallelConfig(recompute=recompute), True, backend)
-        if kind == "default":
-            monkeypatch.setattr(torch._functorch.config, "ban_recompute_materialized_backward", True)
-        kept[kind] = saved_bytes(root, make_batch([40, 30, 50], total=128))
+        with torch._functorch.config.patch(ban_recompute_materialized_backward=kind == "default"):
+            kept[kind] = saved_bytes(root, make_batch([40, 30, 50], total=128))
     assert kept["full"] < 0.5 * kept["none"]
     assert kept["none"] < 0.9 * kept["default"]

@@ -24,14 +24,14 @@ def check(
     from whet.config import read_config
     from whet.core.console import info_item
     from whet.core.errors import ExitCode
-    from whet.preflight.run_checks import run_checks as check_all
+    from whet.preflight.run_checks import run_checks
     from whet.run.model_reference import resolve_model_reference
 
-    def tell(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]
         info_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
-    findings = check_all(resolve_model_reference(read_config(recipe, overrides or [])), tell)
+    findings = run_checks(resolve_model_reference(read_config(recipe, overrides or [])), report)
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
     counts = f"{_pluralise(faults, 'fault')}, {_pluralise(warnings, 'warning')}, {len(findings)} checks"
     info_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)

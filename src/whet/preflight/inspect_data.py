@@ -26,11 +26,11 @@ from whet.run.data import RunData, load_recorded_data, make_plan, prepare_data
 from whet.run.model_reference import resolve_model_reference
 
 _SUPERVISED_STYLE, _CONTEXT_STYLE = "bold green", "dim"
-_WIDTH = 100  # characters of a row that is drawn
+_WIDTH = 100  # characters of a drawn row
 
 
 class DocumentSource(Protocol):
-    """Documents by number, of a store or of a .bin file."""
+    """Documents by index: a store or a .bin file."""
 
     def __len__(self) -> int: ...
 
@@ -43,19 +43,19 @@ class DocumentSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InspectionTarget:
-    """What is looked at; the plan is there if it is a configuration or a run."""
+    """What to show; `config` and `data` exist for a configuration or a run, which have a plan."""
 
     name: str
     documents: DocumentSource
     numbers: Sequence[int]
-    """Which of the documents."""
+    """Indices of the documents that are used."""
     decoder: Decoder | None
     config: Config | None = None
     data: RunData | None = None
 
 
 def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, validation: bool) -> InspectionTarget:
-    """A store, a configuration (its data is prepared if need be), a run, or a .bin file."""
+    """Open a store, a configuration (prepares its data if needed), a run, or a .bin file."""
     if what.suffix in (".bin", ".idx") or Path(f"{what}.idx").exists():
         file = TokenFile(str(what), what)
         return InspectionTarget(str(what), file, range(len(file)), open_decoder(tokenizer) if tokenizer else None)
@@ -78,10 +78,10 @@ def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, va
 
 
 def show_documents(target: InspectionTarget, start: int, limit: int, pieces: bool, silent: bool) -> dict[str, Any]:
-    """Print some documents with what is learned marked, and return them."""
+    """Print documents with supervised tokens marked, and return them."""
     total = len(target.numbers)
     if start >= total and limit:
-        raise WhetError(f"{target.name}: there is no document {start}; there are {total}, counted from 0")
+        raise WhetError(f"{target.name}: no document {start}; there are {total}, counted from 0")
     console = Console(highlight=False, soft_wrap=True)
     shown = []
     for number in target.numbers[start : start + limit]:
@@ -94,7 +94,7 @@ def show_documents(target: InspectionTarget, start: int, limit: int, pieces: boo
         if silent:
             continue
         console.print(
-            _render_title(f"document {number} of {total} · {origin} · {len(ids)} tokens, {sum(loss[1:])} learned")
+            _render_title(f"document {number} of {total} · {origin} · {len(ids)} tokens, {sum(loss[1:])} supervised")
         )
         if target.decoder is None:
             console.print(_render_ids(ids, loss, console.is_terminal))
@@ -107,17 +107,18 @@ def show_documents(target: InspectionTarget, start: int, limit: int, pieces: boo
 
 def _highlight(parts: Sequence[tuple[str, bool]], in_colour: bool) -> Text:
     out = Text()
-    for text, learned in parts:
+    for text, supervised in parts:
         out.append(
-            text if in_colour or not learned else f"⟦{text}⟧", style=_SUPERVISED_STYLE if learned else _CONTEXT_STYLE
+            text if in_colour or not supervised else f"⟦{text}⟧",
+            style=_SUPERVISED_STYLE if supervised else _CONTEXT_STYLE,
         )
     return out
 
 
 def _render_ids(ids: Sequence[int], loss: Sequence[int], in_colour: bool) -> Text:
     parts = [
-        (" ".join(str(number) for number, _ in run) + " ", bool(learned))
-        for learned, run in itertools.groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1])
+        (" ".join(str(number) for number, _ in run) + " ", bool(supervised))
+        for supervised, run in itertools.groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1])
     ]
     return _highlight(parts, in_colour)
 
@@ -128,16 +129,17 @@ def _render_title(text: str) -> Text:
 
 def _render_tokens(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> Text:
     out = Text()
-    for place, (number, learned) in enumerate(zip(ids, loss, strict=True)):
-        line = f"{place:6}  {number:7}  {'learned' if learned else '       '}  {decoder.piece(number)}\n"
-        out.append(line, style=_SUPERVISED_STYLE if learned else _CONTEXT_STYLE)
+    for position, (number, supervised) in enumerate(zip(ids, loss, strict=True)):
+        mark = "supervised" if supervised else " " * len("supervised")
+        line = f"{position:6}  {number:7}  {mark}  {decoder.piece(number)}\n"
+        out.append(line, style=_SUPERVISED_STYLE if supervised else _CONTEXT_STYLE)
     return out
 
 
 def write_counts(target: InspectionTarget, path: Path) -> dict[str, Any]:
-    """One line a document: where it came from, its tokens, how many are learned."""
+    """Write a CSV line per document: source, line, tokens, supervised tokens."""
     if not path.absolute().parent.is_dir():
-        raise WhetError(f"--count {path}: there is no folder {path.absolute().parent}; make it first")
+        raise WhetError(f"--count {path}: no such folder: {path.absolute().parent}. Create it first")
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["document", "source", "line", "tokens", "supervised"])
@@ -145,19 +147,19 @@ def write_counts(target: InspectionTarget, path: Path) -> dict[str, Any]:
     with progress("counting", len(target.numbers)) as bar:
         for number in target.numbers:
             origin, loss = target.documents.origin(number), target.documents.loss(number)
-            learned = int(loss[1:].sum())
-            writer.writerow([number, origin.source, origin.line, len(loss), learned])
-            tokens, supervised = tokens + len(loss), supervised + learned
+            targets = int(loss[1:].sum())
+            writer.writerow([number, origin.source, origin.line, len(loss), targets])
+            tokens, supervised = tokens + len(loss), supervised + targets
             bar.advance()
     atomic_write(path, text.getvalue())
-    info(f"{path}: {len(target.numbers):,} documents, {tokens:,} tokens, {supervised:,} learned")
+    info(f"{path}: {len(target.numbers):,} documents, {tokens:,} tokens, {supervised:,} supervised")
     return {
         "file": str(path), "documents": len(target.numbers), "tokens": tokens, "supervised_tokens": supervised,
     }  # fmt: skip
 
 
 def show_batch(target: InspectionTarget, step: int, silent: bool) -> dict[str, Any]:
-    """Draw the rows of a step, document by document, and return them."""
+    """Draw the packed rows of a step, and return them."""
     if target.config is None or target.data is None:
         raise WhetError(f"{target.name}: --batch needs a configuration or a run; a store alone has no steps")
     plan, row_length = make_plan(target.config, target.data), target.config.row_length
@@ -193,13 +195,13 @@ def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length
         bar = Text(f"{number:4} ")
         for i, document in enumerate(row["documents"]):
             cells = _bar_cells(document["end"], row_length) - _bar_cells(document["start"], row_length)
-            learned = round(cells * document["supervised"] / max(1, document["end"] - document["start"]))
+            full = round(cells * document["supervised"] / max(1, document["end"] - document["start"]))
             style = ("cyan", "yellow")[i % 2]
-            bar.append("│" + "░" * max(0, cells - learned - 1) + "█" * learned, style=style)
+            bar.append("│" + "░" * max(0, cells - full - 1) + "█" * full, style=style)
         bar.append("│" + "·" * (_WIDTH - _bar_cells(row["tokens"], row_length)), style="dim")
         bar.append(f" {row['tokens']}/{row_length}, {len(row['documents'])} documents")
         console.print(bar)
-    console.print("█ learned, ░ given, · padding; each │ is the border of a document", style="dim")
+    console.print("█ supervised, ░ context, · padding, │ document boundary", style="dim")
 
 
 def _bar_cells(tokens: int, row_length: int) -> int:

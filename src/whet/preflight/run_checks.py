@@ -1,4 +1,4 @@
-"""`whet check`: all checks in turn, those of the data and those of the real model."""
+"""`whet check`: runs all checks of the data and of the real model, before training."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from whet.preflight.data_checks import (
 )
 from whet.run.data import RunData, load_run_tokenizer, make_conversation_tokenizer, prepare_data
 
-# Checks of the real model: does it fit its tokenizer and the data, and do packed conversations see each other?
-
 if TYPE_CHECKING:
     from torch import nn
 
 _MAX_UNUSED_ROWS = 0.1
-"""Models have some rows more than their tokenizer has tokens, for speed; more than this part is strange."""
+"""Embeddings are often padded for speed; a larger share of unused rows is suspicious."""
 
 
 def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
-    """Load it as training does and run it on two packed documents."""
+    """Load the model as training does and run it on two packed documents."""
     from whet.core.distributed import init_distributed
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
@@ -47,7 +45,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         yield Finding("model", "fault", str(error))
         return
     except (RuntimeError, ImportError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        yield Finding("model", "fault", _model_error_text(config, "cannot be made", error))
+        yield Finding("model", "fault", _model_error_text(config, "cannot be built", error))
         return
     if config.quantize is not None:
         yield _quantization_finding(model, config.quantize)
@@ -57,9 +55,9 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     try:
         longest = config.data.max_length if data is None else data.max_document_length
         root = build_loss_model(config, model, precision, device, tokens, longest)
-        known = "packed conversations would see each other in this model; unpacked, as here, it is trained right"
+        unpacked = "this model leaks between packed conversations; data.packing=none keeps them apart"
         packed = "another conversation in the row changes no logit of this model"
-        yield Finding("leak", "ok", known if root.unpacked else packed)
+        yield Finding("leak", "ok", unpacked if root.unpacked else packed)
     except FP8Error as error:
         yield Finding("model", "fault", str(error))
     except WhetError as error:
@@ -72,17 +70,17 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
 
 
 def _model_error_text(config: Config, what: str, error: Exception) -> str:
-    """A model is a program of someone else's: it can fail in any way."""
-    return f"model.path: {config.model.path}: the model {what} ({describe_error(error)}). Try another one"
+    """A model's code can fail in any way."""
+    return f"model.path: {config.model.path}: the model {what} ({describe_error(error)}). Try another model"
 
 
 def _quantization_finding(model: nn.Module, kind: str) -> Finding:
     from whet.model.quantize import MIN_QUANTIZED_SHARE, dequantized_bytes, quantized_share, weight_bytes
 
     part, taken, plain = quantized_share(model), weight_bytes(model) / 2**20, dequantized_bytes(model) / 2**20
-    text = f"{part:.0%} of the weights are in {kind}; all of them take {taken:,.1f} MiB instead of {plain:,.1f}"
+    text = f"{part:.0%} of the weights are in {kind}; the model takes {taken:,.1f} MiB instead of {plain:,.1f}"
     if part < MIN_QUANTIZED_SHARE:
-        return Finding("quantize", "warning", f"{text}. Embeddings, and experts fused into one weight, cannot be in it")
+        return Finding("quantize", "warning", f"{text}. Embeddings and fused experts stay in 16 bits")
     return Finding("quantize", "ok", text)
 
 
@@ -94,13 +92,15 @@ def _tensor_parallel_finding(model: nn.Module, processes: int) -> Finding:
     except WhetError as error:
         return Finding("tensor", "fault", str(error))
     layers = len(plan.colwise) + len(plan.rowwise)
-    return Finding("tensor", "ok", f"{layers} linear layers of this model divide by {processes}")
+    return Finding("tensor", "ok", f"{layers} linear layers are sharded over {processes} processes")
 
 
 def _vocabulary_finding(tokens: int, rows: int) -> Finding:
-    text = f"the tokenizer knows {tokens:,} tokens, the model {rows:,}"
+    text = f"the tokenizer has {tokens:,} tokens, the model {rows:,}"
     if tokens < (1 - _MAX_UNUSED_ROWS) * rows:
-        return Finding("vocabulary", "warning", f"{text}. If they belong together, so many would be unused: compare")
+        return Finding(
+            "vocabulary", "warning", f"{text}. Check that they belong together: so many unused rows are unusual"
+        )
     return Finding("vocabulary", "ok", text)
 
 
@@ -108,21 +108,21 @@ def _position_finding(data: RunData, room: int | None) -> Finding:
     longest = data.max_document_length
     text = f"the longest conversation has {longest:,} tokens"
     if room is None:
-        return Finding("positions", "ok", f"{text}; the model names no limit")
+        return Finding("positions", "ok", f"{text}; the model has no limit")
     if longest > room:
-        return Finding("positions", "fault", f"{text}, the model was made for {room:,}. Lower data.max_length to that")
-    return Finding("positions", "ok", f"{text}, the model takes {room:,}")
+        return Finding("positions", "fault", f"{text}, the model supports {room:,}. Lower data.max_length to that")
+    return Finding("positions", "ok", f"{text}, the model supports {room:,}")
 
 
-# The preflight: proves, before any money is spent, that what will be trained on is what was meant.
+# All checks
 
 
-def run_checks(config: Config, tell: Callable[[Finding], None]) -> list[Finding]:
-    """Every check in turn; each finding is told as soon as it is known, and once."""
+def run_checks(config: Config, report: Callable[[Finding], None]) -> list[Finding]:
+    """Run every check; `report` gets each distinct finding as soon as it is known."""
     findings: list[Finding] = []
     for finding in _all_findings(config):
         if finding not in findings:
-            tell(finding)
+            report(finding)
             findings.append(finding)
     return findings
 
@@ -142,8 +142,8 @@ def _all_findings(config: Config) -> Iterator[Finding]:
 
 
 def _prepare_for_check(config: Config) -> tuple[RunData | None, list[Finding]]:
-    """The data as the configuration has it. If a line stops it, the others are looked at all the same, in the cache:
-    a folder that data.store names is for the data that will be trained on."""
+    """Prepare the data. If a bad line stops that, prepare the rest without it, in the cache: data.store is for the data
+    that will be trained on."""
     findings = []
     try:
         try:
@@ -166,4 +166,4 @@ def _template_findings(config: Config, data: RunData | None) -> Iterator[Finding
         )
     except WhetError as error:
         if data is not None:
-            yield Finding("template", "fault", str(error))  # without data it was told with them
+            yield Finding("template", "fault", str(error))  # without data, preparing has reported it
