@@ -247,7 +247,7 @@ def test_a_killed_worker_ends_with_3_and_the_next_start_continues(
     os.kill(victims[1], signal.SIGKILL)
     _, err = started.communicate(timeout=20)
     assert started.returncode == 3
-    assert "a process that prepared data died (exit code -9" in " ".join(err.split())
+    assert "a worker process died while preparing data (exit code -9" in " ".join(err.split())
     assert "Traceback" not in err
     assert not any(map(is_running, victims))
     finish_and_compare(whet, arguments, cache, chunks(cache), monkeypatch)

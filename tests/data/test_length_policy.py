@@ -219,7 +219,7 @@ def test_a_window_in_which_nothing_is_learned_is_left_out_and_told() -> None:
 
 def test_an_id_that_the_tokenizer_does_not_have_is_a_bad_record() -> None:
     tokens = TokenizedDocument(np.array([1, VOCABULARY, 2], np.int32), np.array([0, 1, 1], np.uint8), HERE)
-    with pytest.raises(WhetError, match=rf"^{HERE}: it holds the id {VOCABULARY}, and the tokenizer has {VOCABULARY}"):
+    with pytest.raises(WhetError, match=rf"^{HERE}: id {VOCABULARY} is not below the tokenizer.s size of {VOCABULARY}"):
         settled(tokens, 10)
     assert settled(tokens, 10, on_bad="skip")[1].reasons == {"unknown id": 1}
 

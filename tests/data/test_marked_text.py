@@ -55,7 +55,7 @@ class Letters:
 
 def render(item: str | Conversation, markers: Markers = MARKERS, train_on: str = "assistant") -> Rendered:
     record = MarkedText(item, HERE) if isinstance(item, str) else item
-    (found,) = MarkedRenderer(Letters(), markers, train_on).render([record])
+    (found,) = MarkedRenderer(Letters(), markers, train_on).render_items([record])
     assert isinstance(found, Rendered), found
     assert found.ids.dtype == np.int32
     assert found.loss.dtype == np.uint8
@@ -64,7 +64,7 @@ def render(item: str | Conversation, markers: Markers = MARKERS, train_on: str =
 
 def refusal(item: str | Conversation, markers: Markers = MARKERS, train_on: str = "assistant") -> BadRecordError:
     record = MarkedText(item, HERE) if isinstance(item, str) else item
-    (found,) = MarkedRenderer(Letters(), markers, train_on).render([record])
+    (found,) = MarkedRenderer(Letters(), markers, train_on).render_items([record])
     assert isinstance(found, BadRecordError)
     return found
 
@@ -126,9 +126,9 @@ def test_what_stands_where(text: str, ids: list[int], loss: list[int]) -> None:
     [
         ("hello", "no marker", U),
         ("", "no marker", A),
-        (f"{U}a{U}{A}b", "unclosed turn", "nothing closes"),
-        (f"{U}a{A}b{A}{U}", "unclosed turn", "before <<<|user|>>> has closed"),
-        (f"{U}a{U}", "no assistant turn", "nothing can be learned"),
+        (f"{U}a{U}{A}b", "unclosed turn", "is not closed"),
+        (f"{U}a{A}b{A}{U}", "unclosed turn", "before the turn of <<<|user|>>> is closed"),
+        (f"{U}a{U}", "no assistant turn", "nothing is supervised"),
         (f"{U}\ud800{U}{A}b{A}", "bad text", "surrogate"),
     ],
 )
@@ -140,7 +140,9 @@ def test_a_line_that_cannot_be_used_says_why(text: str, reason: str, says: str) 
 
 def test_a_bad_line_does_not_shift_its_neighbours() -> None:
     renderer = MarkedRenderer(Letters(), MARKERS, "assistant")
-    found = renderer.render([MarkedText(TWO, HERE), MarkedText("x", HERE), talk(("user", "a"), ("assistant", "b"))])
+    found = renderer.render_items(
+        [MarkedText(TWO, HERE), MarkedText("x", HERE), talk(("user", "a"), ("assistant", "b"))]
+    )
     assert isinstance(found[1], BadRecordError)
     assert [item.ids.tolist() for item in (found[0], found[2]) if isinstance(item, Rendered)] == [
         TWO_IDS, [7, 97, 7, 8, 98, 8, 3],
@@ -246,12 +248,12 @@ def test_a_marker_without_an_id_is_looked_up() -> None:
 @pytest.mark.parametrize(
     ("user", "says"),
     [
-        (Marker(text="[user]"), r"data\.markers\.user\.text: .*does not know \[user\] as one piece"),
+        (Marker(text="[user]"), r"data\.markers\.user\.text: \[user\] is not a token"),
         (Marker(text=U, id=0x110000), r"data\.markers\.user\.id: 1114112 is beyond"),
         (Marker(text=U, id=97), r"data\.markers\.user\.id: id 97 is the ordinary piece 'a'"),
-        (Marker(text=U, id=8), r"data\.markers\.assistant: .*\(id 8\) is the marker of user already"),
-        (Marker(text=U, id=3), r"data\.markers\.user: .*is the end of document already"),
-        (Marker(text=A, id=7), r"data\.markers\.assistant: .*is the marker of user already"),
+        (Marker(text=U, id=8), r"data\.markers\.assistant: .*\(id 8\) is also the marker of user"),
+        (Marker(text=U, id=3), r"data\.markers\.user: .*is also the end of document"),
+        (Marker(text=A, id=7), r"data\.markers\.assistant: .*is also the marker of user"),
     ],
 )
 def test_a_marker_that_cannot_be_one_is_refused(user: Marker, says: str) -> None:
@@ -286,7 +288,7 @@ def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
         f"{U}hello world{U}{A}sveiki{A}", f"{U} the quick{U}\n{A}kā jums?{A}{U}x{U}{A} 12  345 {A}",
         f"{U}<|user|> 😀{U}{A}{A} left {U} {U}",
     ]  # fmt: skip
-    found = MarkedRenderer(encoder, MARKERS, "assistant").render([MarkedText(text, HERE) for text in lines])
+    found = MarkedRenderer(encoder, MARKERS, "assistant").render_items([MarkedText(text, HERE) for text in lines])
     writer = StoreWriter(tmp_path, encoder.vocab_size)
     for number, document in enumerate(found):
         assert isinstance(document, Rendered)
@@ -326,7 +328,7 @@ def test_a_fast_tokenizer_encodes_the_spans_too(chatml: PreTrainedTokenizerFast)
     markers = Markers(user=Marker(text=U, id=start), assistant=Marker(text=A, id=chatml.pad_token_id))
     encoder = make_encoder(lambda: chatml, None)
     assert encoder.eod_id == end
-    (found,) = MarkedRenderer(encoder, markers, "assistant").render([MarkedText(f"{U}Hi you{U}{A} Yes{A}", HERE)])
+    (found,) = MarkedRenderer(encoder, markers, "assistant").render_items([MarkedText(f"{U}Hi you{U}{A} Yes{A}", HERE)])
     assert isinstance(found, Rendered)
     text = f"<|im_start|>Hi you<|im_start|><|pad|> Yes<|pad|>{chatml.eos_token}"
     assert found.ids.tolist() == chatml.encode(text, add_special_tokens=False)
@@ -351,8 +353,8 @@ def test_marked_text_is_split_between_its_turns() -> None:
         def add(self, documents: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
             added.extend(document for document, _ in documents)
 
-    tokenize_records([MarkedText("".join(turns), HERE)], Spy(0, Letters.vocabulary), renderer, config)
+    tokenize_records([MarkedText("".join(turns), HERE)], Spy(0, Letters.vocab_size), renderer, config)
     assert [piece.ids.tolist() for piece in added] == [render(pair).ids.tolist() for pair in pairs]
     added.clear()
-    tokenize_records([MarkedText("outside" + "".join(turns), HERE)], Spy(0, Letters.vocabulary), renderer, config)
+    tokenize_records([MarkedText("outside" + "".join(turns), HERE)], Spy(0, Letters.vocab_size), renderer, config)
     assert [n for piece in added for n in piece.ids.tolist()] == render("outside" + "".join(turns)).ids.tolist()

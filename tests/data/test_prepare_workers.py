@@ -227,7 +227,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_rest_is_kept(
     with monkeypatch.context() as patch, at_most(60):
         patch.setattr(chunks_module.Chunk, "save", save_or_die)
         with pytest.raises(
-            RunFailedError, match=r"process that prepared data died \(exit code -9.*again to contin"
+            RunFailedError, match=r"worker process died while preparing data \(exit code -9.*again to contin"
         ) as caught:
             go(path)
     assert caught.value.exit_code == ExitCode.FAILED
@@ -239,17 +239,17 @@ def test_a_worker_that_is_killed_is_an_error_and_the_rest_is_kept(
 
 
 def test_a_worker_that_dies_with_a_lock_holds_up_nobody() -> None:
-    share = WorkQueue(0, 1, 2)
+    queue = WorkQueue(0, 1, 2)
 
-    def work(worker: int, share: WorkQueue) -> None:
+    def work(worker: int, queue: WorkQueue) -> None:
         if worker == 0:
-            share._next.get_lock().acquire()
+            queue._next.get_lock().acquire()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.2)
-        next(share.numbers())
+        next(queue.claim())
 
     with at_most(30), pytest.raises(RunFailedError, match="-9"):
-        WorkerPool(work, 2, share).wait(lambda: None)
+        WorkerPool(work, 2, queue).wait(lambda: None)
 
 
 def test_a_fault_in_a_worker_is_told_with_its_place(

@@ -60,7 +60,7 @@ def test_a_chat_s_prompt_is_what_training_had_before_the_answer(
         for text in asked:
             said += [Message("user", text), Message("assistant", f"{text} yes")]
         conversation = Conversation(tuple(said), HERE)
-        (document,) = trained.render([conversation])
+        (document,) = trained.render_items([conversation])
         assert isinstance(document, Rendered)
         prompt = chat.prompt_ids([message.as_dict() for message in said[:-1]])
         ids, loss = document.ids.tolist(), document.loss.tolist()
@@ -80,7 +80,9 @@ def test_a_marked_line_is_the_template_s_text(pieces: Callable[..., Path]) -> No
     model, data = config_of(path, markers())
     chat = Renderer(load_tokenizer(model, turn_markers(data)), "assistant")
     text = f"{U} hello{U}{A}sveiki  kā{A}{U}12{U}{A}345 {A}"
-    (document,) = MarkedRenderer(SentencePieceEncoder(path), markers(), "assistant").render([MarkedText(text, HERE)])
+    (document,) = MarkedRenderer(SentencePieceEncoder(path), markers(), "assistant").render_items(
+        [MarkedText(text, HERE)]
+    )
     assert isinstance(document, Rendered)
     said = [("user", " hello"), ("assistant", "sveiki  kā"), ("user", "12"), ("assistant", "345 ")]
     whole = chat.apply_chat_template([{"role": role, "content": content} for role, content in said])

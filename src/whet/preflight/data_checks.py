@@ -213,12 +213,12 @@ def _check_one_store(
     )
     for check, places, what in (
         ("ids", found.ids_differ, "have other ids than transformers gives"),
-        ("mask", found.loss_differs, "have another loss mask when rendered again"),
+        ("mask", found.mask_differs, "have another loss mask when rendered again"),
     ):
         if places:
             text = f"{use}: {len(places):,} of {found.compared:,} conversations {what}, first {', '.join(places[:3])}."
             yield Finding(check, "fault", f"{text} {remedy}")
-    if found.compared and not found.ids_differ and not found.loss_differs:
+    if found.compared and not found.ids_differ and not found.mask_differs:
         text = f"{use}: {found.compared:,} conversations, rendered again, have the ids that transformers gives"
         yield Finding("ids", "ok", f"{text}, and the same mask")
     elif not found.compared and found.ready:

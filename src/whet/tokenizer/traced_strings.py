@@ -1,4 +1,14 @@
-"""Strings that record what a chat template does with them, so that a cached layout is reused only where the template would behave the same."""
+"""Strings that record what a chat template does with them.
+
+The layout cache reuses a rendering for other texts, which is right only if the template treats them alike. A template
+that prints a text, concatenates, strips and splits it and searches it for constants does the same for every text that
+contains none of these constants and none of the stripped characters at its ends. `TracedStr` records the constants and
+the stripped characters in `TraceGuards`, whose predicate tells for which other texts the rendering holds.
+
+Every other operation that could distinguish texts (length, case, single characters, encodings) is refused. This is an
+allow list: what is not known to be harmless raises `DataDependentError`. Operations are recorded as they happen, so it
+does not matter how a template computes the constants that it searches for.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +21,13 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Texts that note what a template asks about them, so that it is known for which other texts it would do the same.
-#
-# A template that only prints a text, joins, strips and splits it and looks for words in it does the same for every text
-# without these words and without the stripped characters at its ends. Whatever else could tell texts apart (length,
-# case, single characters, encodings) is refused: not what is known to be harmful is forbidden, but what is not known to
-# be harmless. Questions are noted where they are asked, so it does not matter how a template came to its words.
-
 
 class DataDependentError(Exception):
-    """The template looked into a text in a way that other texts of the same shape would answer differently."""
+    """The template depends on a text in a way that has no guard, so its rendering must not be reused."""
 
 
 class TraceGuards:
-    """What a template asked about the texts of a conversation."""
+    """What a template did with the texts of a conversation, as conditions on other texts."""
 
     def __init__(self) -> None:
         self.is_data_dependent = False
@@ -32,28 +35,28 @@ class TraceGuards:
         self.stripped: set[str] = set()
 
     def predicate(self) -> Callable[[str], bool]:
-        """Whether the answers for a text are known: no word is in it, overlaps its ends or holds it inside.
+        """Whether the template treats a text the same: no searched constant is in it, overlaps its ends or contains it.
 
-        Overlaps count because a template may ask about a text that it has joined with others.
+        Overlaps count because a template may search a text that it has concatenated with others.
         """
-        words = tuple(sorted(word for word in self.searched if word))
-        starts = (*sorted({word[i:] for word in words for i in range(1, len(word))} | self.stripped),)
-        ends = (*sorted({word[:i] for word in words for i in range(1, len(word))} | self.stripped),)
+        constants = tuple(sorted(constant for constant in self.searched if constant))
+        starts = (*sorted({constant[i:] for constant in constants for i in range(1, len(constant))} | self.stripped),)
+        ends = (*sorted({constant[:i] for constant in constants for i in range(1, len(constant))} | self.stripped),)
 
-        def is_answered(text: str) -> bool:
+        def is_safe(text: str) -> bool:
             return not (
                 text[:1].isspace()
                 or text[-1:].isspace()
                 or text.startswith(starts)
                 or text.endswith(ends)
-                or any(word in text or text in word for word in words)
+                or any(constant in text or text in constant for constant in constants)
             )
 
-        return is_answered
+        return is_safe
 
 
 class TracedStr(str):
-    """A text that notes the words that are looked for in it, and refuses what it does not know."""
+    """A string that records the constants it is compared with and searched for, and refuses unknown operations."""
 
     __slots__ = ("_guards",)
     _guards: TraceGuards
@@ -66,13 +69,13 @@ class TracedStr(str):
     def _derive(self, text: str) -> TracedStr:
         return TracedStr(text, self._guards)
 
-    def _record(self, word: Any) -> None:
-        if word is self:
+    def _record(self, constant: Any) -> None:
+        if constant is self:
             return
-        if isinstance(word, TracedStr):
+        if isinstance(constant, TracedStr):
             _refuse(self)
-        if isinstance(word, str):
-            self._guards.searched.add(word)
+        if isinstance(constant, str):
+            self._guards.searched.add(constant)
 
     def __str__(self) -> str:
         return self
@@ -80,12 +83,12 @@ class TracedStr(str):
     def __bool__(self) -> bool:
         return str.__len__(self) > 0
 
-    def __iter__(self) -> Iterator[str]:  # asking whether it can be iterated is no look inside; iterating is
+    def __iter__(self) -> Iterator[str]:  # being iterable reveals nothing; iterating does
         return map(_refuse, (self,))
 
     def __getitem__(self, key: Any) -> NoReturn:
         if isinstance(key, str):
-            raise TypeError("a text has no keys")
+            raise TypeError("string indices must be integers")
         _refuse(self)
 
     def __add__(self, other: str) -> TracedStr:
@@ -102,30 +105,30 @@ class TracedStr(str):
         self._record(other)
         return str.__ne__(self, other)
 
-    def __contains__(self, word: str) -> bool:  # type: ignore[override]
-        self._record(word)
-        return str.__contains__(self, word)
+    def __contains__(self, constant: str) -> bool:  # type: ignore[override]
+        self._record(constant)
+        return str.__contains__(self, constant)
 
-    def startswith(self, word: str | tuple[str, ...], *places: Any) -> bool:
-        return self._test_edge(str.startswith, word, places)
+    def startswith(self, constant: str | tuple[str, ...], *bounds: Any) -> bool:
+        return self._test_edge(str.startswith, constant, bounds)
 
-    def endswith(self, word: str | tuple[str, ...], *places: Any) -> bool:
-        return self._test_edge(str.endswith, word, places)
+    def endswith(self, constant: str | tuple[str, ...], *bounds: Any) -> bool:
+        return self._test_edge(str.endswith, constant, bounds)
 
-    def _test_edge(self, test: Callable[..., bool], word: str | tuple[str, ...], places: tuple[Any, ...]) -> bool:
-        if places:
+    def _test_edge(self, test: Callable[..., bool], constant: str | tuple[str, ...], bounds: tuple[Any, ...]) -> bool:
+        if bounds:
             _refuse(self)
-        for one in word if isinstance(word, tuple) else (word,):
-            self._record(one)
-        return test(self, word)
+        for each in constant if isinstance(constant, tuple) else (constant,):
+            self._record(each)
+        return test(self, constant)
 
-    def removeprefix(self, word: str) -> TracedStr:
-        self._record(word)
-        return self._derive(str.removeprefix(self, word))
+    def removeprefix(self, constant: str) -> TracedStr:
+        self._record(constant)
+        return self._derive(str.removeprefix(self, constant))
 
-    def removesuffix(self, word: str) -> TracedStr:
-        self._record(word)
-        return self._derive(str.removesuffix(self, word))
+    def removesuffix(self, constant: str) -> TracedStr:
+        self._record(constant)
+        return self._derive(str.removesuffix(self, constant))
 
     def strip(self, chars: str | None = None) -> TracedStr:
         return self._stripped(str.strip, chars)
@@ -144,7 +147,7 @@ class TracedStr(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TracedStr:
         self._record(old)
-        if old == "":  # stands between all characters
+        if old == "":  # matches between all characters
             _refuse(self)
         return self._derive(str.replace(self, old, new, count))
 
@@ -197,7 +200,7 @@ def _concat_traced(parts: Iterable[str]) -> str:
 
 
 class _TracedLength:
-    """The length of a traced text, of which only is told whether it is 0."""
+    """The length of a traced string. Only whether it is 0 may be tested."""
 
     def __init__(self, text: TracedStr) -> None:
         self._text = text
@@ -231,7 +234,7 @@ def _traced_length(value: Any) -> Any:
 
 
 class _SearchedStr:
-    """A plain text in which a template looks for something."""
+    """A plain string that records being searched for a traced one: `content in 'constant'`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -247,7 +250,7 @@ def _searched(value: Any) -> Any:
 
 
 class _TracingCodeGenerator(CodeGenerator):
-    """`~` and `in` go through the environment, where texts can be noted."""
+    """Routes `~` and `in` through the environment, which keeps them traced."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         self.write("environment.concat(map(str, (")
@@ -266,7 +269,7 @@ class _TracingCodeGenerator(CodeGenerator):
 
 
 class TracingEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja whose filters, tests and calls take a traced text only if they are known to keep it traced."""
+    """Jinja whose filters, tests and calls accept a traced string only if they are known to keep it traced."""
 
     code_generator_class = _TracingCodeGenerator
     intercepted_binops = frozenset({"%"})
@@ -274,7 +277,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     searched = staticmethod(_searched)
 
     def guard_filters(self) -> None:
-        """Guard all filters and tests that are there by now."""
+        """Guard all filters and tests registered so far."""
         for name, function in self.filters.items():
             if name not in _PASS_THROUGH_FILTERS:
                 self.filters[name] = _reject_traced_arguments(function, name in _METHOD_FILTERS)
@@ -298,7 +301,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and not isinstance(owner, TracedStr):
             if getattr(__obj, "__name__", "") == "join" and len(args) == 1:
                 return _join_traced(args[0], owner)
-            own = ("_loop_vars", "_block_vars")  # which Jinja adds to every call
+            own = ("_loop_vars", "_block_vars")  # Jinja adds these to every call
             _refuse_traced_in(args, [value for name, value in kwargs.items() if name not in own])
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -307,13 +310,13 @@ _PASS_THROUGH_FILTERS = (
     "attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map",
     "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "string", "unique",
 )  # fmt: skip
-"""Filters that hand values on or ask them through their own methods."""
+"""Filters that pass values through or use only their methods, which record."""
 
 _MARKUP_FILTERS = ("e", "escape", "forceescape", "safe", "urlize", "xmlattr")
-"""Filters that make Markup, which escapes every text that it is joined with and compares without asking it."""
+"""Filters that return Markup, which escapes every string concatenated to it and compares without recording."""
 
 _METHOD_FILTERS = ("trim", "replace")
-"""Filters that call the method of their name."""
+"""Filters that call the string method of the same name, which records."""
 
 
 def _refuse_markup(*_: Any, **__: Any) -> NoReturn:
@@ -321,7 +324,7 @@ def _refuse_markup(*_: Any, **__: Any) -> NoReturn:
 
 
 def _reject_traced_arguments(function: Callable[..., Any], keeps_first: bool) -> Callable[..., Any]:
-    """Without traced texts among the arguments; with `keeps_first`, the value itself may be one."""
+    """Refuse traced strings as arguments; with `keeps_first`, the filtered value itself may be one."""
     first = 1 + hasattr(function, "jinja_pass_arg") if keeps_first else 0
 
     @functools.wraps(function)
@@ -332,8 +335,10 @@ def _reject_traced_arguments(function: Callable[..., Any], keeps_first: bool) ->
     return guarded
 
 
-def _join_traced(values: Iterable[Any], between: str = "", attribute: Any = None) -> str:
+def _join_traced(values: Iterable[Any], separator: str = "", attribute: Any = None) -> str:
     if attribute is not None:
         raise DataDependentError
     parts = list(values)
-    return _concat_traced(str(part) for i, value in enumerate(parts) for part in ((between, value) if i else (value,)))
+    return _concat_traced(
+        str(part) for i, value in enumerate(parts) for part in ((separator, value) if i else (value,))
+    )

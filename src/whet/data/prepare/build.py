@@ -1,4 +1,9 @@
-"""Build the store of some sources, or find it: content-addressed, in chunks, resumable, on one or many machines."""
+"""Build the store of some sources, or find it.
+
+A store is content-addressed: the same files, tokenizer, template and options give the same key, and the store is built
+once. It is built in chunks by all cores of one or many machines. Chunk borders depend on the sources alone, and finished
+chunks are kept until the store is complete, so that an interrupted preparation continues where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from whet.core.console import info, progress
 from whet.core.errors import WhetError, disk_error
@@ -17,155 +22,23 @@ from whet.core.files import atomic_dir, cache_dir, file_lock, hash_json, require
 from whet.data.config import DataConfig, Source
 from whet.data.prepare.chunk import Chunk, merge_chunks
 from whet.data.prepare.store import MANIFEST, Store
-from whet.data.prepare.tokenize import ItemRenderer, tokenize_records
+from whet.data.prepare.tokenize import tokenize_records
 from whet.data.prepare.workers import WorkerPool, WorkItemError, WorkQueue, notify_waiting
 from whet.data.read.container import RawRecord
 from whet.data.read.locate import locate_containers
 from whet.data.read.sources import SourceReader, expected_records, source_bytes, source_fingerprint
+from whet.data.render.chat_tokenizer import ConversationTokenizer, ItemRenderer
 from whet.data.render.renderer import LayoutMismatchError
 
-# Making the chunks of a preparation, on all cores.
-
-if TYPE_CHECKING:
-    pass
-
-_SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records of a chunk; large ones where there is much data, to have fewer files
-_LARGE_DATA_BYTES = 2**28
-_NO_RENDER_CACHE = "uneven"
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareJob:
-    """What is to be done, the same for every process and machine that takes part."""
-
-    folder: Path
-    config: DataConfig
-    readers: Sequence[SourceReader]
-    size: int
-    tokenizer: ConversationTokenizer
-
-    @property
-    def records(self) -> int:
-        """Records of a chunk."""
-        return _LARGE_CHUNK if self.size > _LARGE_DATA_BYTES else _SMALL_CHUNK
-
-    @property
-    def uses_render_cache(self) -> bool:
-        """Whether skeletons may be used; not if the template was found to treat one shape in several ways."""
-        return not (self.folder / _NO_RENDER_CACHE).exists()
-
-    def disable_render_cache(self) -> None:
-        """From now on every conversation is rendered by itself; chunks that were made otherwise do not count."""
-        (self.folder / _NO_RENDER_CACHE).touch()
-
-    def file(self, number: int, cached: bool | None = None) -> Path:
-        """Of a chunk; those that were made with skeletons and those without have names of their own."""
-        cached = self.uses_render_cache if cached is None else cached
-        return self.folder / f"{number:08d}{'' if cached else '-full'}.npz"
-
-    def missing(self) -> tuple[list[int], int]:
-        """Numbers of chunks that are not made yet, and how many there are in all."""
-        total = sum(1 for _ in self.chunks())
-        return [number for number in range(total) if not self.file(number).exists()], total
-
-    def chunks(self) -> Iterator[tuple[int, int, list[RawRecord]]]:
-        """(number, source, records) of all chunks, in order; nothing is parsed."""
-        numbers = itertools.count()
-        for source, reader in enumerate(self.readers):
-            records = reader.records()
-            while batch := list(itertools.islice(records, self.records)):
-                yield next(numbers), source, batch
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """What every process works with."""
-
-    rendering: ItemRenderer
-    vocabulary: int
-    cached: bool
-
-
-def make_chunks(job: PrepareJob, first: int, step: int) -> int:
-    """Make the chunks first, first + step, …, but for those that are there; returns how many there are in all."""
-    total = sum(expected_records(reader.source) for reader in job.readers)
-    cached = job.uses_render_cache  # another machine may change it at any time
-    kit = WorkerContext(job.tokenizer.make_renderer(cached), job.tokenizer.vocabulary_size(), cached)
-    workers = max(1, min(len(os.sched_getaffinity(0)), -(-total // (step * job.records))))
-    share = WorkQueue(first, step, workers)
-    began, seen = time.monotonic(), 0
-
-    def work(worker: int, share: WorkQueue) -> None:
-        _run_worker(job, kit, worker, share, (lambda: None) if share.is_shared else tell)
-
-    def tell() -> None:
-        nonlocal seen
-        done, tokens = sum(share.done), sum(share.tokens)
-        if done > seen:
-            bar.advance(done - seen, f"{tokens:,} tokens, {tokens / (time.monotonic() - began):,.0f}/s")
-            seen = done
-
-    team = WorkerPool(work, workers, share) if share.is_shared else None
-    with progress("preparing", total // step) as bar:
-        if team is not None:
-            team.wait(tell)
-        else:
-            try:
-                work(0, share)
-            except WorkItemError as failure:
-                raise failure.error from None
-    return share.last + 1
-
-
-def _run_worker(job: PrepareJob, kit: WorkerContext, worker: int, share: WorkQueue, tell: Callable[[], None]) -> None:
-    """Walk through all chunks and make those whose turn it is."""
-    numbers = share.numbers()
-    wanted, highest = next(numbers, None), -1
-    for highest, source, records in job.chunks():
-        if wanted is None:
-            return
-        if highest != wanted:
-            continue
-        path = job.file(wanted, kit.cached)
-        if not path.exists():
-            chunk = Chunk(source, kit.vocabulary)
-            try:
-                tokenize_records(map(job.readers[source].parse, records), chunk, kit.rendering, job.config)
-            except (WhetError, LayoutMismatchError) as error:
-                raise WorkItemError(wanted, error) from None
-            chunk.save(path)
-            share.tokens[worker] += chunk.account.tokens
-        share.done[worker] += len(records)
-        tell()
-        wanted = next(numbers, None)
-    share.stop_after(highest)
-
-
-# Sources → store. Content-addressed: the same files, tokenizer, template and options give the same store, once.
-
 _FORMAT_VERSION = 3  # raise it when the same inputs would give other tokens, masks or files
-
-
-class ConversationTokenizer(Protocol):
-    """What turns conversations into tokens: a tokenizer and a way to write turns, loaded when they are needed."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What decides the tokens, known without loading anything."""
-        ...
-
-    def make_renderer(self, cached: bool) -> ItemRenderer: ...
-
-    def vocabulary_size(self) -> int: ...
-
-    def save(self, folder: Path) -> None:
-        """Keep with the store what its ids mean."""
-        ...
+_SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
+_LARGE_DATA_BYTES = 2**28
+_NO_RENDER_CACHE = "uneven"  # its presence in the work folder disables the render cache
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStore:
-    """A store and whether it was there already."""
+    """A store and whether it existed already."""
 
     store: Store
     reused: bool
@@ -174,9 +47,9 @@ class PreparedStore:
 def prepare_store(
     config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
 ) -> PreparedStore:
-    """The store for `sources`, made if it does not exist. `use` is train or validation, for the ledger.
+    """The store of `sources`, built if it does not exist. `use` is train or validation, for the ledger.
 
-    Chunks that are there already, from other machines or from a preparation that was killed, are taken as they are.
+    Existing chunks, of other machines or of an interrupted preparation, are reused.
     """
     folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     try:
@@ -196,7 +69,7 @@ def prepare_store(
 def prepare_shard(
     config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer, number: int, count: int
 ) -> Path:
-    """Make every count-th chunk, from `number` on; needs no lock, because machines share no chunk."""
+    """Make every count-th chunk, starting with `number`. Shards share no chunk, so no lock is needed."""
     folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     try:
         if not _is_complete(folder, key):
@@ -209,24 +82,23 @@ def prepare_shard(
 def require_all_shards(
     config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
 ) -> None:
-    """Refuse to merge while a machine is still at work, or never was."""
+    """Raise a WhetError if chunks of other shards are missing."""
     folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     if _is_complete(folder, key):
         return
-    missing, total = _make_job(folder, key, config, sources, tokenizer).missing()
+    missing, total = _make_job(folder, key, config, sources, tokenizer).missing_chunks()
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
         raise WhetError(
-            f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). Chunk c is made by "
-            "`whet prepare --shard i/n` with i = c modulo n: let the missing shards finish, or leave --merge out to "
-            "make them here"
+            f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). `whet prepare --shard i/n` "
+            "makes chunk c with i = c modulo n: wait for the missing shards, or omit --merge to make the chunks here"
         )
 
 
 def _store_folder_and_key(
     config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
 ) -> tuple[Path, str]:
-    """Where the store is or will be, and the key of its content."""
+    """The store's folder, whether it exists or not, and the key of its content."""
     try:
         key = hash_json(_key_inputs(config, sources, tokenizer))[:20]
     except OSError as error:
@@ -242,24 +114,25 @@ def _is_complete(folder: Path, key: str) -> bool:
 
 
 def _update_source_names(store: Store, sources: Sequence[Source], use: str) -> None:
-    """A store is found by content; the files may have been called otherwise when it was made."""
+    """A store is found by content, so its files may have had other names when it was built."""
     files = store.manifest["files"]
     for number, (account, source) in enumerate(zip(store.manifest["accounts"], sources, strict=True)):
         account |= {"source": source.path, "use": use}
         mine = [i for i, owner in enumerate(files["source"]) if owner == number]
         now = [] if source.is_generated else [container.name for container in locate_containers(source)]
-        if len(now) != len(mine):  # some file gave nothing, and which is not known
+        if len(now) != len(mine):  # a file without records has no entry, and which one is unknown
             continue
         renamed = {files["name"][i]: name for i, name in zip(mine, now, strict=True)}
         for i in mine:
             files["name"][i] = renamed[files["name"][i]]
         account["first"] = {
-            reason: [_update_place(place, renamed) for place in places] for reason, places in account["first"].items()
+            reason: [_update_origin(origin, renamed) for origin in origins]
+            for reason, origins in account["first"].items()
         }
 
 
-def _update_place(place: str, renamed: dict[str, str]) -> str:
-    file, _, line = place.rpartition(":")
+def _update_origin(origin: str, renamed: dict[str, str]) -> str:
+    file, _, line = origin.rpartition(":")
     return f"{renamed.get(file, file)}:{line}"
 
 
@@ -278,8 +151,7 @@ def _make_job(
 ) -> PrepareJob:
     if (folder / MANIFEST).exists():
         raise WhetError(
-            f"data.store: {folder} holds other data than this configuration asks for. Choose another folder, or "
-            "delete it"
+            f"data.store: {folder} was prepared with a different configuration. Choose another folder, or delete it"
         )
     if config.store is not None and folder.exists() and any(folder.iterdir()):
         raise WhetError(
@@ -287,12 +159,12 @@ def _make_job(
         )
     size = sum(source_bytes(source) for source in sources)
     require_disk_space(folder, 2 * size + 2**20, "the prepared data")
-    work = folder.with_name(f".{key}.work")  # by content: what another preparation left behind is not taken for ours
+    work = folder.with_name(f".{key}.work")  # by key: leftovers of other preparations are not reused
     return PrepareJob(work, config, [SourceReader(source) for source in sources], size, tokenizer)
 
 
 def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Path]:
-    """Make chunks and name all that the store consists of."""
+    """Make the chunks first, first + step, … and return the paths of all chunks of the store."""
     job.folder.mkdir(parents=True, exist_ok=True)
     for reader in job.readers:
         if reader.description:
@@ -300,14 +172,14 @@ def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Pat
     try:
         total = make_chunks(job, first, step)
     except LayoutMismatchError:
-        info("the chat template treats conversations of the same shape differently: each is rendered in full")
+        info("render cache disabled: the chat template branches on message content")
         job.disable_render_cache()
         total = make_chunks(job, first, step)
-    return [job.file(number) for number in range(total)]
+    return [job.chunk_path(number) for number in range(total)]
 
 
 def _build_store(job: PrepareJob, folder: Path, key: str, sources: Sequence[Source], use: str) -> None:
-    """After a crash or a full disk the finished chunks stay, to continue from; if the data is wrong, they go."""
+    """After a crash or a full disk the finished chunks stay, to continue from; after an error in the data they go."""
     try:
         paths = _make_all_chunks(job)
         with atomic_dir(folder) as temporary:
@@ -318,3 +190,104 @@ def _build_store(job: PrepareJob, folder: Path, key: str, sources: Sequence[Sour
             shutil.rmtree(job.folder, ignore_errors=True)
         raise
     shutil.rmtree(job.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareJob:
+    """A preparation: the same for every process and machine that takes part."""
+
+    folder: Path
+    """Where the chunks go."""
+    config: DataConfig
+    readers: Sequence[SourceReader]
+    source_bytes: int
+    tokenizer: ConversationTokenizer
+
+    @property
+    def records_per_chunk(self) -> int:
+        return _LARGE_CHUNK if self.source_bytes > _LARGE_DATA_BYTES else _SMALL_CHUNK
+
+    @property
+    def uses_render_cache(self) -> bool:
+        return not (self.folder / _NO_RENDER_CACHE).exists()
+
+    def disable_render_cache(self) -> None:
+        """Render every conversation in full from now on; chunks made with the cache no longer count."""
+        (self.folder / _NO_RENDER_CACHE).touch()
+
+    def chunk_path(self, number: int, cached: bool | None = None) -> Path:
+        """The file of a chunk. Chunks made with and without the render cache have different names."""
+        cached = self.uses_render_cache if cached is None else cached
+        return self.folder / f"{number:08d}{'' if cached else '-full'}.npz"
+
+    def missing_chunks(self) -> tuple[list[int], int]:
+        """The numbers of chunks that do not exist yet, and the number of all chunks."""
+        total = sum(1 for _ in self.chunks())
+        return [number for number in range(total) if not self.chunk_path(number).exists()], total
+
+    def chunks(self) -> Iterator[tuple[int, int, list[RawRecord]]]:
+        """(number, source, records) of all chunks, in order; records are not parsed."""
+        numbers = itertools.count()
+        for source, reader in enumerate(self.readers):
+            records = reader.records()
+            while batch := list(itertools.islice(records, self.records_per_chunk)):
+                yield next(numbers), source, batch
+
+
+def make_chunks(job: PrepareJob, first: int, step: int) -> int:
+    """Make the chunks first, first + step, … that do not exist; return the number of all chunks."""
+    total = sum(expected_records(reader.source) for reader in job.readers)
+    cached = job.uses_render_cache  # read once: another machine may change it at any time
+    renderer, vocabulary_size = job.tokenizer.make_renderer(cached), job.tokenizer.vocabulary_size()
+    workers = max(1, min(len(os.sched_getaffinity(0)), -(-total // (step * job.records_per_chunk))))
+    queue = WorkQueue(first, step, workers)
+    began, seen = time.monotonic(), 0
+
+    def update_progress() -> None:
+        nonlocal seen
+        done, tokens = sum(queue.done), sum(queue.tokens)
+        if done > seen:
+            bar.advance(done - seen, f"{tokens:,} tokens, {tokens / (time.monotonic() - began):,.0f}/s")
+            seen = done
+
+    def work(worker: int, queue: WorkQueue) -> None:
+        after_chunk = (lambda: None) if queue.is_parallel else update_progress
+        _run_worker(job, renderer, vocabulary_size, cached, worker, queue, after_chunk)
+
+    pool = WorkerPool(work, workers, queue) if queue.is_parallel else None  # forks before the progress bar has threads
+    with progress("preparing", total // step) as bar:
+        if pool is not None:
+            pool.wait(update_progress)
+        else:
+            try:
+                work(0, queue)
+            except WorkItemError as failure:
+                raise failure.error from None
+    return queue.last + 1
+
+
+def _run_worker(
+    job: PrepareJob, renderer: ItemRenderer, vocabulary_size: int, cached: bool, worker: int, queue: WorkQueue,
+    after_chunk: Callable[[], None],
+) -> None:  # fmt: skip
+    """Read all sources and make the chunks that this worker claims."""
+    numbers = queue.claim()
+    claimed, highest = next(numbers, None), -1
+    for highest, source, records in job.chunks():
+        if claimed is None:
+            return
+        if highest != claimed:
+            continue
+        path = job.chunk_path(claimed, cached)
+        if not path.exists():
+            chunk = Chunk(source, vocabulary_size)
+            try:
+                tokenize_records(map(job.readers[source].parse, records), chunk, renderer, job.config)
+            except (WhetError, LayoutMismatchError) as error:
+                raise WorkItemError(claimed, error) from None
+            chunk.save(path)
+            queue.tokens[worker] += chunk.account.tokens
+        queue.done[worker] += len(records)
+        after_chunk()
+        claimed = next(numbers, None)
+    queue.stop_after(highest)

@@ -1,4 +1,7 @@
-"""Chunk files: the documents of some consecutive records, written by workers and merged into the store."""
+"""Chunk files: the documents of some consecutive records, written by workers and merged into the store.
+
+Chunks are the unit of parallel work and of resuming an interrupted preparation.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,20 @@ from whet.data.conversation import Origin
 from whet.data.indexed_dataset import token_dtype
 from whet.data.prepare.ledger import Account
 from whet.data.prepare.store import StoreWriter, content_hash
+from whet.data.render.chat_tokenizer import ConversationTokenizer
 from whet.data.render.renderer import Rendered
-
-# A chunk: the documents of some successive records, in a file of its own until all are merged into the store.
-#
-# Chunks are what processes, and machines, share the work by, and what a killed preparation continues from. Their borders
-# depend on the sources alone.
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 class Chunk:
-    """Documents as flat arrays, with the part of the ledger that belongs to them."""
+    """The documents of a chunk as flat arrays, and their part of the ledger."""
 
-    def __init__(self, source: int, vocabulary: int) -> None:
-        self.source, self.vocabulary = source, vocabulary
+    def __init__(self, source: int, vocabulary_size: int) -> None:
+        self.source, self.vocabulary_size = source, vocabulary_size
         self.account = Account()
-        self._dtype = token_dtype(vocabulary)
+        self._dtype = token_dtype(vocabulary_size)
         self._tokens: list[NDArray[np.int32]] = []
         self._loss: list[NDArray[np.uint8]] = []
         self._sizes, self._targets, self._ended = array("i"), array("i"), array("B")
@@ -44,8 +43,8 @@ class Chunk:
         self._file, self._line, self._hash = array("i"), array("q"), array("Q")
 
     def add(self, documents: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
-        """Append the documents of one conversation, each with the number of its targets; their common hash tells
-        copies of it."""
+        """Append the documents of one conversation, each with its number of targets. Their common hash identifies
+        duplicates."""
         content = content_hash((document.ids, document.loss) for document, _ in documents)
         for document, targets in documents:
             self._tokens.append(document.ids)
@@ -58,7 +57,7 @@ class Chunk:
             self._hash.append(content)
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the file atomically."""
         about = {"source": self.source, "files": list(self._files), "account": self.account.state()}
         file = io.BytesIO()
         np.savez(
@@ -77,7 +76,7 @@ class Chunk:
 
 
 class SavedChunk:
-    """A chunk in its file; arrays are read when they are asked for."""
+    """A chunk file; arrays are read on access."""
 
     def __init__(self, path: Path) -> None:
         self._arrays = np.load(path, allow_pickle=False)
@@ -94,28 +93,22 @@ class SavedChunk:
         self._arrays.close()
 
 
-# Chunks → store: in order, copies found, the accounts of all added up.
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from whet.data.prepare.build import ConversationTokenizer
-
-
 def merge_chunks(
     paths: Sequence[Path], folder: Path, key: str, sources: Sequence[Source], use: str, config: DataConfig,
     tokenizer: ConversationTokenizer,
 ) -> None:  # fmt: skip
-    """Write the chunks in `paths` as a store into `folder`."""
+    """Merge the chunks in `paths`, in order, into a store in `folder`: find duplicates, add up the accounts."""
     accounts = [Account() for _ in sources]
     files = _FileTable()
-    copies = _find_duplicates(paths)
+    duplicates = _find_duplicates(paths)
     with contextlib.closing(StoreWriter(folder, tokenizer.vocabulary_size())) as writer:
         at = 0
         for path in paths:
             with contextlib.closing(SavedChunk(path)) as chunk:
                 count = len(chunk["sizes"])
-                _append_chunk(chunk, copies[at : at + count], accounts[chunk.source], files, writer, config.deduplicate)
+                _append_chunk(
+                    chunk, duplicates[at : at + count], accounts[chunk.source], files, writer, config.deduplicate
+                )
                 at += count
         _require_conversations(accounts, sources)
         writer.finish(
@@ -129,7 +122,7 @@ def merge_chunks(
 
 
 class _FileTable:
-    """The files that documents came from, in the order in which they were met."""
+    """Numbers the files of all chunks in order of appearance."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -137,7 +130,7 @@ class _FileTable:
         self._known: dict[tuple[int, str], int] = {}
 
     def numbers(self, chunk: SavedChunk) -> NDArray[np.int64]:
-        """The numbers here of a chunk's files."""
+        """The numbers of a chunk's files."""
         for name in chunk.files:
             if (chunk.source, name) not in self._known:
                 self._known[chunk.source, name] = len(self.names)
@@ -147,7 +140,7 @@ class _FileTable:
 
 
 def _find_duplicates(paths: Sequence[Path]) -> NDArray[np.bool_]:
-    """Which documents belong to a conversation that is an exact copy of an earlier one."""
+    """Which documents belong to a conversation that duplicates an earlier one exactly."""
     hashes, starts = [np.empty(0, np.uint64)], [np.empty(0, bool)]
     for path in paths:
         with contextlib.closing(SavedChunk(path)) as chunk:
@@ -161,35 +154,40 @@ def _find_duplicates(paths: Sequence[Path]) -> NDArray[np.bool_]:
 
 
 def _conversation_starts(file: NDArray[np.integer], line: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Where a new conversation begins: pieces of one that was split have the same origin."""
+    """Which documents start a conversation: the documents of a split one have the same origin."""
     changes = np.ones(len(line), dtype=bool)
     changes[1:] = (np.diff(file) != 0) | (np.diff(line) != 0)
     return changes
 
 
 def _append_chunk(
-    chunk: SavedChunk, copies: NDArray[np.bool_], account: Account, files: _FileTable, writer: StoreWriter, drop: bool
+    chunk: SavedChunk,
+    duplicates: NDArray[np.bool_],
+    account: Account,
+    files: _FileTable,
+    writer: StoreWriter,
+    drop: bool,
 ) -> None:
     numbers = files.numbers(chunk)
     sizes, targets, file, line = (chunk[name] for name in ("sizes", "targets", "files", "lines"))
     part = chunk.account
     starts = _conversation_starts(file, line)
-    for i in np.flatnonzero(copies & starts):
+    for i in np.flatnonzero(duplicates & starts):
         origin = Origin(chunk.files[int(file[i])], int(line[i]))
         part.duplicates += 1
         if drop:
             part.kept -= 1
             part.drop("duplicate", origin)
         else:
-            part.remember("duplicate", origin)
+            part.add_example("duplicate", origin)
     if drop:
-        part.documents -= int(copies.sum())
-        part.ended -= int(chunk["ended"][copies].sum())
-        part.tokens -= int(sizes[copies].sum())
-        part.supervised -= int(targets[copies].sum())
+        part.documents -= int(duplicates.sum())
+        part.ended -= int(chunk["ended"][duplicates].sum())
+        part.tokens -= int(sizes[duplicates].sum())
+        part.supervised -= int(targets[duplicates].sum())
     account.add(part)
     tokens, loss = chunk["tokens"], chunk["loss"]
-    keep = ~copies if drop else np.ones(len(sizes), dtype=bool)
+    keep = ~duplicates if drop else np.ones(len(sizes), dtype=bool)
     if not keep.all():
         kept = np.repeat(keep, sizes)
         tokens, loss = tokens[kept], loss[kept]
@@ -205,7 +203,7 @@ def _require_conversations(accounts: Sequence[Account], sources: Sequence[Source
         + (", ".join(f"{n} {reason}" for reason, n in account.reasons.items()) or "no conversation in it")
         for account, source in zip(accounts, sources, strict=True)
     )
-    remedy = "Mend the data, or see what data.sources selects"
+    remedy = "Fix the data, or check what data.sources selects"
     if any("too long" in account.reasons for account in accounts):
         remedy = "Raise data.max_length, or choose data.too_long=split or truncate"
     raise WhetError(f"no conversation is left to train on ({reasons}). {remedy}")

@@ -1,4 +1,4 @@
-"""The ledger: every conversation and token that went in is kept, cut or dropped, with the reason and the line."""
+"""The ledger: each conversation read is kept, truncated, split or dropped, and counted with reason and line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_EXAMPLES = 5
 
 @dataclass(slots=True)
 class Account:
-    """What became of one source's conversations, or of a part of them."""
+    """Counts of one source or of a part of it."""
 
     read: int = 0
     kept: int = 0
@@ -27,49 +27,49 @@ class Account:
     reasons: Counter[str] = field(default_factory=Counter)
     """Why conversations were dropped."""
     notes: Counter[str] = field(default_factory=Counter)
-    """What is to be known about conversations that were kept."""
+    """Remarks on conversations that were kept."""
     first: dict[str, list[str]] = field(default_factory=dict)
+    """The first few origins of each reason and note."""
 
     def keep(self, tokens: int, supervised: int, ended: bool) -> None:
-        """Count a document; what makes the conversation kept is `kept`."""
+        """Count a document. `kept` counts conversations, which may be split into several."""
         self.documents += 1
         self.tokens += tokens
         self.supervised += supervised
         self.ended += ended
 
     def drop(self, reason: str, origin: Origin) -> None:
-        """Leave a conversation out; the first few of each reason are named."""
+        """Count a conversation that is left out."""
         self.reasons[reason] += 1
-        self.remember(reason, origin)
+        self.add_example(reason, origin)
 
     def truncate(self, origin: Origin) -> None:
-        """Count a conversation that was cut; if the rest is dropped too, both are told."""
+        """Count a truncated conversation; it may still be dropped."""
         self.truncated += 1
-        self.remember("truncated", origin)
+        self.add_example("truncated", origin)
 
     def note(self, what: str, origin: Origin) -> None:
-        """Count something about a conversation that is kept."""
+        """Count a remark on a conversation that is kept."""
         self.notes[what] += 1
-        self.remember(what, origin)
+        self.add_example(what, origin)
 
-    def remember(self, reason: str, origin: Origin) -> None:
-        """Name a place; of each reason the first few are kept."""
-        places = self.first.setdefault(reason, [])
-        if len(places) < _MAX_EXAMPLES:
-            places.append(str(origin))
+    def add_example(self, reason: str, origin: Origin) -> None:
+        examples = self.first.setdefault(reason, [])
+        if len(examples) < _MAX_EXAMPLES:
+            examples.append(str(origin))
 
     def add(self, other: Account) -> None:
-        """Take over what a later part of the same source adds."""
+        """Add the counts of a later part of the same source."""
         for name in ("read", "kept", "truncated", "split", "documents", "tokens", "supervised", "ended", "duplicates"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.reasons.update(other.reasons)
         self.notes.update(other.notes)
-        for reason, places in other.first.items():
-            known = self.first.setdefault(reason, [])
-            known += places[: _MAX_EXAMPLES - len(known)]
+        for reason, origins in other.first.items():
+            examples = self.first.setdefault(reason, [])
+            examples += origins[: _MAX_EXAMPLES - len(examples)]
 
     def state(self) -> dict[str, Any]:
-        """As plain values, for `restore`."""
+        """As JSON values, for `restore`."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
@@ -77,7 +77,7 @@ class Account:
         return cls(**state | {"reasons": Counter(state["reasons"]), "notes": Counter(state["notes"])})
 
     def as_dict(self, source: str, use: str) -> dict[str, Any]:
-        """The entry in the ledger. `use` is train or validation."""
+        """The entry in ledger.json. `use` is train or validation."""
         dropped = self.reasons.total()
         assert self.read == self.kept + dropped, "a conversation was lost from the ledger"
         return {

@@ -1,8 +1,8 @@
-"""The store: conversations as tokens and loss masks on disk, with their origins, complete or absent.
+"""The store: tokenized documents and loss masks on disk, with their origins. It is complete or does not exist.
 
 tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
 origin.npy        (file, line) of each        targets.npy     number of targets of each
-hashes.npy        tells exact copies          tokenizer.json  what the ids mean
+hashes.npy        identify duplicates         tokenizer.json  what the ids mean
 manifest.json     written last: present means complete
 """
 
@@ -28,11 +28,11 @@ MANIFEST = "manifest.json"
 
 
 class StoreWriter:
-    """Fills a folder that becomes a store when `finish` writes its manifest."""
+    """Writes a store into a folder; `finish` completes it."""
 
-    def __init__(self, folder: Path, vocabulary: int) -> None:
+    def __init__(self, folder: Path, vocabulary_size: int) -> None:
         self._folder = folder
-        self._tokens = IndexedWriter(folder / "tokens", token_dtype(vocabulary))
+        self._tokens = IndexedWriter(folder / "tokens", token_dtype(vocabulary_size))
         self._loss = IndexedWriter(folder / "loss", np.uint8)
         self._origins: list[NDArray[np.int64]] = []
         self._targets: list[NDArray[np.int32]] = []
@@ -47,7 +47,7 @@ class StoreWriter:
         origins: NDArray[np.int64],
         hashes: NDArray[np.uint64],
     ) -> None:
-        """Append documents, back to back, of which `origins[i]` is (file, line)."""
+        """Append documents, back to back in `tokens` and `loss`. `origins[i]` is (file, line)."""
         self._tokens.add(tokens, sizes)
         self._loss.add(loss, sizes)
         self._origins.append(origins)
@@ -59,7 +59,7 @@ class StoreWriter:
         self._loss.close()
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write what makes the folder a store, the manifest last."""
+        """Write the arrays and, last, the manifest."""
         self._tokens.finish()
         self._loss.finish()
         np.save(self._folder / "origin.npy", np.concatenate([np.empty((0, 2), np.int64), *self._origins]))
@@ -69,7 +69,7 @@ class StoreWriter:
 
 
 class Store:
-    """A complete store, memory-mapped: it opens at once, whatever its size."""
+    """A complete store, memory-mapped: opening takes the same time at any size."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / MANIFEST).exists():
@@ -79,7 +79,7 @@ class Store:
         try:
             self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
         except WhetError as error:
-            raise WhetError(f"{error}. Delete the folder {folder}: it will be made again") from None
+            raise WhetError(f"{error}. Delete the folder {folder} and prepare the data again") from None
         self._origins: NDArray[np.int64] = _load_array(folder / "origin.npy")
         self.targets: NDArray[np.int32] = _load_array(folder / "targets.npy")
         self.hashes: NDArray[np.uint64] = _load_array(folder / "hashes.npy")
@@ -97,7 +97,7 @@ class Store:
 
     @property
     def sources(self) -> NDArray[np.int64]:
-        """The number of the source that each document came from."""
+        """The source number of each document."""
         return np.array(self.manifest["files"]["source"], dtype=np.int64)[self._origins[:, 0]]
 
     def ids(self, document: int) -> NDArray[np.int64]:
@@ -107,7 +107,7 @@ class Store:
         return self._loss[document].astype(np.bool_)
 
     def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None:
-        """Write these documents back to back into `ids` and `loss`, which are as long as they are together."""
+        """Write these documents back to back into `ids` and `loss`, which have exactly their total length."""
         self._tokens.gather(documents, ids)
         self._loss.gather(documents, loss)
 
@@ -117,22 +117,24 @@ class Store:
         return Origin(self.manifest["files"]["name"][int(file)], int(line))
 
     def find(self, origin: Origin) -> NDArray[np.int64]:
-        """The documents that came from a line: none, one, or the pieces of one that was split."""
+        """The documents of a line: none, one, or several if it was split."""
         if origin.source not in self.manifest["files"]["name"]:
             return np.empty(0, dtype=np.int64)
         file = self.manifest["files"]["name"].index(origin.source)
-        first, last = np.searchsorted(self._origins[:, 0], [file, file + 1])  # files are numbered as they were met
+        first, last = np.searchsorted(
+            self._origins[:, 0], [file, file + 1]
+        )  # files are numbered in order of appearance
         lines = self._origins[first:last, 1]
         a, b = np.searchsorted(lines, [origin.line, origin.line + 1])
         return np.arange(first + a, first + b, dtype=np.int64)
 
-    def conversations(self) -> NDArray[np.int64]:
-        """Conversation c is the documents from the c-th of these numbers to the next: one, or the pieces of one."""
+    def conversation_offsets(self) -> NDArray[np.int64]:
+        """Conversation c consists of the documents offsets[c] to offsets[c + 1]: one, or several if it was split."""
         changes = np.flatnonzero((np.diff(self._origins, axis=0) != 0).any(axis=1)) + 1
         return np.concatenate([[0], changes, [len(self)]]).astype(np.int64)
 
     def matches_hash(self, documents: Iterable[int]) -> bool:
-        """Whether ids and masks of a conversation's documents are still those that its hash was made of."""
+        """Whether ids and masks of a conversation's documents still match its hash."""
         numbers = list(documents)
         parts = ((self._tokens[i].astype(np.int32), self._loss[i].astype(np.uint8)) for i in numbers)
         return content_hash(parts) == int(self.hashes[numbers[0]])
@@ -146,7 +148,7 @@ def _load_array(path: Path) -> Any:
 
 
 def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]]) -> int:
-    """The same for conversations whose ids and loss masks are the same, and for no others."""
+    """A 64-bit hash of ids and loss masks."""
     digest = hashlib.blake2b(digest_size=8)
     for ids, loss in documents:
         digest.update(np.ascontiguousarray(ids).data)
@@ -155,10 +157,10 @@ def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]
 
 
 def count_targets(document: Rendered) -> int:
-    """How many tokens of a document are learned; its first one has nothing before it to be predicted from."""
+    """The number of supervised tokens; the first one has no context to be predicted from and does not count."""
     return int(np.count_nonzero(document.loss[1:]))
 
 
 def find_overlap(one: Store, other: Store) -> NDArray[np.int64]:
-    """Documents of `one` that are exact copies of documents in `other`."""
+    """Documents of `one` that are exact duplicates of documents in `other`."""
     return np.flatnonzero(np.isin(one.hashes, other.hashes))

@@ -1,11 +1,10 @@
-"""Records → tokenized documents: render, apply the length policy, count each outcome in the ledger."""
+"""Records → tokenized documents: render, apply the length policy (data.too_long), count each outcome in the ledger."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import DataConfig
@@ -22,95 +21,46 @@ from whet.data.conversation import (
 )
 from whet.data.prepare.chunk import Chunk
 from whet.data.prepare.store import count_targets
+from whet.data.render.chat_tokenizer import ItemRenderer
 from whet.data.render.marked_text import marked_to_conversation
 from whet.data.render.renderer import NO_SUPERVISED_TOKENS, Rendered
 from whet.data.render.sentinels import TOO_LONG_TO_MASK
 
-# Splitting what is too long: conversations between exchanges, plain text into windows.
+_BATCH_CONVERSATIONS = 64  # rendered and encoded together
+_BATCH_CHARACTERS = 2_000_000  # bounds the memory of a batch
 
-Exchange = tuple[Message, ...]
-"""A question and all that answers it: user turns, then assistant turns with their tools' results."""
-
-
-def system_messages(conversation: Conversation) -> Exchange:
-    """The system messages at the start, which every piece repeats."""
-    return tuple(itertools.takewhile(lambda m: m.role in ("system", "developer"), conversation.messages))
-
-
-def split_exchanges(conversation: Conversation) -> list[Exchange]:
-    """The messages after the system's, cut before each user turn that follows an answer."""
-    found: list[list[Message]] = []
-    for before, message in itertools.pairwise((None, *conversation.messages[len(system_messages(conversation)) :])):
-        assert message is not None
-        if before is None or (message.role == "user" and before.role != "user"):
-            found.append([])
-        found[-1].append(message)
-    return [tuple(part) for part in found]
-
-
-def join_exchanges(conversation: Conversation, parts: Sequence[Exchange]) -> Conversation:
-    """A conversation of its own from some exchanges."""
-    return replace(conversation, messages=(*system_messages(conversation), *itertools.chain(*parts)))
-
-
-def split_windows(document: Rendered, limit: int) -> list[Rendered]:
-    """Contiguous pieces of at most `limit` tokens; together they are the document, token by token."""
-    total = len(document.ids)
-    edges = [*range(0, total, limit), total]
-    if edges[-1] - edges[-2] == 1 and limit > 2:  # a window of one token has nothing to learn it from
-        edges[-2] -= 1
-    return [
-        replace(
-            document,
-            ids=document.ids[a:b],
-            loss=document.loss[a:b],
-            supervises_end=document.supervises_end and b == total,
-        )
-        for a, b in itertools.pairwise(edges)
-    ]
-
-
-# Records → documents: parsed, rendered, cut to length by the user's policy, and accounted for.
-
-_BATCH_CONVERSATIONS = 64  # conversations encoded at a time
-_BATCH_CHARACTERS = 2_000_000  # and no more text than this, which bounds memory
-
-
-class ItemRenderer(Protocol):
-    """Turns items into tokens with masks, a batch at a time; what cannot be rendered comes back as the reason."""
-
-    def render_items(
-        self, items: Sequence[Conversation | PlainText | MarkedText]
-    ) -> list[Rendered | BadRecordError]: ...
+EXCHANGE_TOO_LONG = "an exchange of it too long"
+_PIECE_DROPPED = "a piece of it left out: "
+"""The ledger's notes on a conversation that was split with a loss."""
 
 
 class BadLineError(WhetError):
-    """A record cannot be used, and data.on_bad says that this stops the work."""
+    """A record cannot be used, and data.on_bad is `error`."""
 
 
-def tokenize_records(items: Iterable[ParsedRecord], chunk: Chunk, rendering: ItemRenderer, config: DataConfig) -> None:
-    """Put the documents of `items` into a chunk; the ledger knows what became of each."""
+def tokenize_records(items: Iterable[ParsedRecord], chunk: Chunk, renderer: ItemRenderer, config: DataConfig) -> None:
+    """Add the documents of `items` to a chunk, and what became of each item to its account."""
     for batch in _batches(items):
         chunk.account.read += len(batch)
         texts = [item for item in batch if isinstance(item, Conversation | PlainText | MarkedText)]
-        rendered = iter(rendering.render_items(texts))
+        rendered = iter(renderer.render_items(texts))
         for item in batch:
             if isinstance(item, FilteredRecord):
                 chunk.account.drop(item.reason, item.origin)
             elif isinstance(item, BadRecord):
                 _drop_or_raise(item.reason, item.explanation, item.origin, chunk, config)
-            elif isinstance(item, TokenizedDocument) and int(item.ids.max(initial=0)) >= chunk.vocabulary:
-                told = f"it holds the id {int(item.ids.max())}, and the tokenizer has {chunk.vocabulary} tokens"
-                _drop_or_raise("unknown id", told, item.origin, chunk, config)
+            elif isinstance(item, TokenizedDocument) and int(item.ids.max(initial=0)) >= chunk.vocabulary_size:
+                explanation = f"id {int(item.ids.max())} is not below the tokenizer's size of {chunk.vocabulary_size}"
+                _drop_or_raise("unknown id", explanation, item.origin, chunk, config)
             elif isinstance(item, TokenizedDocument):
                 whole = Rendered(item.ids, item.loss, supervises_end=bool(item.loss[-1:].any()))
-                _add_within_max_length(item, whole, chunk, rendering, config)
+                _add_within_max_length(item, whole, chunk, renderer, config)
             else:
                 result = next(rendered)
                 if isinstance(result, BadRecordError):
                     _drop_or_raise(result.reason, str(result), item.origin, chunk, config)
                 else:
-                    _add_within_max_length(item, result, chunk, rendering, config)
+                    _add_within_max_length(item, result, chunk, renderer, config)
 
 
 def _batches(items: Iterable[ParsedRecord]) -> Iterator[list[ParsedRecord]]:
@@ -135,9 +85,7 @@ def _text_length(item: ParsedRecord) -> int:
 def _drop_or_raise(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
     by_policy = reason == NO_SUPERVISED_TOKENS or (reason == TOO_LONG_TO_MASK and config.too_long != "error")
     if config.on_bad == "error" and not by_policy:
-        raise BadLineError(
-            f"{origin}: {explanation}. Mend the line, or leave such lines out and count them: data.on_bad=skip"
-        )
+        raise BadLineError(f"{origin}: {explanation}. Fix the line, or skip and count such lines: data.on_bad=skip")
     chunk.account.drop(reason, origin)
 
 
@@ -145,24 +93,30 @@ def _add_within_max_length(
     item: Conversation | PlainText | MarkedText | TokenizedDocument,
     whole: Rendered,
     chunk: Chunk,
-    rendering: ItemRenderer,
+    renderer: ItemRenderer,
     config: DataConfig,
 ) -> None:
-    account, origin, n = chunk.account, item.origin, config.max_length
+    """Apply data.too_long, then add the documents that have targets."""
+    account, origin, limit = chunk.account, item.origin, config.max_length
     documents = [whole]
     is_split = False
-    if len(whole.ids) > n:
+    if len(whole.ids) > limit:
         if config.too_long == "error":
             raise WhetError(
-                f"{origin}: {len(whole.ids)} tokens, over data.max_length = {n}. Raise it, or choose "
+                f"{origin}: {len(whole.ids)} tokens, over data.max_length = {limit}. Raise it, or choose "
                 "data.too_long=drop, truncate or split"
             )
         if config.too_long == "truncate":
-            account.truncate(origin)  # a prefix as it is: no invented end of turn
-            documents = [replace(whole, ids=whole.ids[:n], loss=whole.loss[:n], supervises_end=False)]
+            account.truncate(origin)  # a prefix as it is: no end of turn is added
+            documents = [replace(whole, ids=whole.ids[:limit], loss=whole.loss[:limit], supervises_end=False)]
         elif config.too_long == "split":
             is_split = True
-            documents = _split_to_max_length(_marked_to_conversation(item, config), whole, rendering, n)
+            if isinstance(item, MarkedText) and config.markers is not None:
+                item = marked_to_conversation(item, config.markers) or item
+            if isinstance(item, Conversation):
+                documents = _split_conversation(item, renderer, limit)
+            else:
+                documents = split_windows(whole, limit)
         if config.too_long == "drop" or not documents:
             account.drop("too long", origin)
             return
@@ -176,61 +130,84 @@ def _add_within_max_length(
     notes = [note for document, _ in kept for note in document.notes]
     if len(kept) < len(documents):
         notes.append(_PIECE_DROPPED + NO_SUPERVISED_TOKENS)
-    for what in dict.fromkeys(notes):
-        account.note(what, origin)
+    for note in dict.fromkeys(notes):
+        account.note(note, origin)
     account.kept += 1
     account.split += is_split
     chunk.add(kept, origin)
 
 
-EXCHANGE_TOO_LONG = "an exchange of it too long"
-"""What the ledger notes of a conversation that was split with a loss."""
-_PIECE_DROPPED = "a piece of it left out: "
+def split_windows(document: Rendered, limit: int) -> list[Rendered]:
+    """Cut a document into contiguous windows of at most `limit` tokens."""
+    total = len(document.ids)
+    edges = [*range(0, total, limit), total]
+    if edges[-1] - edges[-2] == 1 and limit > 2:  # a window of one token has no context to predict it from
+        edges[-2] -= 1
+    return [
+        replace(
+            document,
+            ids=document.ids[a:b],
+            loss=document.loss[a:b],
+            supervises_end=document.supervises_end and b == total,
+        )
+        for a, b in itertools.pairwise(edges)
+    ]
 
 
-def _marked_to_conversation(
-    item: Conversation | PlainText | MarkedText | TokenizedDocument, config: DataConfig
-) -> Conversation | PlainText | MarkedText | TokenizedDocument:
-    """Marked text can be split between turns, if all of it stands in turns."""
-    if isinstance(item, MarkedText) and config.markers is not None:
-        return marked_to_conversation(item, config.markers) or item
-    return item
+Exchange = tuple[Message, ...]
+"""One or more user turns and all that answers them: assistant turns, tool calls and results."""
 
 
-def _split_to_max_length(
-    item: Conversation | PlainText | MarkedText | TokenizedDocument,
-    whole: Rendered,
-    rendering: ItemRenderer,
-    limit: int,
-) -> list[Rendered]:
-    """Pieces that fit: of a conversation runs of exchanges, each rendered as a conversation of its own.
+def system_messages(conversation: Conversation) -> Exchange:
+    """The system messages at the start, which every piece repeats."""
+    return tuple(itertools.takewhile(lambda m: m.role in ("system", "developer"), conversation.messages))
 
-    An exchange that is too long by itself is lost, and so is a piece in which nothing is to be learned; the others note
-    it. Lengths are those of exchanges that are learned: whether they are changes nothing but the mask.
+
+def split_exchanges(conversation: Conversation) -> list[Exchange]:
+    """The messages after the system messages, cut before each user turn that follows an answer."""
+    found: list[list[Message]] = []
+    for before, message in itertools.pairwise((None, *conversation.messages[len(system_messages(conversation)) :])):
+        assert message is not None
+        if before is None or (message.role == "user" and before.role != "user"):
+            found.append([])
+        found[-1].append(message)
+    return [tuple(exchange) for exchange in found]
+
+
+def join_exchanges(conversation: Conversation, exchanges: Sequence[Exchange]) -> Conversation:
+    """Some exchanges as a conversation, with the system messages."""
+    return replace(conversation, messages=(*system_messages(conversation), *itertools.chain(*exchanges)))
+
+
+def _split_conversation(conversation: Conversation, renderer: ItemRenderer, limit: int) -> list[Rendered]:
+    """Pieces of at most `limit` tokens: runs of exchanges, each rendered as a conversation.
+
+    An exchange that is too long by itself is dropped, and so is a piece without supervised tokens; the other pieces
+    carry a note. Lengths are those of supervised exchanges, since supervision changes the mask only.
     """
-    if not isinstance(item, Conversation):
-        return split_windows(whole, limit)
-    parts = split_exchanges(item)
-    learned = [tuple(replace(message, train=None) for message in part) for part in parts]
-    singles = rendering.render_items([join_exchanges(item, [part]) for part in learned])
+    exchanges = split_exchanges(conversation)
+    supervised = [tuple(replace(message, train=None) for message in exchange) for exchange in exchanges]
+    singles = renderer.render_items([join_exchanges(conversation, [exchange]) for exchange in supervised])
     lengths = [len(single.ids) if isinstance(single, Rendered) else limit + 1 for single in singles]
     notes = [_PIECE_DROPPED + single.reason for single in singles if not isinstance(single, Rendered)]
     notes += [EXCHANGE_TOO_LONG for single in singles if isinstance(single, Rendered) and len(single.ids) > limit]
-    overhead = _repeated_tokens(item, learned, singles, rendering)
+    overhead = _repeated_tokens(conversation, supervised, singles, renderer)
     pieces: list[Rendered] = []
     start = 0
-    while start < len(parts):
+    while start < len(exchanges):
         if lengths[start] > limit:
             start += 1
             continue
         end, size = start + 1, lengths[start]
-        while end < len(parts) and size + lengths[end] - overhead <= limit:
+        while end < len(exchanges) and size + lengths[end] - overhead <= limit:
             size += lengths[end] - overhead
             end += 1
-        piece: Rendered | BadRecordError = rendering.render_items([join_exchanges(item, parts[start:end])])[0]
+        piece: Rendered | BadRecordError = renderer.render_items([join_exchanges(conversation, exchanges[start:end])])[
+            0
+        ]
         while end > start + 1 and (not isinstance(piece, Rendered) or len(piece.ids) > limit):
-            end -= 1  # the estimate was too hopeful
-            piece = rendering.render_items([join_exchanges(item, parts[start:end])])[0]
+            end -= 1  # the estimate was too low
+            piece = renderer.render_items([join_exchanges(conversation, exchanges[start:end])])[0]
         if isinstance(piece, Rendered):
             pieces.append(piece)
         else:
@@ -240,12 +217,15 @@ def _split_to_max_length(
 
 
 def _repeated_tokens(
-    item: Conversation, parts: Sequence[Exchange], singles: Sequence[Rendered | BadRecordError], rendering: ItemRenderer
+    conversation: Conversation,
+    exchanges: Sequence[Exchange],
+    singles: Sequence[Rendered | BadRecordError],
+    renderer: ItemRenderer,
 ) -> int:
-    """The tokens that every piece repeats, such as the system prompt: what two exchanges need less together."""
-    if len(parts) < 2:
+    """The tokens that every piece repeats, such as the system prompt: what two exchanges save when rendered together."""
+    if len(exchanges) < 2:
         return 0
-    one, other, pair = singles[0], singles[1], rendering.render_items([join_exchanges(item, parts[:2])])[0]
+    one, other, pair = singles[0], singles[1], renderer.render_items([join_exchanges(conversation, exchanges[:2])])[0]
     if not (isinstance(one, Rendered) and isinstance(other, Rendered) and isinstance(pair, Rendered)):
         return 0
     return max(0, len(one.ids) + len(other.ids) - len(pair.ids))

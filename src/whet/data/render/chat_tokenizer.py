@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template or turn markers, loaded on first use: what turns conversations into tokens."""
+"""What turns conversations into tokens: a tokenizer with a chat template or with turn markers, loaded on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER_JSON, SENTENCEPIECE_MODEL = "tokenizer.json", "tokenizer.model"
 
 
 class ChatTokenizer:
-    """Loads the tokenizer only when something has to be rendered: finding a store that exists needs none."""
+    """A tokenizer with a chat template. It is loaded when something has to be rendered: finding a store needs none."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ChatTokenizer:
         stop_ids: Callable[[], Sequence[int]],
         train_on: str,
     ) -> None:
-        """`identity` decides the tokens; its `today` is the date for templates that ask for one."""
+        """`identity`: all that determines the ids. Its `today` is the date for templates that print one."""
         self.identity = identity
         self._load, self._stop_ids, self._train_on = load, stop_ids, train_on
 
@@ -44,23 +44,24 @@ class ChatTokenizer:
         return len(self.tokenizer)
 
     def save(self, folder: Path) -> None:
+        """Save what the ids mean."""
         self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_JSON), pretty=False)
 
 
 class MarkedTextTokenizer:
-    """Writes turns between markers. A SentencePiece file is used as it is; nothing else is loaded for it."""
+    """A tokenizer with turn markers (data.markers). With a SentencePiece file, only that is loaded."""
 
     def __init__(
         self,
         identity: dict[str, Any],
         load: Callable[[], PreTrainedTokenizerFast],
-        pieces: Path | None,
+        sentencepiece: Path | None,
         markers: Markers,
         train_on: str,
     ) -> None:
-        """`pieces` is the SentencePiece file, where there is one; `load` gives the fast tokenizer."""
+        """`identity`: all that determines the ids. `load` gives the fast tokenizer."""
         self.identity = identity
-        self._load, self._pieces, self._markers, self._train_on = load, pieces, markers, train_on
+        self._load, self._sentencepiece, self._markers, self._train_on = load, sentencepiece, markers, train_on
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -68,7 +69,7 @@ class MarkedTextTokenizer:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        return make_encoder(self._load, self._pieces)
+        return make_encoder(self._load, self._sentencepiece)
 
     def make_renderer(self, cached: bool) -> MarkedRenderer:
         return MarkedRenderer(self._encoder, self._markers, self._train_on)
@@ -77,7 +78,13 @@ class MarkedTextTokenizer:
         return self._encoder.vocab_size
 
     def save(self, folder: Path) -> None:
-        if self._pieces is not None:
-            shutil.copyfile(self._pieces, folder / SENTENCEPIECE_MODEL)
+        """Save what the ids mean."""
+        if self._sentencepiece is not None:
+            shutil.copyfile(self._sentencepiece, folder / SENTENCEPIECE_MODEL)
         else:
             self.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_JSON), pretty=False)
+
+
+ConversationTokenizer = ChatTokenizer | MarkedTextTokenizer
+ItemRenderer = Renderer | MarkedRenderer
+"""Both have `render_items`."""

@@ -14,12 +14,12 @@ from whet.tokenizer.sentencepiece import load_processor
 
 
 class Decoder(Protocol):
-    """Ids back to text."""
+    """Decodes ids."""
 
     def text(self, ids: Sequence[int]) -> str: ...
 
     def piece(self, number: int) -> str:
-        """One id as the vocabulary has it."""
+        """The vocabulary entry of an id."""
         ...
 
 
@@ -29,7 +29,7 @@ class _FastDecoder:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises plain Exception
             raise WhetError(f"{path}: not a tokenizer ({error})") from None
 
     def text(self, ids: Sequence[int]) -> str:
@@ -44,7 +44,7 @@ class _SentencePieceDecoder:
         self._processor = load_processor(path)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Control pieces, which the library prints as nothing, are shown by their names."""
+        """Control pieces, which the library decodes to nothing, appear by name."""
         parts: list[str] = []
         run: list[int] = []
         for number in ids:
@@ -60,27 +60,28 @@ class _SentencePieceDecoder:
 
 
 def open_decoder(place: Path) -> Decoder:
-    """From a folder with a tokenizer, or the file itself: tokenizer.json or a SentencePiece .model."""
+    """Open a tokenizer.json or a SentencePiece .model; `place` is the file or its folder."""
     candidates = [place / TOKENIZER_JSON, place / SENTENCEPIECE_MODEL] if place.is_dir() else [place]
     for file in candidates:
         if file.is_file():
             return _SentencePieceDecoder(file) if file.suffix == ".model" else _FastDecoder(file)
     raise WhetError(
-        f"{place}: no tokenizer here ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}). Name one: --tokenizer PATH"
+        f"{place}: no tokenizer here ({TOKENIZER_JSON} or {SENTENCEPIECE_MODEL}). Give one: --tokenizer PATH"
     )
 
 
 def supervised_segments(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> list[tuple[str, bool]]:
-    """The text in pieces that are learned or not; together they are the whole text. Each is what its tokens add to all
-    before them, because some tokenizers decode the beginning of a text otherwise than its middle. A character whose
-    bytes are on both sides of a border is on the later one."""
+    """Split the text into (segment, supervised); joined, the segments are the whole text.
+
+    Some tokenizers decode the start of a text differently from its middle, so a segment is what its tokens add to the
+    text of all before them. A character whose bytes lie in two segments belongs to the later one."""
     if not len(ids):
         return []
     whole = decoder.text(ids)
     starts = [0, *(i for i in range(1, len(ids)) if bool(loss[i]) != bool(loss[i - 1]))]
-    places = [0]
+    cuts = [0]
     for start in starts[1:]:
-        places.append(max(places[-1], common_prefix_length(decoder.text(ids[:start]), whole)))
+        cuts.append(max(cuts[-1], common_prefix_length(decoder.text(ids[:start]), whole)))
     return [
-        (whole[a:b], bool(loss[start])) for start, (a, b) in zip(starts, pairwise([*places, len(whole)]), strict=True)
+        (whole[a:b], bool(loss[start])) for start, (a, b) in zip(starts, pairwise([*cuts, len(whole)]), strict=True)
     ]
