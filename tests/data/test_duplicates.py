@@ -1,4 +1,4 @@
-"""Exact copies: counted in any case, left out if asked, never on both sides of a split."""
+"""Exact duplicates: always counted, dropped with data.deduplicate, never on both sides of a split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whet.data.prepare.store import find_overlap
 from .conftest import line
 from .test_prepare import account, go
 
-# Number 7 is split into pieces where the length allows 40 tokens; 8 is too long in one exchange.
+# Number 7 is split where the maximum length is 40 tokens; 8 is too long in a single exchange.
 TURNS = {7: [("user", "q"), ("assistant", "a" * 8)] * 4, 8: [("user", "q" * 90), ("assistant", "a")]}
 
 
@@ -38,7 +38,7 @@ FILES = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=10), min_size=
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=FILES, size=st.integers(1, 4))
-def test_copies_are_counted_and_left_out_and_nothing_else_is(
+def test_duplicates_are_counted_and_dropped_and_nothing_else_is(
     own_cache: Path, tmp_path: Path, files: list[list[int]], size: int
 ) -> None:
     files[0].insert(0, 0)
@@ -74,7 +74,7 @@ def test_copies_are_counted_and_left_out_and_nothing_else_is(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=FILES, fraction=st.floats(0.05, 0.95), seed=st.integers(0, 5))
-def test_copies_and_pieces_of_one_conversation_are_on_one_side(
+def test_duplicates_and_parts_of_a_conversation_are_on_one_side_of_the_split(
     own_cache: Path, tmp_path: Path, files: list[list[int]], fraction: float, seed: int
 ) -> None:
     files[0] += [0, 1, 7, 7]
@@ -88,11 +88,11 @@ def test_copies_and_pieces_of_one_conversation_are_on_one_side(
     assert not {texts[i] for i in train} & {texts[i] for i in held}
     assert not {places[i] for i in train} & {places[i] for i in held}
     split = {i for i in range(len(store)) if places.count(places[i]) > 1}
-    assert len(split) >= 4  # number 7 is there twice, in two pieces or more
+    assert len(split) >= 4  # number 7 occurs twice, in at least two parts
     assert split <= set(train.tolist()) or split <= set(held.tolist())
 
 
-def test_what_two_stores_have_in_common_is_found(own_cache: Path, tmp_path: Path) -> None:
+def test_the_overlap_of_two_stores_is_found(own_cache: Path, tmp_path: Path) -> None:
     train, held = write(tmp_path, [[1, 2, 7, 3], [4, 7, 2, 5, 2]])
     one = go(train, max_length=40, too_long="split").store
     other = go(held, max_length=40, too_long="split", use="validation").store
@@ -101,8 +101,7 @@ def test_what_two_stores_have_in_common_is_found(own_cache: Path, tmp_path: Path
     assert np.array_equal(find_overlap(one, one), np.arange(len(one)))
 
 
-def test_the_mask_is_part_of_a_copy(own_cache: Path, jsonl: Callable[..., Path]) -> None:
-    """The same tokens with another mask are not the same lesson."""
+def test_documents_with_different_masks_are_not_duplicates(own_cache: Path, jsonl: Callable[..., Path]) -> None:
     once = {"role": "assistant", "content": "a"}
     records = [
         {"messages": [{"role": "user", "content": "q"}, {**once, **extra}, {"role": "user", "content": "r"}, once]}

@@ -72,7 +72,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 class ParquetTable(Container):
-    """A Parquet file, read in batches: a row group may be larger than memory."""
+    """A Parquet file, read in batches, so that row groups may have any size."""
 
     kind = "parquet"
 

@@ -21,6 +21,7 @@ _SUPERSEDES = {
 gsm8k answer is more specific than any answer, and Stanford Alpaca repeats its prompt as `text`."""
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
+_SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
 """A format, and for each field it requires the name in the record."""
@@ -32,6 +33,43 @@ class DetectedFormat(NamedTuple):
     format: str
     names: dict[str, str]
     description: str
+
+
+def detect_source_format(containers: Sequence[Container], source: Source) -> DetectedFormat:
+    """The format, from the first readable records of the source and the first one of some further files."""
+    sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
+    for each in containers[1:_SAMPLED_FILES]:
+        sample += _sample_records(each.records(), 1)
+    if not sample and source.format == "auto":
+        _reject_binary(containers[0])
+    chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
+    notes = dict.fromkeys(f", {each.note}" for each in containers if each.note)
+    return chosen._replace(description=chosen.description + "".join(notes))
+
+
+def _sample_records(records: Iterator[RawRecord], count: int) -> list[tuple[Any, str]]:
+    """The first readable records, each with its file:line."""
+    found: list[tuple[Any, str]] = []
+    for raw in itertools.islice(records, _MAX_RECORDS_TRIED):
+        if len(found) == count:
+            break
+        try:
+            found.append((raw.decode(), f"{raw.file}:{raw.line}"))
+        except (BadRecordError, RecursionError):
+            continue
+    return found
+
+
+def _reject_binary(container: Container) -> None:
+    """Report a binary file once, instead of every record of it."""
+    with open_bytes(container.path, container.name) as stream:
+        head = stream.read(4096)
+    if b"\0" in head:
+        what = "UTF-16; save it as UTF-8" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data, not text"
+        raise WhetError(
+            f"data.sources: {container.name}: the file is {what}. whet reads JSONL, JSON, CSV, Parquet, Arrow and .txt "
+            "by suffix, also compressed (.gz, .zst)"
+        )
 
 
 def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) -> DetectedFormat:
@@ -154,45 +192,3 @@ def _check_fields(source: Source) -> None:
             raise WhetError(
                 f"data.sources: {source.path}: fields: {subject} field {field!r}; known: {', '.join(known)}"
             )
-
-
-# Sampling a source.
-
-_SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
-
-
-def detect_source_format(containers: Sequence[Container], source: Source) -> DetectedFormat:
-    """The format, from the first readable records of the source and the first one of some further files."""
-    sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
-    for each in containers[1:_SAMPLED_FILES]:
-        sample += _sample_records(each.records(), 1)
-    if not sample and source.format == "auto":
-        _reject_binary(containers[0])
-    chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
-    notes = dict.fromkeys(f", {each.note}" for each in containers if each.note)
-    return chosen._replace(description=chosen.description + "".join(notes))
-
-
-def _sample_records(records: Iterator[RawRecord], count: int) -> list[tuple[Any, str]]:
-    """The first readable records, each with its file:line."""
-    found: list[tuple[Any, str]] = []
-    for raw in itertools.islice(records, _MAX_RECORDS_TRIED):
-        if len(found) == count:
-            break
-        try:
-            found.append((raw.decode(), f"{raw.file}:{raw.line}"))
-        except (BadRecordError, RecursionError):
-            continue
-    return found
-
-
-def _reject_binary(container: Container) -> None:
-    """Report a binary file once, instead of every record of it."""
-    with open_bytes(container.path, container.name) as stream:
-        head = stream.read(4096)
-    if b"\0" in head:
-        what = "UTF-16; save it as UTF-8" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data, not text"
-        raise WhetError(
-            f"data.sources: {container.name}: the file is {what}. whet reads JSONL, JSON, CSV, Parquet, Arrow and .txt "
-            "by suffix, also compressed (.gz, .zst)"
-        )

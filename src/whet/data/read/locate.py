@@ -21,33 +21,99 @@ from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFi
 from whet.data.read.text_files import CsvFile, TextFile
 from whet.data.read.token_files import TokenFile
 
-# `-`: standard input is spooled to a file, because a source is read several times and by several processes.
-
-_STDIN_VARIABLE = "WHET_STDIN"
-"""The spool file, for this process and its children, which cannot read standard input again."""
+_EXAMPLE_RECORD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 
 
-def spool_stdin() -> Path:
-    """The file that holds standard input. The process that wrote it removes it on exit."""
-    if _STDIN_VARIABLE in os.environ:
-        return Path(os.environ[_STDIN_VARIABLE])
-    if sys.stdin is None or sys.stdin.isatty():
-        raise WhetError("data.sources: -: standard input is a terminal. Pipe data in: cat chats.jsonl | whet …")
-    folder = cache_dir() / "stdin"
-    folder.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=folder)
-    path = Path(name)
-    atexit.register(_remove_spool, path, os.getpid())
-    with os.fdopen(number, "wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-    os.environ[_STDIN_VARIABLE] = name
-    return path
+def locate_containers(source: Source, example: str = _EXAMPLE_RECORD) -> list[Container]:
+    """The containers of a source, in reading order. Raises a WhetError if there is nothing to read; `example` is the
+    record that its message shows."""
+    if source.path.startswith("hub:"):
+        return [HubDataset(source.path, source.subset, source.split)]
+    files = _locate_files(source)
+    found = [open_container(name, path, source) for name, path in files if path.stat().st_size]
+    if not found:
+        raise WhetError(
+            f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. Write one JSON "
+            f"object per line, such as {example}"
+        )
+    _check_options(source, found)
+    return found
 
 
-def _remove_spool(path: Path, owner: int) -> None:
-    if os.getpid() == owner:
-        path.unlink(missing_ok=True)
-        os.environ.pop(_STDIN_VARIABLE, None)
+def _check_options(source: Source, found: list[Container]) -> None:
+    """An option without effect is an error."""
+    kinds = {container.kind for container in found}
+    takes_split = all(isinstance(container, JsonObjectFile) for container in found) or _is_saved_dataset(source)
+    for key, fits, what in (
+        ("split", takes_split, "hub:, builtin:, folders saved by datasets and JSON objects"),
+        ("subset", False, "hub: datasets"),
+        ("mask", "tokens" in kinds, ".bin files"),
+    ):
+        if getattr(source, key) is not None and not fits:
+            raise WhetError(f"data.sources: {source.path}: {key} applies to {what} only; remove it")
+
+
+def _locate_files(source: Source) -> list[tuple[str, Path]]:
+    if source.path == "-":
+        return [("stdin", spool_stdin())]
+    path = Path(source.path).expanduser()
+    if not path.exists():
+        is_glob = glob.has_magic(source.path)
+        names = sorted(glob.glob(str(path), recursive=True)) if is_glob else []  # noqa: PTH207
+        if not names:
+            raise _no_such_file(source.path, is_glob)
+        files = []
+        for name in names:
+            files += _files_in_folder(Path(name), source, name) if Path(name).is_dir() else [(name, Path(name))]
+    elif path.is_dir():
+        files = _files_in_folder(path, source, source.path)
+    else:
+        files = [(source.path, path)]
+    for name, file in files:
+        if not file.is_file():
+            raise WhetError(f"data.sources: {name}: not a regular file; to read from a pipe, give -")
+        if not os.access(file, os.R_OK):
+            raise WhetError(f"data.sources: {name}: permission denied; make the file readable")
+    return files
+
+
+def _no_such_file(name: str, is_glob: bool) -> WhetError:
+    what = "no file matches" if is_glob else "no such file"
+    return WhetError(
+        f"data.sources: {name}: {what} (looked in {Path.cwd()}). "
+        "Give the path of a data file, or a built-in dataset such as builtin:orders"
+    )
+
+
+def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str, Path]]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = read_json(folder / "dataset_dict.json")["splits"]
+        split = source.split or (splits[0] if len(splits) == 1 else "")
+        if split not in splits:
+            fault = f"there is no split {split!r}" if split else "there is more than one split"
+            raise WhetError(f"data.sources: {name}: {fault}; set split to one of: {', '.join(splits)}")
+        folder, name = folder / split, str(Path(name) / split)
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        parts = [part["filename"] for part in read_json(folder / "state.json")["_data_files"]]
+        return [(str(Path(name) / part), folder / part) for part in parts]
+    wanted = (".bin",) if source.format == "tokens" else DATA_SUFFIXES
+    paths = sorted(
+        path
+        for path in folder.rglob("*")
+        if data_suffix(path) in wanted
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+    if not paths:
+        raise WhetError(
+            f"data.sources: {name}: the folder has no data files ({', '.join(wanted)}, also .gz and .zst). "
+            "Give a file or another folder"
+        )
+    return [(str(Path(name) / path.relative_to(folder)), path) for path in paths]
+
+
+def _is_saved_dataset(source: Source) -> bool:
+    return (Path(source.path).expanduser() / "dataset_dict.json").is_file()
 
 
 # A file → its container, by its suffix and, where they are more reliable, its first bytes.
@@ -121,98 +187,30 @@ def _require_uncompressed(path: Path, name: str) -> Path:
     return path
 
 
-# A source → its files: a file, a folder, a glob, a saved dataset, stdin, the hub.
+# `-`: standard input is spooled to a file, because a source is read several times and by several processes.
 
-_EXAMPLE_RECORD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
-
-
-def locate_containers(source: Source, example: str = _EXAMPLE_RECORD) -> list[Container]:
-    """The containers of a source, in reading order. Raises a WhetError if there is nothing to read; `example` is the
-    record that its message shows."""
-    if source.path.startswith("hub:"):
-        return [HubDataset(source.path, source.subset, source.split)]
-    files = _locate_files(source)
-    found = [open_container(name, path, source) for name, path in files if path.stat().st_size]
-    if not found:
-        raise WhetError(
-            f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. Write one JSON "
-            f"object per line, such as {example}"
-        )
-    _check_options(source, found)
-    return found
+_STDIN_VARIABLE = "WHET_STDIN"
+"""The spool file, for this process and its children, which cannot read standard input again."""
 
 
-def _check_options(source: Source, found: list[Container]) -> None:
-    """An option without effect is an error."""
-    kinds = {container.kind for container in found}
-    takes_split = all(isinstance(container, JsonObjectFile) for container in found) or _is_saved_dataset(source)
-    for key, fits, what in (
-        ("split", takes_split, "built-in datasets, the hub and folders saved by datasets"),
-        ("subset", False, "datasets of the hub (hub:)"),
-        ("mask", "tokens" in kinds, ".bin files"),
-    ):
-        if getattr(source, key) is not None and not fits:
-            raise WhetError(f"data.sources: {source.path}: {key} applies to {what} only; remove it")
+def spool_stdin() -> Path:
+    """The file that holds standard input. The process that wrote it removes it on exit."""
+    if _STDIN_VARIABLE in os.environ:
+        return Path(os.environ[_STDIN_VARIABLE])
+    if sys.stdin is None or sys.stdin.isatty():
+        raise WhetError("data.sources: -: standard input is a terminal. Pipe data in: cat chats.jsonl | whet …")
+    folder = cache_dir() / "stdin"
+    folder.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=folder)
+    path = Path(name)
+    atexit.register(_remove_spool, path, os.getpid())
+    with os.fdopen(number, "wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    os.environ[_STDIN_VARIABLE] = name
+    return path
 
 
-def _locate_files(source: Source) -> list[tuple[str, Path]]:
-    if source.path == "-":
-        return [("stdin", spool_stdin())]
-    path = Path(source.path).expanduser()
-    if not path.exists():
-        is_glob = glob.has_magic(source.path)
-        names = sorted(glob.glob(str(path), recursive=True)) if is_glob else []  # noqa: PTH207
-        if not names:
-            raise _no_such_file(source.path, is_glob)
-        files = []
-        for name in names:
-            files += _files_in_folder(Path(name), source, name) if Path(name).is_dir() else [(name, Path(name))]
-    elif path.is_dir():
-        files = _files_in_folder(path, source, source.path)
-    else:
-        files = [(source.path, path)]
-    for name, file in files:
-        if not file.is_file():
-            raise WhetError(f"data.sources: {name}: not a regular file; to read from a pipe, give -")
-        if not os.access(file, os.R_OK):
-            raise WhetError(f"data.sources: {name}: permission denied; make the file readable")
-    return files
-
-
-def _no_such_file(name: str, is_glob: bool) -> WhetError:
-    what = "no file matches" if is_glob else "no such file"
-    return WhetError(
-        f"data.sources: {name}: {what} (looked in {Path.cwd()}). "
-        "Give the path of a data file, or a built-in dataset such as builtin:orders"
-    )
-
-
-def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str, Path]]:
-    if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json")["splits"]
-        split = source.split or (splits[0] if len(splits) == 1 else "")
-        if split not in splits:
-            fault = f"there is no split {split!r}" if split else "there is more than one split"
-            raise WhetError(f"data.sources: {name}: {fault}; set split to one of: {', '.join(splits)}")
-        folder, name = folder / split, str(Path(name) / split)
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        parts = [part["filename"] for part in read_json(folder / "state.json")["_data_files"]]
-        return [(str(Path(name) / part), folder / part) for part in parts]
-    wanted = (".bin",) if source.format == "tokens" else DATA_SUFFIXES
-    paths = sorted(
-        path
-        for path in folder.rglob("*")
-        if data_suffix(path) in wanted
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    if not paths:
-        raise WhetError(
-            f"data.sources: {name}: the folder has no data files ({', '.join(wanted)}, also .gz and .zst). "
-            "Give a file or another folder"
-        )
-    return [(str(Path(name) / path.relative_to(folder)), path) for path in paths]
-
-
-def _is_saved_dataset(source: Source) -> bool:
-    return (Path(source.path).expanduser() / "dataset_dict.json").is_file()
+def _remove_spool(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
+        os.environ.pop(_STDIN_VARIABLE, None)

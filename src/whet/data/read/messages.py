@@ -17,99 +17,102 @@ from whet.data.read.record_fields import (
     shorten,
 )
 
-# Tools: schemas, calls by the assistant, results.
+# The record: {"messages": [{"role": "user", "content": "…"}, …]}, or only the list.
+
+MESSAGES_FIELDS = {
+    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
+    "role": ("role",),
+    "content": ("content",),
+    "tools": ("tools",),
+}
+_MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+_CHAT_ROLES = ("user", "assistant")
+
+_UNSUPPORTED_KEYS = {"images", "image", "videos", "video", "audio", "audios", "chat_template_kwargs"}
+_MEANINGFUL_KEYS = frozenset({"tools", "functions", "weight", "train", *_UNSUPPORTED_KEYS})
+"""Keys of a record, besides the messages, that change what to train on."""
 
 
-def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """The tools of a record in OpenAI's schema; a bare function is wrapped."""
-    tools = decode_list(tools, "'tools'")
-    if tools is None or tools in ("", [], {}):
-        return ()
-    if not isinstance(tools, list):
+def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """Every set of field names under which the record matches; empty for records of other formats."""
+    role, content = fields.get("role", "role"), fields.get("content", "content")
+    if isinstance(record, list):
+        return [{"messages": "messages", "role": role, "content": content}] if is_turn_list(record, role) else []
+    if not isinstance(record, dict):
+        return []
+    names = [fields["messages"]] if "messages" in fields else MESSAGES_FIELDS["messages"]
+    return [
+        {"messages": name, "role": role, "content": content} for name in names if is_turn_list(record.get(name), role)
+    ]
+
+
+def is_turn_list(turns: Any, key: str) -> bool:
+    """Whether this is a list of objects, or a JSON string of one, whose first object has `key`."""
+    if isinstance(turns, str) and f'"{key}"' in turns[:200]:
+        return True
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
+
+
+def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """Parse a record; raises BadRecordError."""
+    if isinstance(record, dict):
+        turns: Any = record.get(names["messages"])
+        more = len(record) > 1 and (names["tools"] in record or not _MEANINGFUL_KEYS.isdisjoint(record))
+        tools = _parse_record_keys(record, names["tools"]) if more else ()
+    else:
+        turns, tools = record, ()
+    messages = parse_message_list(_require_messages(turns, record, names["messages"]), names["role"], names["content"])
+    return Conversation(messages, origin, tools)
+
+
+def parse_message_list(
+    turns: Sequence[Any], role_name: str = "role", content_name: str = "content"
+) -> tuple[Message, ...]:
+    """Parse a list of messages. Messages with only a role and a string, nearly all of them, take a fast path."""
+    messages, plain = [], True
+    for number, turn in enumerate(turns, 1):
+        if isinstance(turn, dict) and len(turn) == 2:
+            role, content = turn.get(role_name), turn.get(content_name)
+            if (
+                role in _CHAT_ROLES
+                and isinstance(content, str)
+                and content
+                and not content.isspace()
+                and is_valid_text(content)
+            ):
+                messages.append(Message(role, content))
+                continue
+        plain = False
+        messages.append(parse_message(turn, number, role_name, content_name))
+    if not plain:
+        check_message_order(messages)
+    return tuple(messages)
+
+
+def _require_messages(turns: Any, record: Any, name: str) -> list[Any]:
+    turns = decode_list(turns, f"'{name}'")
+    if isinstance(turns, list) and turns:
+        return turns
+    if not isinstance(record, (dict, list)):
         raise BadRecordError(
-            "bad tools", f"'tools' must be a list of tools or a JSON string of one, not {describe_type(tools)}"
+            "not an object", f"the record must be an object with '{name}', not {describe_type(record)}"
         )
-    return tuple(_parse_tool(tool, number) for number, tool in enumerate(tools, 1))
+    if isinstance(record, dict) and turns is None:
+        keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
+        raise BadRecordError("no messages", f"the record has no '{name}' (it has {keys}). Write {_MESSAGES_EXAMPLE}")
+    raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {describe_type(turns)}")
 
 
-def _parse_tool(tool: Any, number: int) -> dict[str, Any]:
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+def _parse_record_keys(record: Mapping[str, Any], tools_name: str) -> tuple[dict[str, Any], ...]:
+    for key in _UNSUPPORTED_KEYS & record.keys():
+        if record[key] not in (None, [], {}, ""):
+            raise BadRecordError("unsupported key", f"the record has '{key}', but whet trains on text only; remove it")
+    if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
         raise BadRecordError(
-            "bad tools",
-            f'tool {number} must be {{"type": "function", "function": {{"name": …}}}}, not {shorten(tool)}',
+            "bad weight",
+            "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
-    require_json_value(tool, f"the strings of tool {number}")
-    return {"type": "function", "function": function} if function is tool else tool
-
-
-def parse_tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
-    """The `tool_calls` of a message."""
-    calls = decode_list(calls, f"{place}: 'tool_calls'")
-    if not isinstance(calls, list):
-        raise BadRecordError("bad tool call", f"{place}: 'tool_calls' must be a list, not {describe_type(calls)}")
-    return tuple(parse_tool_call(call, place) for call in calls)
-
-
-def parse_tool_call(call: Any, place: str) -> ToolCall:
-    """{"id": …, "function": {"name": …, "arguments": …}}, or only the inner object."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not function.get("name"):
-        raise BadRecordError(
-            "bad tool call", f'{place}: a call must be {{"name": …, "arguments": {{…}}}}, not {shorten(call)}'
-        )
-    if call.get("type") not in (None, "function"):
-        raise BadRecordError(
-            "bad tool call", f"{place}: the type of a call must be function, not {shorten(call['type'])}"
-        )
-    name, call_id = require_text(function["name"], f"{place}: the name of a call"), call.get("id")
-    return ToolCall(
-        name, _parse_arguments(function.get("arguments"), f"{place}: the arguments of {name}"),
-        None if call_id is None else require_text(call_id, f"{place}: the id of a call"),
-    )  # fmt: skip
-
-
-def _parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
-    """An object, or a JSON string of one; null or blank: no arguments."""
-    if isinstance(arguments, str) and arguments.strip():
-        arguments = parse_json(arguments, place)
-    if arguments is None or arguments == "" or (isinstance(arguments, str) and arguments.isspace()):
-        return {}
-    if not isinstance(arguments, dict):
-        raise BadRecordError(
-            "bad tool call", f"{place} must be an object or a JSON string of one, not {describe_type(arguments)}"
-        )
-    require_json_value(arguments, place)
-    return arguments
-
-
-def check_message_order(messages: Sequence[Message]) -> None:
-    """Reject what chat templates render wrongly: a system message that is not first, a result without a call."""
-    unanswered: list[ToolCall] = []
-    for number, message in enumerate(messages, 1):
-        if message.role in ("system", "developer"):
-            if number > 1:
-                _reject_system_message(messages[0], number)
-        elif message.role == "assistant":
-            unanswered.extend(message.tool_calls)
-        elif message.role == "tool":
-            unanswered.remove(_find_answered_call(unanswered, message, number))
-
-
-def _reject_system_message(first: Message, number: int) -> None:
-    if first.role in ("system", "developer"):
-        raise BadRecordError("two system messages", f"message {number} is a second system message; join them")
-    raise BadRecordError("system message not first", f"message {number} is a system message; it must be the first")
-
-
-def _find_answered_call(unanswered: Sequence[ToolCall], message: Message, number: int) -> ToolCall:
-    for call in unanswered:
-        if message.tool_call_id is None or call.id == message.tool_call_id:
-            return call
-    call_id = "" if message.tool_call_id is None else f" with tool_call_id {shorten(message.tool_call_id)}"
-    raise BadRecordError(
-        "result without a call", f"message {number} is a tool result{call_id}, but no unanswered call precedes it"
-    )
+    return parse_tools(record.get(tools_name)) or parse_tools(record.get("functions"))
 
 
 # One message: content or content parts, tool calls, reasoning, weight.
@@ -208,99 +211,96 @@ def _optional_text(value: Any, place: str) -> str | None:
     return None if value is None else require_text(value, place)
 
 
-# The record: {"messages": [{"role": "user", "content": "…"}, …]}, or only the list.
-
-MESSAGES_FIELDS = {
-    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
-    "role": ("role",),
-    "content": ("content",),
-    "tools": ("tools",),
-}
-_MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
-_CHAT_ROLES = ("user", "assistant")
-
-_UNSUPPORTED_KEYS = {"images", "image", "videos", "video", "audio", "audios", "chat_template_kwargs"}
-_MEANINGFUL_KEYS = frozenset({"tools", "functions", "weight", "train", *_UNSUPPORTED_KEYS})
-"""Keys of a record, besides the messages, that change what to train on."""
+# Tools: schemas, calls by the assistant, results.
 
 
-def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """Every set of field names under which the record matches; empty for records of other formats."""
-    role, content = fields.get("role", "role"), fields.get("content", "content")
-    if isinstance(record, list):
-        return [{"messages": "messages", "role": role, "content": content}] if is_turn_list(record, role) else []
-    if not isinstance(record, dict):
-        return []
-    names = [fields["messages"]] if "messages" in fields else MESSAGES_FIELDS["messages"]
-    return [
-        {"messages": name, "role": role, "content": content} for name in names if is_turn_list(record.get(name), role)
-    ]
-
-
-def is_turn_list(turns: Any, key: str) -> bool:
-    """Whether this is a list of objects, or a JSON string of one, whose first object has `key`."""
-    if isinstance(turns, str) and f'"{key}"' in turns[:200]:
-        return True
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
-
-
-def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
-    """Parse a record; raises BadRecordError."""
-    if isinstance(record, dict):
-        turns: Any = record.get(names["messages"])
-        more = len(record) > 1 and (names["tools"] in record or not _MEANINGFUL_KEYS.isdisjoint(record))
-        tools = _parse_record_keys(record, names["tools"]) if more else ()
-    else:
-        turns, tools = record, ()
-    messages = parse_message_list(_require_messages(turns, record, names["messages"]), names["role"], names["content"])
-    return Conversation(messages, origin, tools)
-
-
-def parse_message_list(
-    turns: Sequence[Any], role_name: str = "role", content_name: str = "content"
-) -> tuple[Message, ...]:
-    """Parse a list of messages. Messages with only a role and a string, nearly all of them, take a fast path."""
-    messages, plain = [], True
-    for number, turn in enumerate(turns, 1):
-        if isinstance(turn, dict) and len(turn) == 2:
-            role, content = turn.get(role_name), turn.get(content_name)
-            if (
-                role in _CHAT_ROLES
-                and isinstance(content, str)
-                and content
-                and not content.isspace()
-                and is_valid_text(content)
-            ):
-                messages.append(Message(role, content))
-                continue
-        plain = False
-        messages.append(parse_message(turn, number, role_name, content_name))
-    if not plain:
-        check_message_order(messages)
-    return tuple(messages)
-
-
-def _require_messages(turns: Any, record: Any, name: str) -> list[Any]:
-    turns = decode_list(turns, f"'{name}'")
-    if isinstance(turns, list) and turns:
-        return turns
-    if not isinstance(record, (dict, list)):
+def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """The tools of a record in OpenAI's schema; a bare function is wrapped."""
+    tools = decode_list(tools, "'tools'")
+    if tools is None or tools in ("", [], {}):
+        return ()
+    if not isinstance(tools, list):
         raise BadRecordError(
-            "not an object", f"the record must be an object with '{name}', not {describe_type(record)}"
+            "bad tools", f"'tools' must be a list of tools or a JSON string of one, not {describe_type(tools)}"
         )
-    if isinstance(record, dict) and turns is None:
-        keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
-        raise BadRecordError("no messages", f"the record has no '{name}' (it has {keys}). Write {_MESSAGES_EXAMPLE}")
-    raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {describe_type(turns)}")
+    return tuple(_parse_tool(tool, number) for number, tool in enumerate(tools, 1))
 
 
-def _parse_record_keys(record: Mapping[str, Any], tools_name: str) -> tuple[dict[str, Any], ...]:
-    for key in _UNSUPPORTED_KEYS & record.keys():
-        if record[key] not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"the record has '{key}', but whet trains on text only; remove it")
-    if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
+def _parse_tool(tool: Any, number: int) -> dict[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecordError(
-            "bad weight",
-            "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
+            "bad tools",
+            f'tool {number} must be {{"type": "function", "function": {{"name": …}}}}, not {shorten(tool)}',
         )
-    return parse_tools(record.get(tools_name)) or parse_tools(record.get("functions"))
+    require_json_value(tool, f"the strings of tool {number}")
+    return {"type": "function", "function": function} if function is tool else tool
+
+
+def parse_tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
+    """The `tool_calls` of a message."""
+    calls = decode_list(calls, f"{place}: 'tool_calls'")
+    if not isinstance(calls, list):
+        raise BadRecordError("bad tool call", f"{place}: 'tool_calls' must be a list, not {describe_type(calls)}")
+    return tuple(parse_tool_call(call, place) for call in calls)
+
+
+def parse_tool_call(call: Any, place: str) -> ToolCall:
+    """{"id": …, "function": {"name": …, "arguments": …}}, or only the inner object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not function.get("name"):
+        raise BadRecordError(
+            "bad tool call", f'{place}: a call must be {{"name": …, "arguments": {{…}}}}, not {shorten(call)}'
+        )
+    if call.get("type") not in (None, "function"):
+        raise BadRecordError(
+            "bad tool call", f"{place}: the type of a call must be function, not {shorten(call['type'])}"
+        )
+    name, call_id = require_text(function["name"], f"{place}: the name of a call"), call.get("id")
+    return ToolCall(
+        name, _parse_arguments(function.get("arguments"), f"{place}: the arguments of {name}"),
+        None if call_id is None else require_text(call_id, f"{place}: the id of a call"),
+    )  # fmt: skip
+
+
+def _parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
+    """An object, or a JSON string of one; null or blank: no arguments."""
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = parse_json(arguments, place)
+    if arguments is None or arguments == "" or (isinstance(arguments, str) and arguments.isspace()):
+        return {}
+    if not isinstance(arguments, dict):
+        raise BadRecordError(
+            "bad tool call", f"{place} must be an object or a JSON string of one, not {describe_type(arguments)}"
+        )
+    require_json_value(arguments, place)
+    return arguments
+
+
+def check_message_order(messages: Sequence[Message]) -> None:
+    """Reject what chat templates render wrongly: a system message that is not first, a result without a call."""
+    unanswered: list[ToolCall] = []
+    for number, message in enumerate(messages, 1):
+        if message.role in ("system", "developer"):
+            if number > 1:
+                _reject_system_message(messages[0], number)
+        elif message.role == "assistant":
+            unanswered.extend(message.tool_calls)
+        elif message.role == "tool":
+            unanswered.remove(_find_answered_call(unanswered, message, number))
+
+
+def _reject_system_message(first: Message, number: int) -> None:
+    if first.role in ("system", "developer"):
+        raise BadRecordError("two system messages", f"message {number} is a second system message; join them")
+    raise BadRecordError("system message not first", f"message {number} is a system message; it must be the first")
+
+
+def _find_answered_call(unanswered: Sequence[ToolCall], message: Message, number: int) -> ToolCall:
+    for call in unanswered:
+        if message.tool_call_id is None or call.id == message.tool_call_id:
+            return call
+    call_id = "" if message.tool_call_id is None else f" with tool_call_id {shorten(message.tool_call_id)}"
+    raise BadRecordError(
+        "result without a call", f"message {number} is a tool result{call_id}, but no unanswered call precedes it"
+    )
