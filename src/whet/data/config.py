@@ -80,14 +80,14 @@ class Source(Section):
     )
 
     @property
-    def is_generated(self) -> bool:
+    def is_builtin(self) -> bool:
         return self.path.startswith("builtin:")
 
     def identity(self) -> tuple[str, str]:
         """(resolved path, split): equal for two spellings of the same path."""
         named = self.path == "-" or self.path.startswith(("builtin:", "hub:"))
         path = self.path if named else str(Path(self.path).expanduser().resolve())
-        return path, self.split or ("train" if self.is_generated else "")
+        return path, self.split or ("train" if self.is_builtin else "")
 
 
 class Validation(Section):

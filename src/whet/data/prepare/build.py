@@ -119,7 +119,7 @@ def _update_source_names(store: Store, sources: Sequence[Source], use: str) -> N
     for number, (account, source) in enumerate(zip(store.manifest["accounts"], sources, strict=True)):
         account |= {"source": source.path, "use": use}
         mine = [i for i, owner in enumerate(files["source"]) if owner == number]
-        now = [] if source.is_generated else [container.name for container in locate_containers(source)]
+        now = [] if source.is_builtin else [container.name for container in locate_containers(source)]
         if len(now) != len(mine):  # a file without records has no entry, and which one is unknown
             continue
         renamed = {files["name"][i]: name for i, name in zip(mine, now, strict=True)}

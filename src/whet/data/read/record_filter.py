@@ -130,7 +130,7 @@ class RecordFilter:
         first, others = self._compile(node.left), [self._compile(other) for other in node.comparators]
         compare = [_COMPARISONS[type(op)] for op in node.ops]
 
-        def holds(values: Variables) -> bool:
+        def compare_all(values: Variables) -> bool:
             left = first(values)
             for how, other in zip(compare, others, strict=True):
                 right = other(values)
@@ -139,7 +139,7 @@ class RecordFilter:
                 left = right
             return True
 
-        return holds
+        return compare_all
 
 
 def _missing_field(name: Any, whole: str) -> BadRecordError:

@@ -48,8 +48,8 @@ class SourceReader:
         """The detected format, as a line to print; None for built-in datasets."""
         self._names: Mapping[str, str] = {}
         self._parse: Any
-        if source.is_generated:
-            self._parse = _parse_generated
+        if source.is_builtin:
+            self._parse = _parse_builtin
         elif _is_pretokenized(self._containers, source):
             self._parse = _parse_tokenized
             self.description = f"{source.path}: {describe_mask_rules(source.mask)}"
@@ -94,23 +94,23 @@ def read_source(source: Source) -> Iterator[ParsedRecord]:
 def source_fingerprint(source: Source) -> dict[str, object]:
     """Identifies what is read: files by the hash of their bytes, built-in datasets by their first samples."""
     options = source.model_dump(mode="json", include=_CONTENT_OPTIONS, exclude_none=True)
-    if source.is_generated:
-        samples = itertools.islice(GeneratedContainer(source).records(), 9)
+    if source.is_builtin:
+        samples = itertools.islice(BuiltinDataset(source).records(), 9)
         return {**options, "path": source.path, "start": [_sample_key(raw.decode()) for raw in samples]}
     return {**options, "content": [each.content_key() for each in _open_containers(source)]}
 
 
 def source_bytes(source: Source) -> int:
     """Uncompressed bytes of the files; for a built-in dataset an estimate from its first samples."""
-    if source.is_generated:
-        first = [raw.decode() for raw in itertools.islice(GeneratedContainer(source).records(), 9)]
+    if source.is_builtin:
+        first = [raw.decode() for raw in itertools.islice(BuiltinDataset(source).records(), 9)]
         return expected_records(source) * max(_turns_and_characters(sample)[1] for sample in first)
     return sum(each.size() for each in _open_containers(source))
 
 
 def expected_records(source: Source) -> int:
     """The number of records, for the progress bar; an estimate for some files."""
-    if source.is_generated:
+    if source.is_builtin:
         return len([*_slice_records(itertools.count(), source)])
     total = sum(each.count() for each in _open_containers(source))
     selected = len(range(total)[source.start : source.stop : source.step])
@@ -118,13 +118,13 @@ def expected_records(source: Source) -> int:
 
 
 def _open_containers(source: Source) -> list[Container]:
-    return [GeneratedContainer(source)] if source.is_generated else locate_containers(source)
+    return [BuiltinDataset(source)] if source.is_builtin else locate_containers(source)
 
 
 def _slice_records(records: Iterator[Any], source: Source) -> Iterator[Any]:
     """start, stop and step as in a Python slice, then max_samples."""
     limit = source.max_samples
-    if source.is_generated and limit is None and source.stop is None:
+    if source.is_builtin and limit is None and source.stop is None:
         limit = DEFAULT_BUILTIN_SAMPLES
     return itertools.islice(itertools.islice(records, source.start, source.stop, source.step), limit)
 
@@ -156,7 +156,7 @@ def _turns_and_characters(parsed: Any) -> tuple[int, int]:
 # Built-in datasets, read like files.
 
 
-class GeneratedContainer(Container):
+class BuiltinDataset(Container):
     """The endless records of a built-in dataset."""
 
     kind = "generated"
@@ -186,7 +186,7 @@ class GeneratedContainer(Container):
         raise AssertionError("a built-in dataset is endless")
 
 
-def _parse_generated(sample: GeneratedSample, _names: Mapping[str, str], origin: Origin) -> Conversation:
+def _parse_builtin(sample: GeneratedSample, _names: Mapping[str, str], origin: Origin) -> Conversation:
     return Conversation(sample.messages, origin, sample.tools)
 
 
