@@ -1,12 +1,12 @@
-"""How fast whet answers beside transformers' own `generate`, on the same model, prompts and lengths of answers.
+"""The generation speed of whet and of transformers' `generate`, for the same model, prompts and answer lengths.
 
     python bench/generate.py --model llama-1b [--prompts 256] [--batch 64] [--sample] [--profile]
 
-Prompts have 20 to 500 random tokens, answers 16 to 256: every prompt's length of answer is fixed, and no token ends one
-earlier. whet takes a new prompt into the slot of an answer that is finished; `generate` gets batches of prompts of like
-length, padded, and runs each to its longest answer, as it must. Only wanted tokens are counted for both. Greedy
-answers are compared: the part of tokens before the first difference (16-bit products round differently by batch).
-Without CUDA a tiny model is taken. The last line is a JSON object with everything.
+Prompts have 20 to 500 random tokens, answers 16 to 256: the answer length of every prompt is fixed, without stop
+tokens. whet batches continuously; `generate` gets padded batches of prompts of similar length and runs each batch to
+its longest answer. Only requested tokens count. `agreement` compares greedy answers: the share of tokens before the
+first difference (16-bit matmuls round differently by batch). Without CUDA a tiny model is used. The last line is a JSON
+object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from whet.inference.generate import Sampling, generate
+from whet.inference.generate import generate
+from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 
@@ -30,13 +31,15 @@ CUDA = torch.cuda.is_available()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-1b" if CUDA else "builtin:tiny", help="a shape's name, or any model")
+    parser.add_argument(
+        "--model", default="llama-1b" if CUDA else "builtin:tiny", help="the name of a model shape, or any model"
+    )
     parser.add_argument("--prompts", type=int, default=256 if CUDA else 24)
     parser.add_argument("--batch", type=int, default=64 if CUDA else 8)
     parser.add_argument("--lengths", type=int, nargs=2, default=(20, 500) if CUDA else (5, 60))
     parser.add_argument("--answers", type=int, nargs=2, default=(16, 256) if CUDA else (8, 48))
     parser.add_argument("--sample", action="store_true", help="temperature 1, top_k 50 instead of greedy")
-    parser.add_argument("--profile", action="store_true", help="also print which kernels whet's answers take")
+    parser.add_argument("--profile", action="store_true", help="also print a kernel profile of whet")
     options = parser.parse_args()
     path = options.model if ":" in options.model or "/" in options.model else f"random:{options.model}"
     device = torch.device("cuda" if CUDA else "cpu")
@@ -50,27 +53,28 @@ def main() -> None:
     limits = [generator.randint(*options.answers) for _ in prompts]
     sampling = Sampling(temperature=1.0 if options.sample else 0.0, max_new_tokens=options.answers[1])
 
-    def ours() -> list[list[int]]:
-        return generate(model, prompts, [], 0, sampling, options.batch, limits=limits)
+    def with_whet() -> list[list[int]]:
+        completions = generate(model, prompts, sampling, batch_size=options.batch, limits=limits)
+        return [completion.ids for completion in completions]
 
-    def theirs() -> list[list[int]]:
-        return by_generate(model, prompts, limits, sampling, options.batch)
+    def with_transformers() -> list[list[int]]:
+        return transformers_generate(model, prompts, limits, sampling, options.batch)
 
-    generate(model, prompts[:4], [], 0, sampling, options.batch, limits=[4] * 4)  # what is done once for a model
-    by_generate(model, prompts[:4], [4] * 4, sampling, options.batch)
-    wanted = sum(limits)
+    generate(model, prompts[:4], sampling, batch_size=options.batch, limits=[4] * 4)  # warm-up, and the cache probe
+    transformers_generate(model, prompts[:4], [4] * 4, sampling, options.batch)
+    total = sum(limits)
     results: dict[str, Any] = {
-        "model": path, "prompts": len(prompts), "batch": options.batch, "tokens": wanted, "greedy": not options.sample,
+        "model": path, "prompts": len(prompts), "batch": options.batch, "tokens": total, "greedy": not options.sample,
         "device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": torch.__version__,
         "transformers": transformers.__version__,
     }  # fmt: skip
-    first, answers = timed(ours)
-    second, _ = timed(ours)
-    plain, expected = timed(theirs)
+    first, answers = timed(with_whet)
+    second, _ = timed(with_whet)
+    plain, expected = timed(with_transformers)
     results |= {"first_s": first, "whet_s": second, "generate_s": plain}
-    results |= {"whet_tokens_per_s": wanted / second, "generate_tokens_per_s": wanted / plain, "ratio": plain / second}
+    results |= {"whet_tokens_per_s": total / second, "generate_tokens_per_s": total / plain, "ratio": plain / second}
     if not options.sample:
-        results["agreement"] = sum(map(agreeing, answers, expected)) / wanted
+        results["agreement"] = sum(map(common_prefix, answers, expected)) / total
     if CUDA:
         results["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     print(f"whet      {results['whet_tokens_per_s']:10.0f} tokens/s  ({second:.2f} s; {first:.2f} s the first time)")  # noqa: T201
@@ -78,17 +82,17 @@ def main() -> None:
     print(f"ratio     {results['ratio']:10.2f}")  # noqa: T201
     if options.profile:
         with torch.profiler.profile() as profile:
-            ours()
+            with_whet()
         by = "self_device_time_total" if CUDA else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=by, row_limit=25))  # noqa: T201
     print(json.dumps(results))  # noqa: T201
 
 
 @torch.inference_mode()
-def by_generate(
+def transformers_generate(
     model: Any, prompts: list[list[int]], limits: list[int], sampling: Sampling, batch: int
 ) -> list[list[int]]:
-    """Prompts of like length together, padded on the left."""
+    """Batches of prompts of similar length, padded on the left."""
     answers: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch):
@@ -108,17 +112,17 @@ def by_generate(
     return answers
 
 
-def timed(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+def timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
     if CUDA:
         torch.cuda.synchronize()
     began = time.perf_counter()
-    found = work()
+    found = run()
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter() - began, found
 
 
-def agreeing(one: list[int], other: list[int]) -> int:
+def common_prefix(one: list[int], other: list[int]) -> int:
     """Tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""What tests of answers share."""
+"""Fixtures of the inference tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whet.model.load.pretrained import load_model
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Tiny with louder weights, so that the likeliest token is clear and answers differ."""
+    """builtin:tiny with larger weights, so that the most likely token is clear and completions differ."""
     made = load_model(ModelConfig(path="builtin:tiny"), torch.float32)
     for parameter in made.parameters():
         if parameter.ndim == 2:

@@ -1,4 +1,4 @@
-"""Intervals and tests, against what statistics books say."""
+"""Confidence intervals and significance tests, against closed forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from whet.inference.comparison import above_baseline, bootstrap_interval, mcnemar_p_value, paired_difference
 
 
-def test_an_interval_is_that_of_the_normal_law_where_examples_are_many() -> None:
+def test_a_large_sample_has_the_normal_interval() -> None:
     scores = [1.0] * 600 + [0.0] * 400
     low, high = bootstrap_interval(scores)
     width = 1.96 * math.sqrt(0.6 * 0.4 / 1000)
@@ -20,7 +20,7 @@ def test_an_interval_is_that_of_the_normal_law_where_examples_are_many() -> None
     assert bootstrap_interval(scores, seed=1) != (low, high)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_has_its_nominal_coverage() -> None:
     generator = np.random.default_rng(3)
     drawn = (generator.random((200, 100)) < 0.7).astype(float)
     covered = [low <= 0.7 <= high for low, high in (bootstrap_interval(each.tolist()) for each in drawn)]
@@ -28,8 +28,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 64, 1000])
-def test_all_right_is_not_certainty(count: int) -> None:
-    """Clopper and Pearson: the least share of right answers with which so many in a row are no wonder."""
+def test_equal_scores_have_the_clopper_pearson_interval(count: int) -> None:
     low, high = bootstrap_interval([1.0] * count)
     assert (low**count, high) == (pytest.approx(0.025), 1)
     assert bootstrap_interval([0.0] * count) == pytest.approx((0, 1 - low))
@@ -38,7 +37,7 @@ def test_all_right_is_not_certainty(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_an_interval_without_zero_is_a_significant_difference(count: int) -> None:
+def test_an_interval_excludes_zero_if_the_difference_is_significant(count: int) -> None:
     found = paired_difference([1.0] * count, [0.0] * count, graded=False)
     assert (found.interval[0] > 0) == (found.p < 0.05)
     assert found.interval[1] == 1
@@ -48,13 +47,13 @@ def test_an_interval_without_zero_is_a_significant_difference(count: int) -> Non
     ("better", "worse", "p"),
     [(0, 0, 1), (1, 0, 1), (5, 0, 2 / 32), (6, 0, 2 / 64), (8, 2, 2 * (1 + 10 + 45) / 1024), (3, 3, 1), (1000, 0, 0)],
 )
-def test_mcnemar_is_a_coin_toss(better: int, worse: int, p: float) -> None:
+def test_mcnemar_is_an_exact_binomial_test(better: int, worse: int, p: float) -> None:
     assert mcnemar_p_value(better, worse) == pytest.approx(p)
     assert mcnemar_p_value(worse, better) == pytest.approx(p)
 
 
-def test_a_difference_is_paired() -> None:
-    """Both score 0.5 on noisy examples, one always a little better: unpaired, nobody could tell."""
+def test_differences_are_paired() -> None:
+    """A small constant difference under large noise, which an unpaired test could not detect."""
     noise = np.random.default_rng(0).random(200) * 0.9
     found = paired_difference((noise + 0.01).tolist(), noise.tolist(), graded=True)
     assert found.mean == pytest.approx(0.01)
@@ -63,7 +62,7 @@ def test_a_difference_is_paired() -> None:
     assert paired_difference(noise.tolist(), noise[::-1].tolist(), graded=True).p > 0.05
 
 
-def test_right_and_wrong_are_tested_exactly() -> None:
+def test_binary_scores_use_mcnemar() -> None:
     a, b = [1.0] * 8 + [0.0] * 2 + [1.0] * 90, [0.0] * 8 + [1.0] * 2 + [1.0] * 90
     found = paired_difference(a, b, graded=False)
     assert (found.mean, found.test) == (pytest.approx(0.06), "mcnemar")
@@ -71,12 +70,12 @@ def test_right_and_wrong_are_tested_exactly() -> None:
     assert found.interval[0] < 0.06 < found.interval[1]
 
 
-def test_no_difference_is_never_significant() -> None:
+def test_equal_scores_are_not_significant() -> None:
     assert paired_difference([0.0, 0.0], [0.0, 0.0], graded=False).p == 1
     assert paired_difference([0.3, 0.4], [0.3, 0.4], graded=True).p == 1
 
 
-def test_chance_counts_nothing_and_all_right_is_one() -> None:
+def test_the_baseline_is_0_and_a_perfect_score_is_1() -> None:
     assert above_baseline(0.25, 0.25) == 0
     assert above_baseline(1, 0.25) == 1
     assert above_baseline(0.1, 0.25) == pytest.approx(-0.2)

@@ -1,4 +1,4 @@
-"""Sums are worked out by a parser, and what a model asks for comes back into its answer."""
+"""The parser evaluates expressions, and results of calls are inserted into completions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from calling import TOOL_TEMPLATE
 from hypothesis import given
 from hypothesis import strategies as st
+from tool_template import TOOL_TEMPLATE
 
 from whet.core.errors import WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
@@ -43,7 +43,7 @@ def renderer(markers: bool = False, template: str | None = None) -> Renderer:
         ("1/1000", "0.001"), ("-0.25", "-0.25"),
     ],
 )  # fmt: skip
-def test_a_value_is_what_a_person_would_write(expression: str, value: str) -> None:
+def test_values_in_decimal_notation(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
@@ -54,7 +54,7 @@ def test_a_value_is_what_a_person_would_write(expression: str, value: str) -> No
         "'a'.count('a').real", "'a'.count(x)", "(" * 40 + "1" + ")" * 40, "1+" * 200 + "1", "lambda: 1", "0x10", "7//0",
     ],
 )  # fmt: skip
-def test_what_is_no_sum_has_no_value(expression: str) -> None:
+def test_an_invalid_expression_has_no_value(expression: str) -> None:
     assert calculate(expression) is None
 
 
@@ -67,54 +67,54 @@ def test_no_expression_takes_long() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.sampled_from("+-*")), min_size=1, max_size=8))
-def test_whole_numbers_are_added_and_multiplied_as_python_does(parts: list[tuple[int, str]]) -> None:
+def test_integer_arithmetic_is_python_s(parts: list[tuple[int, str]]) -> None:
     text = "".join(f"{number} {sign} " for number, sign in parts) + "3"
     assert calculate(text) == str(eval(text))
 
 
-def test_between_markers_the_value_follows_its_sum() -> None:
-    its = renderer(markers=True)
-    calculator = make_calculator(its)
+def test_an_inline_calculation_is_followed_by_its_value() -> None:
+    renderer_ = renderer(markers=True)
+    calculator = make_calculator(renderer_)
     assert isinstance(calculator, InlineCalculator)
-    opening, closing, output, end = its.tokenizer.convert_tokens_to_ids(list(CALCULATOR_TOKENS))
-    digits = its.tokenizer.encode("48/2", add_special_tokens=False)
-    watcher = calculator.watch()
-    assert [list(watcher.see(token)) for token in (5, opening, *digits)] == [[]] * (2 + len(digits))
-    assert list(watcher.see(closing)) == [output, *its.tokenizer.encode("24", add_special_tokens=False), end]
-    assert list(watcher.see(closing)) == []  # it was not opened again
-    bad = calculator.watch()
+    opening, closing, output, end = renderer_.tokenizer.convert_tokens_to_ids(list(CALCULATOR_TOKENS))
+    digits = renderer_.tokenizer.encode("48/2", add_special_tokens=False)
+    state = calculator.new_state()
+    assert [list(state.observe(token)) for token in (5, opening, *digits)] == [[]] * (2 + len(digits))
+    assert list(state.observe(closing)) == [output, *renderer_.tokenizer.encode("24", add_special_tokens=False), end]
+    assert list(state.observe(closing)) == []  # no calculation is open
+    bad = calculator.new_state()
     assert not any(
-        bad.see(token) for token in (opening, *its.tokenizer.encode("no", add_special_tokens=False), closing)
+        bad.observe(token) for token in (opening, *renderer_.tokenizer.encode("no", add_special_tokens=False), closing)
     )
 
 
-def test_a_call_by_the_template_is_followed_by_the_tool_s_turn_and_a_new_one() -> None:
-    its = renderer(template=TOOL_TEMPLATE)
-    calculator = make_calculator(its)
+def test_a_function_call_is_followed_by_the_tool_s_turn_and_a_new_one() -> None:
+    renderer_ = renderer(template=TOOL_TEMPLATE)
+    calculator = make_calculator(renderer_)
     assert isinstance(calculator, FunctionCallCalculator)
     call: dict[str, Any] = {"name": "calculator", "arguments": {"expression": "48/2"}}
     asked = [{"role": "user", "content": "Half of 48?"}]
     called = {"role": "assistant", "content": "Well, ", "tool_calls": [{"type": "function", "function": call}]}
     answered = {"role": "tool", "content": "24"}
-    prompt = its.prompt_ids(asked, tools=[CALCULATOR_SCHEMA])
-    whole = its.prompt_ids([*asked, called, answered], tools=[CALCULATOR_SCHEMA])
+    prompt = renderer_.prompt_ids(asked, tools=[CALCULATOR_SCHEMA])
+    whole = renderer_.prompt_ids([*asked, called, answered], tools=[CALCULATOR_SCHEMA])
     assert whole[: len(prompt)] == prompt
-    end = its.end_of_turn()
+    end = renderer_.end_of_turn()
     assert end is not None
     turn = whole[len(prompt) : whole.index(end, len(prompt)) + 1]
-    watcher = calculator.watch()
-    given = [list(watcher.see(token)) for token in turn]
+    state = calculator.new_state()
+    given = [list(state.observe(token)) for token in turn]
     assert not any(given[:-1])
     assert [*prompt, *turn, *given[-1]] == whole
-    assert not any(watcher.see(token) for token in given[-1])
-    assert list(watcher.see(end)) == []  # no call: the answer may end
-    final = its.tokenizer.encode("It is 24.", add_special_tokens=False)
-    assert calculator.said([*turn, *given[-1], *final]) == final
-    assert calculator.said(final) == final
-    assert calculator.said([*turn, *given[-1], *turn, *given[-1], *final]) == final
+    assert not any(state.observe(token) for token in given[-1])
+    assert list(state.observe(end)) == []  # no call: the answer may end
+    final = renderer_.tokenizer.encode("It is 24.", add_special_tokens=False)
+    assert calculator.visible_answer([*turn, *given[-1], *final]) == final
+    assert calculator.visible_answer(final) == final
+    assert calculator.visible_answer([*turn, *given[-1], *turn, *given[-1], *final]) == final
 
 
-def test_a_model_that_cannot_call_is_told_so() -> None:
+def test_a_model_that_cannot_call_the_calculator_is_an_error() -> None:
     with pytest.raises(WhetError, match="calculator: the model's chat template"):
         make_calculator(renderer())
     with pytest.raises(WhetError, match=r"no token <\|python_start"):
@@ -133,5 +133,5 @@ def test_a_model_that_cannot_call_is_told_so() -> None:
         ("no call", None),
     ],
 )
-def test_an_expression_is_found_in_a_turn_that_calls(text: str, expression: str | None) -> None:
+def test_the_expression_of_a_call_is_parsed(text: str, expression: str | None) -> None:
     assert parse_calculator_call(text) == expression

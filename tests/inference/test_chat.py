@@ -1,4 +1,4 @@
-"""Conversations: remembered, streamed, saved so that they can be trained on."""
+"""Chat sessions: history, streaming, tool calls, saving, and the terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from calling import TOOL_TEMPLATE
 from rich.console import Console
+from tool_template import TOOL_TEMPLATE
 
 from whet.core.errors import WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.render.renderer import Renderer
 from whet.inference import terminal
 from whet.inference.calculator_tool import FunctionCallCalculator, make_calculator
-from whet.inference.chat import ChatModel, ChatSession, TextStream, explain_tokens, read_prompts, text_before_stop
-from whet.inference.generate import Sampling
-from whet.inference.terminal import TerminalChat, read_message, run_terminal_chat
+from whet.inference.chat import ChatModels, ChatSession, read_prompts
+from whet.inference.engine import Completion
+from whet.inference.inference_model import InferenceModel, TextStream, text_before_stop
+from whet.inference.sampling import Sampling
+from whet.inference.terminal import TerminalChat, read_message
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 
@@ -34,51 +36,50 @@ def renderer() -> Renderer:
 
 
 @pytest.fixture
-def speaker(model: Any, renderer: Renderer) -> ChatModel:
-    return ChatModel(model, renderer, [], Sampling(max_new_tokens=5))
+def chat_model(model: Any, renderer: Renderer) -> InferenceModel:
+    return InferenceModel(model, renderer, [], sampling=Sampling(max_new_tokens=5))
 
 
-def test_a_conversation_remembers_what_was_said_until_told_to_forget(speaker: ChatModel) -> None:
-    session = ChatSession(speaker, system="Be brief.")
-    first = session.say("Hello")
-    assert (first.stopped, len(first.ids)) == ("length", 5)
-    session.say("And now?")
+def test_a_session_keeps_its_messages_until_reset(chat_model: InferenceModel) -> None:
+    session = ChatSession(chat_model, system="Be brief.")
+    first = session.send("Hello")
+    assert (first.finish_reason, len(first.ids)) == ("length", 5)
+    session.send("And now?")
     assert [message["role"] for message in session.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert session.messages[2]["content"] == first.text
-    session.forget()
+    session.reset()
     assert session.messages == [{"role": "system", "content": "Be brief."}]
-    assert session.say("Hello") == first
-    session.forget("Be long.")
+    assert session.send("Hello") == first
+    session.reset("Be long.")
     assert session.messages == [{"role": "system", "content": "Be long."}]
 
 
-def test_what_is_shown_while_it_comes_is_the_answer(model: Any, renderer: Renderer) -> None:
+def test_streamed_text_is_the_reply(model: Any, renderer: Renderer) -> None:
     for seed in range(5):
         sampling = Sampling(temperature=3.0, top_k=0, seed=seed, max_new_tokens=30)
         pieces: list[str] = []
-        said = ChatSession(ChatModel(model, renderer, [], sampling)).say("Hello", pieces.append)
-        assert "".join(pieces) == said.text
+        reply = ChatSession(InferenceModel(model, renderer, [], sampling=sampling)).send("Hello", pieces.append)
+        assert "".join(pieces) == reply.text
         assert len(pieces) > 20
-    stop = re.findall(r"(?<=[a-z ])[a-z]{3}", said.text)[-1]
+    stop = re.findall(r"(?<=[a-z ])[a-z]{3}", reply.text)[-1]
     pieces = []
-    cut = ChatSession(
-        ChatModel(model, renderer, [], Sampling(3.0, 0, seed, 30, stop=(stop,)))
-    ).say("Hello", pieces.append)  # fmt: skip
-    assert cut.stopped == "string"
-    assert cut.text == "".join(pieces) == text_before_stop(said.text, [stop])
+    stopped = InferenceModel(model, renderer, [], sampling=Sampling(3.0, 0, seed, 30, stop=(stop,)))
+    cut = ChatSession(stopped).send("Hello", pieces.append)
+    assert cut.finish_reason == "string"
+    assert cut.text == "".join(pieces) == text_before_stop(reply.text, [stop])
 
 
-def test_half_a_character_is_held_back() -> None:
+def test_an_incomplete_character_is_held_back() -> None:
     def text(ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
     stream = TextStream(text)
-    assert [stream.take(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
-    assert stream.rest("aé€") == ""
+    assert [stream.push(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+    assert stream.flush("aé€") == ""
 
 
-def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(speaker: ChatModel) -> None:
-    session = ChatSession(speaker)
+def test_ctrl_c_ends_the_reply_and_keeps_its_text(chat_model: InferenceModel) -> None:
+    session = ChatSession(chat_model)
 
     def interrupt_after(count: int) -> Callable[[str], None]:
         shown: list[str] = []
@@ -90,24 +91,24 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(speaker: ChatModel) -> N
 
         return show
 
-    said = session.say("Hello", interrupt_after(3))
-    assert (said.stopped, len(said.ids)) == ("interrupted", 3)
-    assert session.messages[-1] == {"role": "assistant", "content": said.text}
-    assert session.say("Go on").stopped == "length"
+    reply = session.send("Hello", interrupt_after(3))
+    assert (reply.finish_reason, len(reply.ids)) == ("interrupted", 3)
+    assert session.messages[-1] == {"role": "assistant", "content": reply.text}
+    assert session.send("Go on").finish_reason == "length"
 
 
-def test_a_saved_conversation_can_be_trained_on(speaker: ChatModel, tmp_path: Path, renderer: Renderer) -> None:
+def test_a_saved_conversation_can_be_trained_on(chat_model: InferenceModel, tmp_path: Path, renderer: Renderer) -> None:
     from whet.data.config import DataConfig, Source
     from whet.data.prepare.build import prepare_store
     from whet.data.render.chat_tokenizer import ChatTokenizer
 
-    session = ChatSession(speaker, system="Be brief.")
+    session = ChatSession(chat_model, system="Be brief.")
     file = tmp_path / "new" / "saved.jsonl"
     with pytest.raises(WhetError, match="nothing to save yet"):
         session.save(file)
-    session.say("Hello")
+    session.send("Hello")
     session.save(file)
-    session.say("Again")
+    session.send("Again")
     session.save(file)
     config = DataConfig(sources=[Source(path=str(file))])
     conversation_tokenizer = ChatTokenizer(
@@ -116,42 +117,37 @@ def test_a_saved_conversation_can_be_trained_on(speaker: ChatModel, tmp_path: Pa
     store = prepare_store(config, config.sources, "train", conversation_tokenizer).store
     assert len(store) == 2
     assert "Again" in renderer.tokenizer.decode(store.ids(1))
-    with pytest.raises(WhetError, match="cannot be written"):
+    with pytest.raises(WhetError, match="cannot write"):
         session.save(tmp_path)
 
 
-def test_a_call_of_the_calculator_is_a_turn_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calculator_call_adds_an_assistant_and_a_tool_message(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(TINY)
     tokenizer.chat_template = TOOL_TEMPLATE
     renderer = Renderer(tokenizer, "assistant")
     calculator = make_calculator(renderer)
     assert isinstance(calculator, FunctionCallCalculator)
-    speaker = ChatModel(model, renderer, [2], Sampling(max_new_tokens=60), calculator)
+    chat_model = InferenceModel(model, renderer, [2], sampling=Sampling(max_new_tokens=60), tool=calculator)
     script = ['So <tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>', "It is 42."]
-    spoken = iter([tokenizer.encode(text, add_special_tokens=False) for text in script])
-
-    def answer(model: Any, prompts: Any, *_: Any, **__: Any) -> Any:
-        from whet.inference.generate import Completion
-
-        return [Completion(next(spoken), "end", (2,))]
-
-    monkeypatch.setattr("whet.inference.chat.generate_completions", answer)  # a random model never calls anything
-    session = ChatSession(speaker)
-    assert session.say("6 times 7?").text == "It is 42."
+    completions = iter([Completion(tokenizer.encode(text, add_special_tokens=False), "end", (2,)) for text in script])
+    # a random model never calls a tool
+    monkeypatch.setattr("whet.inference.inference_model.generate", lambda *_, **__: [next(completions)])
+    session = ChatSession(chat_model)
+    assert session.send("6 times 7?").text == "It is 42."
     assert [message["role"] for message in session.messages] == ["user", "assistant", "tool", "assistant"]
     assert session.messages[1]["content"] == "So"
     assert session.messages[2]["content"] == "42"
     renderer.prompt_ids(session.messages, tools=[CALCULATOR_SCHEMA])
 
 
-def test_probabilities_are_the_model_s_own(model: Any, speaker: ChatModel) -> None:
-    said = ChatSession(speaker).say("Hello")
-    told = explain_tokens(model, said.prompt, said.ids, speaker.piece, top=3)
-    assert [each.id for each in told] == said.ids
+def test_probabilities_are_the_model_s_own(model: Any, chat_model: InferenceModel) -> None:
+    reply = ChatSession(chat_model).send("Hello")
+    explained = chat_model.explain(reply, top=3)
+    assert [each.id for each in explained] == reply.ids
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*said.prompt, *said.ids]])).logits[0].softmax(dim=-1)
-    for place, each in enumerate(told):
-        own = logits[len(said.prompt) - 1 + place]
+        logits = model(input_ids=torch.tensor([[*reply.prompt, *reply.ids]])).logits[0].softmax(dim=-1)
+    for position, each in enumerate(explained):
+        own = logits[len(reply.prompt) - 1 + position]
         assert each.probability == pytest.approx(own[each.id].item(), rel=1e-4)
         assert each.rank == 1  # greedy
         assert each.likeliest[0].id == each.id
@@ -160,7 +156,7 @@ def test_probabilities_are_the_model_s_own(model: Any, speaker: ChatModel) -> No
 
 def typed(*lines: str) -> Callable[[str], str]:
     waiting = iter(lines)
-    return lambda mark: next(waiting)
+    return lambda prompt: next(waiting)
 
 
 @pytest.mark.parametrize(
@@ -177,73 +173,80 @@ def test_messages_may_have_several_lines(lines: list[str], message: str) -> None
     assert read_message(typed(*lines)) == message
 
 
-def talk(table: TerminalChat, *lines: Any) -> str:
-    """What is shown to a person who types these lines and leaves; an exception is raised where it stands."""
+def type_lines(models: ChatModels, *lines: Any) -> tuple[TerminalChat, str]:
+    """The chat after a user typed these lines and quit, and its output; an exception is raised in place of a line."""
     out = io.StringIO()
     console = Console(file=out, width=100, highlight=False)
     waiting = iter([*lines, EOFError()])
 
-    def ask(*_: Any, **__: Any) -> str:
+    def read_line(*_: Any, **__: Any) -> str:
         line = next(waiting)
         if isinstance(line, BaseException):
             raise line
         return str(line)
 
-    console.input = ask  # type: ignore[method-assign]
-    run_terminal_chat(table, console)
-    return out.getvalue()
+    console.input = read_line  # type: ignore[method-assign]
+    chat = TerminalChat(models, console=console)
+    chat.run()
+    return chat, out.getvalue()
 
 
-def test_commands_do_what_they_say(speaker: ChatModel, tmp_path: Path) -> None:
-    table = TerminalChat(ChatSession(speaker), adapters={"none": speaker}, load=lambda name: speaker)
+def test_slash_commands(chat_model: InferenceModel, tmp_path: Path) -> None:
+    models = ChatModels(chat_model, adapters={"none": chat_model}, load=lambda name: chat_model)
     file = tmp_path / "a.jsonl"
-    shown = talk(
-        table, "/save", "Hello", f"/save {file}", "/reset", "/system Be brief.", "Hi", KeyboardInterrupt(),
+    chat, shown = type_lines(
+        models, "/save", "Hello", f"/save {file}", "/reset", "/system Be brief.", "Hi", KeyboardInterrupt(),
         "/against other", "Both?", "/against none", "/adapter none", "/adapter mine", "/nonsense", "/help", "/quit",
         "x",
     )  # fmt: skip
     saved = [json.loads(line) for line in file.read_text().splitlines()]
     assert [[message["role"] for message in each["messages"]] for each in saved] == [["user", "assistant"]]
-    assert table.session.messages[0] == {"role": "system", "content": "Be brief."}
-    assert [message["content"] for message in table.session.messages if message["role"] == "user"] == ["Both?"]
-    assert table.beside is None
+    assert chat.session.messages[0] == {"role": "system", "content": "Be brief."}
+    assert [message["content"] for message in chat.session.messages if message["role"] == "user"] == ["Both?"]
+    assert chat.against is None
     for words in (
-        "name a file", "cut at 5 tokens", "(beside other", "/adapter: mine; there are: none",
-        "/nonsense: no such command", "stops an answer", "/quit or Ctrl-D leaves",
+        "/save: a file is missing", "truncated after 5 tokens", "(comparing with other",
+        "/adapter: no adapter mine; available: none", "/nonsense: unknown command", "stop a reply",
+        "/quit or Ctrl-D quits",
     ):  # fmt: skip
         assert words in shown
     assert terminal._HELP.splitlines()[0] in shown
 
 
-def test_an_interrupted_answer_does_not_end_the_session(speaker: ChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = TerminalChat(ChatSession(speaker))
-    real, calls = speaker.answer, list[int]()
+def test_an_interrupted_reply_does_not_end_the_session(
+    chat_model: InferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = InferenceModel.reply, list[int]()
 
-    def answer(prompt: list[int], show: Any) -> Any:
+    def reply(model: InferenceModel, prompt: list[int], show: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            raise KeyboardInterrupt  # outside of the model's own work
-        return real(prompt, show)
+            raise KeyboardInterrupt  # outside of generation
+        return real(model, prompt, show)
 
-    monkeypatch.setattr(speaker, "answer", answer)
-    shown = talk(table, "Hello", "Again")
+    monkeypatch.setattr(InferenceModel, "reply", reply)
+    chat, shown = type_lines(ChatModels(chat_model), "Hello", "Again")
     assert "(stopped)" in shown
-    assert [message["content"] for message in table.session.messages if message["role"] == "user"] == ["Again"]
+    assert [message["content"] for message in chat.session.messages if message["role"] == "user"] == ["Again"]
 
 
-def test_prompts_come_from_lines_and_from_json(tmp_path: Path) -> None:
+def test_prompts_are_read_from_text_and_json_lines(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text('Hi\n\n{"not": "json"}\n')
     assert [each[-1]["content"] for each in read_prompts(text)] == ["Hi", '{"not": "json"}']
-    talk = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    lines.write_text("\n".join(map(json.dumps, ["Hi", {"prompt": "Ho"}, {"messages": talk}])))
+    turns = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A"},
+    ]
+    lines.write_text("\n".join(map(json.dumps, ["Hi", {"prompt": "Ho"}, {"messages": turns}])))
     assert read_prompts(lines) == [
-        [{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}], talk[:2],
+        [{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}], turns[:2],
     ]  # fmt: skip
-    talk[1]["content"] = [{"type": "text", "text": "Q"}]
-    lines.write_text(json.dumps({"messages": talk}))
+    turns[1]["content"] = [{"type": "text", "text": "Q"}]
+    lines.write_text(json.dumps({"messages": turns}))
     assert read_prompts(lines)[0][-1] == {"role": "user", "content": "Q"}  # a template would print the list
-    for bad, words in (("{", ":1: no JSON"), ("3", "neither a text"), ('{"messages": []}', "nothing is left")):
+    for bad, words in (("{", ":1: invalid JSON"), ("3", "expected a string"), ('{"messages": []}', "no user message")):
         lines.write_text(bad)
         with pytest.raises(WhetError, match=words):
             read_prompts(lines)

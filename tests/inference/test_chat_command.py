@@ -1,4 +1,4 @@
-"""`whet chat` as a person or a script uses it."""
+"""`whet chat` in a terminal and in scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW = ("--max-new-tokens", 4)
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters of builtin:tiny that say something else than it, as peft saves them."""
+    """Two adapters of builtin:tiny, saved by peft, that change its answers."""
     from peft import LoraConfig, get_peft_model
 
     found = {}
@@ -59,15 +59,15 @@ def test_two_models_answer_in_one_object(whet: Any, tiny_run: Path) -> None:
     assert shown.out == f"{tiny_run} › {found['answer']}\nbuiltin:tiny › {found['against']['answer']}\n"
 
 
-def test_an_answer_that_is_cut_is_said_to_be(whet: Any) -> None:
+def test_a_truncated_answer_is_reported(whet: Any) -> None:
     found = answer(whet, "builtin:tiny", "--prompt", "Hello", *FEW)
     assert (found["stopped"], found["tokens"]) == ("length", 4)
     ended = whet("chat", "builtin:tiny", "--prompt", "Hello", *FEW)
     assert ended.out == found["answer"] + "\n"
-    assert "cut after 4 tokens" in ended.err
+    assert "truncated after 4 tokens" in ended.err
 
 
-def test_prompts_of_a_file_are_answered_as_each_alone(whet: Any, tmp_path: Path, tiny_run: Path) -> None:
+def test_prompts_of_a_file_get_the_answers_of_single_prompts(whet: Any, tmp_path: Path, tiny_run: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("Hello\nWhat is going on here today?\n")
     found = answer(whet, tiny_run, "--prompts", file, "--system", "Be brief.", *FEW)["answers"]
@@ -78,7 +78,7 @@ def test_prompts_of_a_file_are_answered_as_each_alone(whet: Any, tmp_path: Path,
     assert shown.startswith(f"you › Hello\nmodel › {found[0]['answer']}\nyou › What is")
 
 
-def test_out_of_the_blue_and_explained(whet: Any) -> None:
+def test_unconditional_text_with_probabilities(whet: Any) -> None:
     found = answer(whet, "builtin:tiny", "--unconditional", "--explain", "--temperature", 2, "--top-p", 0.9, *FEW)
     assert found["prompt"] is None
     assert len(found["explain"]) == found["tokens"] == 4
@@ -90,9 +90,7 @@ def test_out_of_the_blue_and_explained(whet: Any) -> None:
     )
 
 
-def test_an_adapter_s_folder_is_a_model_and_shares_the_weights_of_its_base(
-    whet: Any, adapters: dict[str, Path]
-) -> None:
+def test_an_adapter_folder_shares_the_weights_of_its_base(whet: Any, adapters: dict[str, Path]) -> None:
     plain, tuned = (answer(whet, model, "-p", "Hello", *FEW) for model in ("builtin:tiny", adapters["loud"]))
     assert plain["answer"] != tuned["answer"]
     both = answer(whet, adapters["loud"], "--against", "builtin:tiny", "-p", "Hello", *FEW)
@@ -124,7 +122,7 @@ def test_several_adapters_are_chosen_by_name(whet: Any, adapters: dict[str, Path
     tokens = torch.tensor([[5, 6, 7]])
     logits = []
     for name in ("loud", "shy", "none", "loud"):
-        with by_name[name].within(), torch.no_grad():
+        with by_name[name].context(), torch.no_grad():
             logits.append(by_name[name].model(input_ids=tokens).logits)
     assert torch.equal(logits[0], logits[3])
     assert not torch.equal(logits[0], logits[1])
@@ -133,7 +131,7 @@ def test_several_adapters_are_chosen_by_name(whet: Any, adapters: dict[str, Path
         assert torch.equal(logits[2], plain(input_ids=tokens).logits)
 
 
-def test_a_base_that_is_wrong_or_missing_is_named(whet: Any, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_a_wrong_or_missing_base_is_an_error(whet: Any, adapters: dict[str, Path], tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     other = tmp_path / "other"
@@ -149,12 +147,12 @@ def test_a_base_that_is_wrong_or_missing_is_named(whet: Any, adapters: dict[str,
     (lost / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone/away"}))
     ended = whet("chat", lost, "-p", "Hi")
     assert ended.code == 1
-    assert "its base /gone/away (adapter_config.json) is not on this machine. Name the model" in ended.err
-    for given, words in (("loud", "NAME=DIR"), ("none=x", "cannot be a name"), (f"a={tmp_path}", "not an adapter")):
+    assert "its base model /gone/away (adapter_config.json) does not exist here. Give the model" in ended.err
+    for given, words in (("loud", "NAME=DIR"), ("none=x", "invalid name"), (f"a={tmp_path}", "not an adapter folder")):
         assert words in whet("chat", "builtin:tiny", "--adapter", given, "-p", "Hi").err
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(whet: Any, adapters: dict[str, Path]) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error(whet: Any, adapters: dict[str, Path]) -> None:
     tokenizer = load_inference_model("builtin:tiny").renderer.tokenizer
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(adapters["shy"])
@@ -164,10 +162,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(whet: Any, adapt
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (adapters["shy"] / name).unlink()
     assert ended.code == 1
-    assert "the tokenizer knows 417 tokens and the model only 416" in " ".join(ended.err.split())
+    assert "the tokenizer has 417 tokens and the model only 416" in " ".join(ended.err.split())
 
 
-def test_a_mistyped_path_is_not_looked_for_on_a_hub(whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_not_a_hub_id(whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     ended = whet("chat", "runs/demmo", "-p", "Hi")
@@ -176,15 +174,13 @@ def test_a_mistyped_path_is_not_looked_for_on_a_hub(whet: Any, tmp_path: Path, m
     assert "Did you mean runs/demo?" in " ".join(ended.err.split())
 
 
-def test_a_prompt_over_the_context_and_options_that_do_not_go_together(
-    whet: Any, tmp_path: Path, tiny_run: Path
-) -> None:
+def test_invalid_prompts_and_options(whet: Any, tmp_path: Path, tiny_run: Path) -> None:
     for arguments, words in (
-        (("builtin:tiny", "-p", "word " * 4000), "the model reads 4,096"),
+        (("builtin:tiny", "-p", "word " * 4000), "the model's context is 4,096"),
         (("builtin:tiny", "-p", "Hi", "--unconditional"), "--prompt and --unconditional ask for different things"),
         (("builtin:tiny", "-p", "Hi", "--top-p", "0"), "top_p: 0.0 is out of range"),
         (("builtin:tiny", "--prompts", tmp_path / "none.txt"), "cannot be read"),
-        ((tiny_run, "-p", "Hi", "--load", "4bit"), "Export it first"),
+        ((tiny_run, "-p", "Hi", "--load", "4bit"), "Export the run first"),
         (("builtin:tiny", "-p", "Hi", "--calculator"), "chat template"),
     ):
         ended = whet("chat", *arguments)
@@ -215,7 +211,7 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
-        """Read on until `text` is there; what was waited for before does not count."""
+        """Read until `text` appears after the text of the last call."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, self.shown
@@ -231,7 +227,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def leave(self, seconds: float = 60) -> int | None:
-        """Press Ctrl-D until it is heard: one that comes while the terminal changes its mode is lost."""
+        """Press Ctrl-D until the process exits: one typed while the terminal changes its mode is lost."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             self.type("\x04")
@@ -246,7 +242,7 @@ class Terminal:
 
 
 def test_a_conversation_in_a_real_terminal(tmp_path: Path) -> None:
-    """Ctrl-C stops an answer, not the session; Ctrl-D leaves."""
+    """Ctrl-C stops a reply, not the session; Ctrl-D quits."""
     terminal = Terminal("builtin:tiny", "--max-new-tokens", "3000")
     try:
         terminal.wait_for("you ›")
@@ -257,10 +253,10 @@ def test_a_conversation_in_a_real_terminal(tmp_path: Path) -> None:
         terminal.wait_for("(stopped)")
         terminal.wait_for("you ›")
         terminal.type(f"/save {tmp_path / 'said.jsonl'}\n")
-        terminal.wait_for("(added to")
+        terminal.wait_for("(appended to")
         terminal.wait_for("you ›")
         terminal.type("/reset\n")
-        terminal.wait_for("a new conversation")
+        terminal.wait_for("(new conversation)")
         terminal.wait_for("you ›")
         assert terminal.leave() == 0
     finally:

@@ -1,4 +1,4 @@
-"""Steps that are recorded choose what plain ones choose. On a CPU a recording is what asks again."""
+"""Captured decode steps give the same tokens as eager ones. On a CPU a "capture" calls the function again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from whet.execution.cuda_graphs import Capture
 from whet.inference import decode_runner
-from whet.inference.generate import Sampling, generate
+from whet.inference.generate import generate
+from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 
@@ -24,10 +25,10 @@ def model() -> Any:
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capture], None]:
-    """Let steps be recorded by something else than CUDA graphs."""
+def use_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capture], None]:
+    """Capture decode steps with a given function instead of CUDA graphs."""
 
-    def by(capture: Capture) -> None:
+    def use(capture: Capture) -> None:
         original = decode_runner.DecodeRunner.__init__
         monkeypatch.setattr(decode_runner, "make_capture", lambda: capture)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -35,35 +36,35 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capture], None]:
             decode_runner.DecodeRunner, "__init__", lambda self, *rest: original(self, *rest[:-2], True, True)
         )
 
-    return by
+    return use
 
 
-def test_the_second_step_of_a_size_is_recorded(model: Any, record: Callable[[Capture], None]) -> None:
-    plain = generate(model, PROMPTS, [], 0, SAMPLING, 4)
-    recorded, asked = [], []
+def test_the_second_step_of_a_shape_is_captured(model: Any, use_capture: Callable[[Capture], None]) -> None:
+    eager = generate(model, PROMPTS, SAMPLING, batch_size=4)
+    captures, replays = [], []
 
-    def capture(ask: Callable[[], None]) -> Callable[[], None]:
-        recorded.append(1)
-        return lambda: (asked.append(1), ask())[1]
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        captures.append(1)
+        return lambda: (replays.append(1), step())[1]
 
-    record(capture)
-    assert generate(model, PROMPTS, [], 0, SAMPLING, 4) == plain
-    assert len(recorded) == 1
-    assert len(asked) == 18  # of twenty tokens the prompt gives the first, and a plain step the second
+    use_capture(capture)
+    assert generate(model, PROMPTS, SAMPLING, batch_size=4) == eager
+    assert len(captures) == 1
+    assert len(replays) == 18  # of twenty tokens prefill samples the first, and an eager step the second
 
 
-def test_where_steps_cannot_be_recorded_answers_are_the_same(
-    model: Any, record: Callable[[Capture], None], capsys: pytest.CaptureFixture[str]
+def test_without_capture_the_tokens_are_the_same(
+    model: Any, use_capture: Callable[[Capture], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = generate(model, PROMPTS, [], 0, SAMPLING, 4)
+    eager = generate(model, PROMPTS, SAMPLING, batch_size=4)
 
-    def capture(ask: Callable[[], None]) -> Callable[[], None]:
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
         try:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    record(capture)
-    assert generate(model, PROMPTS, [], 0, SAMPLING, 4) == plain
-    said = capsys.readouterr().err
-    assert said.count("cannot be recorded (operation not permitted when stream is capturing)") == 1
+    use_capture(capture)
+    assert generate(model, PROMPTS, SAMPLING, batch_size=4) == eager
+    warning = capsys.readouterr().err
+    assert warning.count("CUDA graph capture failed (operation not permitted when stream is capturing)") == 1

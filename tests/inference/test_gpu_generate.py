@@ -1,4 +1,4 @@
-"""Answers on CUDA: recorded steps say what plain ones do."""
+"""Generation on CUDA: captured decode steps give the same tokens as eager ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from whet.inference import decode_runner
-from whet.inference.generate import Sampling, generate
+from whet.inference.generate import generate
+from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 
@@ -30,7 +31,7 @@ def model() -> Any:
     return made
 
 
-def test_greedy_answers_are_those_of_transformers(model: Any, prompts: list[list[int]]) -> None:
+def test_greedy_completions_are_those_of_transformers(model: Any, prompts: list[list[int]]) -> None:
     expected = []
     for prompt in prompts:
         tokens = torch.tensor([prompt], device="cuda")
@@ -39,8 +40,9 @@ def test_greedy_answers_are_those_of_transformers(model: Any, prompts: list[list
             pad_token_id=0,
         )  # fmt: skip
         expected.append(output[0, len(prompt) :].tolist())
-    for batch in (1, 4, 32):
-        assert generate(model, prompts, [], 0, Sampling(max_new_tokens=40), batch) == expected
+    for batch_size in (1, 4, 32):
+        found = generate(model, prompts, Sampling(max_new_tokens=40), batch_size=batch_size)
+        assert [completion.ids for completion in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -51,32 +53,32 @@ def test_greedy_answers_are_those_of_transformers(model: Any, prompts: list[list
         Sampling(temperature=2.0, top_k=0, max_new_tokens=40),
     ],
 )
-def test_recorded_steps_choose_what_plain_ones_do(
+def test_cuda_graphs_give_the_same_tokens(
     model: Any, prompts: list[list[int]], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [40, 3, 12, 40, 1, 7, 25, 30, 40]
-    recorded = generate(model, prompts, [], 0, sampling, 4, limits=limits)
+    captured = generate(model, prompts, sampling, batch_size=4, limits=limits)
     graphs: list[int] = []
     real = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (graphs.append(1), real(graph))[1])
-    assert generate(model, prompts, [], 0, sampling, 4, limits=limits) == recorded
-    assert len(graphs) > 20, "steps were not recorded"
+    assert generate(model, prompts, sampling, batch_size=4, limits=limits) == captured
+    assert len(graphs) > 20, "no CUDA graph was replayed"
     original = decode_runner.DecodeRunner.__init__
     monkeypatch.setattr(
         decode_runner.DecodeRunner,
         "__init__",
-        lambda self, *rest: original(self, *rest[:-2], False, False),  # not recorded
+        lambda self, *rest: original(self, *rest[:-2], False, False),  # neither graphs nor padding
     )
-    assert generate(model, prompts, [], 0, sampling, 4, limits=limits) == recorded
+    assert generate(model, prompts, sampling, batch_size=4, limits=limits) == captured
 
 
 def test_bf16_with_varlen_prompts_follows_fp32(model: Any, prompts: list[list[int]]) -> None:
-    """Loud random weights make the likeliest token clear; most answers begin alike in 16 bits."""
-    exact = generate(model, prompts, [], 0, Sampling(max_new_tokens=4))
+    """Large random weights give clear maxima, so most first tokens are the same in 16 bits."""
+    exact = generate(model, prompts, Sampling(max_new_tokens=4))
     coarse_model = load_model(ModelConfig(path="builtin:tiny"), torch.bfloat16, torch.device("cuda"))
     for parameter in coarse_model.parameters():
         if parameter.ndim == 2:
             parameter.data.mul_(8)
-    coarse = generate(coarse_model, prompts, [], 0, Sampling(max_new_tokens=4))
-    first = [one[0] == other[0] for one, other in zip(exact, coarse, strict=True)]
+    coarse = generate(coarse_model, prompts, Sampling(max_new_tokens=4))
+    first = [one.ids[0] == other.ids[0] for one, other in zip(exact, coarse, strict=True)]
     assert sum(first) >= len(first) - 2

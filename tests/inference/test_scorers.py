@@ -1,4 +1,4 @@
-"""Every scorer on answers that are right, wrong and strange."""
+"""Every scorer on right, wrong and malformed answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from whet.inference.tasks.scorers import last_number, make_scorer
 from whet.inference.tasks.task import Example
 
 
-def example(*answers: str, **more: Any) -> Example:
-    return Example(({"role": "user", "content": "?"},), answers, "my.jsonl:3", more=more)
+def example(*answers: str, **extra: Any) -> Example:
+    return Example(({"role": "user", "content": "?"},), answers, "my.jsonl:3", extra=extra)
 
 
 def points(scorer: str, answer: str, right: Example, **options: Any) -> float:
@@ -55,7 +55,7 @@ def test_answers(scorer: str, answer: str, right: str, score: int) -> None:
 
 
 @pytest.mark.parametrize("scorer", ["exact", "number", "contains", "json"])
-def test_any_of_several_right_answers_will_do(scorer: str) -> None:
+def test_any_of_several_correct_answers_counts(scorer: str) -> None:
     assert points(scorer, "2", example("1", "2")) == 1
     assert points(scorer, "3", example("1", "2")) == 0
 
@@ -68,28 +68,28 @@ def test_a_pattern_finds_the_answer_in_the_answer() -> None:
     assert points("regex", "it is 12 or 13", example("13"), pattern=r"\d+") == 1
 
 
-def test_what_is_no_pattern_is_named() -> None:
-    with pytest.raises(WhetError, match=re.escape("eval.tasks: my: pattern '(' is no regular expression")):
+def test_an_invalid_pattern_is_an_error() -> None:
+    with pytest.raises(WhetError, match=re.escape("eval.tasks: my: pattern '(' is not a regular expression")):
         points("regex", "x", example("x"), pattern="(")
-    with pytest.raises(WhetError, match=r"my\.jsonl:3: the answer '\(' is no regular expression"):
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: the answer '\(' is not a regular expression"):
         points("regex", "x", example("("))
 
 
-def test_a_pattern_that_takes_for_ever_does_not(
+def test_a_pattern_with_exponential_backtracking_times_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(scorers, "_PATTERN_TIMEOUT_S", 0.05)
     endless = "a" * 40 + "!"
     assert points("regex", endless, example("yes"), pattern=r"(a|aa)+(b|bb)+$|(a|a?)+$") == 0
-    assert points("regex", endless, example(r"(a|aa)+(b|bb)+$", "!$")) == 1  # the next right answer still counts
-    assert capsys.readouterr().err.count("my.jsonl:3: the pattern") == 2
+    assert points("regex", endless, example(r"(a|aa)+(b|bb)+$", "!$")) == 1  # the next correct answer still counts
+    assert capsys.readouterr().err.count("my.jsonl:3: matching pattern") == 2
 
 
 @pytest.mark.parametrize(("text", "number"), [
     ("a 7. b", "7"), ("1,000,000", "1000000"), (".5", "0.5"), ("x", None), ("10-5", "5"), ("(1+2)-5", "5"),
     ("it is -5", "-5"), ("-$5.20", "-5.2"), ("$-5", "-5"), ("#### −€1,000", "-1000"), ("B-52", "52"),
 ])  # fmt: skip
-def test_numbers_are_read_as_people_write_them(text: str, number: str | None) -> None:
+def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
     found = last_number(text)
     assert (None if found is None else format(found.normalize(), "f")) == number
 
@@ -104,9 +104,9 @@ def test_json_by_a_schema(tmp_path: Path) -> None:
     for answer, score in (('{"n": 1}', 1), ('{"n": "1"}', 0), ("{}", 0), ("n = 1", 0)):
         assert points("json-schema", answer, example("-", schema=SCHEMA)) == score
         assert points("json-schema", answer, example("-"), schema_file=str(file)) == score
-    with pytest.raises(WhetError, match=r"my\.jsonl:3: there is no schema"):
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: no JSON schema"):
         points("json-schema", "{}", example("-"))
-    with pytest.raises(WhetError, match=r"my\.jsonl:3: this is no JSON schema"):
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: invalid JSON schema"):
         points("json-schema", "{}", example("-", schema={"type": "lizard"}))
 
 
@@ -119,8 +119,8 @@ def test_overlap_with_translations(name: str) -> None:
     assert scores[0] == pytest.approx(1)
     assert scores[0] > scores[1] > scores[2] >= scores[3] == 0
     assert scorer.graded
-    assert scorer.whole
-    assert scorer.whole(["the cat sat on the mat today", "x"], [right, example("x")]) == pytest.approx(1)
+    assert scorer.corpus_score
+    assert scorer.corpus_score(["the cat sat on the mat today", "x"], [right, example("x")]) == pytest.approx(1)
 
 
 def test_overlap_with_summaries() -> None:
@@ -137,12 +137,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rouge_score.rouge_scorer", "rouge"),
     ):
         monkeypatch.setitem(__import__("sys").modules, package, None)
-        with pytest.raises(WhetError, match=rf"scorer {scorer} needs a package.*pip install 'whet\[eval\]'"):
+        with pytest.raises(WhetError, match=rf"scorer {scorer} needs packages.*pip install 'whet\[eval\]'"):
             make_scorer(TaskConfig(path="my.jsonl"), scorer)
 
 
 @pytest.mark.parametrize("scorer", ["number", "json"])
-def test_a_right_answer_that_no_answer_can_match_is_named(scorer: str) -> None:
-    """Otherwise every model scores nothing, which looks like a measurement."""
+def test_a_correct_answer_that_the_scorer_cannot_use_is_an_error(scorer: str) -> None:
+    """Otherwise every model would score 0."""
     with pytest.raises(WhetError, match=re.escape("my.jsonl:3")):
         points(scorer, "4", example("Paris is it"))

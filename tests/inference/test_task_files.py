@@ -1,4 +1,4 @@
-"""Files of the user's as tasks: the layouts that are public, one's own, and what is wrong with some."""
+"""Tasks from files: public formats, custom fields, and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fields_by_other_names(write: Write) -> None:
     assert (found.prompt, found.expected) == ("2+2?", "4")
 
 
-def test_conversations_are_asked_for_their_last_answer(write: Write) -> None:
+def test_the_last_message_of_a_conversation_is_the_answer(write: Write) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (found,) = read(write({"messages": turns})).examples(9)
     assert (found.messages, found.expected) == (({"role": "user", "content": "Hi"},), "Hello")
@@ -99,7 +99,7 @@ def test_multiple_choice_in_parquet(tmp_path: Path) -> None:
     assert (found.choices, found.expected) == (4, "B")
 
 
-def test_gsm8k_is_judged_by_its_number(write: Write) -> None:
+def test_gsm8k_is_scored_by_number(write: Write) -> None:
     task = read(write({"question": "Half of 48?", "answer": "It is 48/2=<<48/2=24>>24.\n#### 24"}))
     (found,) = task.examples(9)
     assert "<<" not in found.expected
@@ -108,53 +108,56 @@ def test_gsm8k_is_judged_by_its_number(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "said"),
+    ("records", "message"),
     [
-        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "my.jsonl:2: there is no right answer to compare with"),
-        ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": ""}], "my.jsonl:2: there is no right answer"),
-        ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": []}], "my.jsonl:2: there is no right answer"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "my.jsonl:2: no correct answer (the record has"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": ""}], "my.jsonl:2: no correct answer"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": []}], "my.jsonl:2: no correct answer"),
         ([{"prompt": "a", "answer": "b"}, {"answer": "c"}], "my.jsonl:2: the record has no 'prompt'"),
         ([{"prompt": "a", "answer": "b"}, "{"], "my.jsonl:2: not valid JSON"),
-        ([{"prompt": "a", "answer": "b"}, [1]], "my.jsonl:2: a record is an object"),
-        ([{"prompt": "a"}, {"prompt": "b"}], "my.jsonl:1: a record needs a question and a right answer"),
+        ([{"prompt": "a", "answer": "b"}, [1]], "my.jsonl:2: a record must be an object"),
+        ([{"prompt": "a"}, {"prompt": "b"}], "my.jsonl:1: a record needs a question and a correct answer"),
         (
             [{"question": "a", "choices": ["x", "y"], "answer": 7}],
             "my.jsonl:1: 'answer' is 7; it must be one of 0 to 1",
         ),
-        ([{"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}], "my.jsonl:1: the last of 'messages'"),
-        ([], 'the file is empty. Write one JSON object per line, such as {"prompt": '),
+        (
+            [{"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}],
+            "my.jsonl:1: the last message of 'messages'",
+        ),
+        ([], 'the file is empty. It needs one JSON object on each line, such as {"prompt": '),
     ],
 )
-def test_a_file_that_cannot_be_a_task(write: Write, records: list[Any], said: str) -> None:
+def test_an_invalid_file_is_an_error(write: Write, records: list[Any], message: str) -> None:
     with pytest.raises(WhetError) as caught:
         read(write(*records))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("eval.tasks: ")
     assert "data.sources" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("scorer", "said"),
-    [("number", "there is no number"), ("json", "is no JSON"), ("regex", "is no regular expression")],
+    ("scorer", "message"),
+    [("number", "has no number"), ("json", "is not valid JSON"), ("regex", "is not a regular expression")],
 )
-def test_a_right_answer_that_cannot_be_judged_by_is_told_of_at_once(write: Write, scorer: str, said: str) -> None:
+def test_a_correct_answer_that_the_scorer_cannot_use_is_an_error(write: Write, scorer: str, message: str) -> None:
     file = write({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "(b"})
-    with pytest.raises(WhetError, match=rf"my\.jsonl:2: .*{said}"):
+    with pytest.raises(WhetError, match=rf"my\.jsonl:2: .*{message}"):
         read(file, scorer=scorer)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_file_is_an_error() -> None:
     with pytest.raises(WhetError, match=r"eval\.tasks: no/such\.jsonl: no such file"):
         read("no/such.jsonl")
 
 
-def test_a_scorer_for_what_has_its_own(write: Write) -> None:
-    with pytest.raises(WhetError, match="judged by its letters; remove the scorer"):
+def test_multiple_choice_takes_no_scorer(write: Write) -> None:
+    with pytest.raises(WhetError, match=r"a multiple choice file is scored by letters\. Remove the scorer"):
         read(write({"question": "a", "choices": ["x", "y"], "answer": 0}), scorer="exact")
 
 
-def test_an_unknown_task_is_told_the_known_ones() -> None:
-    with pytest.raises(WhetError, match=r"eval\.tasks: there is no task 'order'; known are: orders, spelling"):
+def test_an_unknown_task_is_an_error_that_lists_the_built_in_ones() -> None:
+    with pytest.raises(WhetError, match=r"eval\.tasks: unknown task 'order'; built in are: orders, spelling"):
         load_tasks(EvalConfig(tasks=[TaskConfig(path="order")]))
 
 
@@ -168,7 +171,7 @@ def test_an_unknown_task_is_told_the_known_ones() -> None:
         ("hub:OWNER/NAME", {"path": "hub:OWNER/NAME"}),
     ],
 )
-def test_a_text_is_a_path_and_perhaps_a_scorer(text: str, meant: dict[str, str]) -> None:
+def test_a_string_is_a_path_with_an_optional_scorer(text: str, meant: dict[str, str]) -> None:
     assert parse_task_text(text) == meant
 
 

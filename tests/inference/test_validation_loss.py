@@ -1,4 +1,4 @@
-"""Losses on what was held out: every supervised token counted once."""
+"""Validation metrics against their definitions; every supervised token counts once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from whet.model.loss.loss_model import LossModel
 from whet.tokenizer.token_bytes import bytes_per_token
 
 TINY = ModelConfig(path="builtin:tiny")
-LANGUAGE = ChatTokenizer({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
+CHAT_TOKENIZER = ChatTokenizer({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("packing", "micro_rows"), [("none", 1), ("best-fit", 3)])
 def test_validation_counts_every_supervised_token_once(packing: str, micro_rows: int) -> None:
     config = DataConfig(sources=[Source(path="builtin:orders", split="held-out", max_samples=9)])
-    store = prepare_store(config, config.sources, "validation", LANGUAGE).store
+    store = prepare_store(config, config.sources, "validation", CHAT_TOKENIZER).store
     model: Any = load_model(TINY, torch.float64)
     total, right, count = 0.0, 0, 0
     for document in range(len(store)):
@@ -55,9 +55,9 @@ def test_validation_counts_every_supervised_token_once(packing: str, micro_rows:
 def test_bits_per_byte_and_losses_by_source_do_not_depend_on_the_layout(
     packing: str, micro_rows: int, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the definition: bits of supervised tokens that stand for text ÷ their bytes, as text counts them."""
+    """Against the definition: bits of supervised tokens of text ÷ their UTF-8 bytes."""
     config = DataConfig(sources=[Source(path="builtin:orders", split="held-out", max_samples=n) for n in (7, 4)])
-    store = prepare_store(config, config.sources, "validation", LANGUAGE).store
+    store = prepare_store(config, config.sources, "validation", CHAT_TOKENIZER).store
     tokenizer = load_tokenizer(TINY)
     model: Any = load_model(TINY, torch.float64)
     nats, bytes_, by_source = 0.0, 0, {0: [0.0, 0], 1: [0.0, 0]}
@@ -74,17 +74,17 @@ def test_bits_per_byte_and_losses_by_source_do_not_depend_on_the_layout(
                 bytes_ += len(tokenizer.decode([number]).encode())  # the orders are plain ASCII
     attention.install_backend(model, "sdpa")
     plan = plan_single_step(store.lengths, np.arange(len(store)), 400, packing, 16)
-    kinds = ValidationMetadata(bytes_per_token(tokenizer, 0), store.sources, ("a", "b"))
+    metadata = ValidationMetadata(bytes_per_token(tokenizer, 0), store.sources, ("a", "b"))
     measured: list[Any] = []
-    monkeypatch.setattr(Ranks, "sum_", lambda self, tensor: measured.append(tensor) or tensor)
+    monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: measured.append(tensor) or tensor)
     for rank in range(world):
         loader = Loader(store, plan, micro_rows, rank, world)
         ranks = Ranks(rank, world, torch.device("cpu"))
-        found = validation_loss(LossModel(model), loader, ranks, torch.autocast("cpu", enabled=False), kinds)
-    if world > 1:  # what all_reduce would have done for the last rank
-        monkeypatch.setattr(Ranks, "sum_", lambda self, tensor: tensor.copy_(torch.stack(measured).sum(dim=0)))
+        found = validation_loss(LossModel(model), loader, ranks, torch.autocast("cpu", enabled=False), metadata)
+    if world > 1:  # the result of an all-reduce
+        monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.copy_(torch.stack(measured).sum(dim=0)))
         loader = Loader(store, plan, micro_rows, 0, world)
-        found = validation_loss(LossModel(model), loader, ALONE, torch.autocast("cpu", enabled=False), kinds)
+        found = validation_loss(LossModel(model), loader, ALONE, torch.autocast("cpu", enabled=False), metadata)
     assert found["val_bpb"] == pytest.approx(nats / (np.log(2) * bytes_), rel=1e-9)
     for number, name in enumerate("ab"):
         total, count = by_source[number]
@@ -92,7 +92,7 @@ def test_bits_per_byte_and_losses_by_source_do_not_depend_on_the_layout(
         assert found[f"val_tokens/{name}"] == count
 
 
-def test_a_part_of_the_validation_is_chosen_evenly() -> None:
+def test_eval_rows_selects_rows_evenly() -> None:
     lengths = np.arange(1, 101)
     whole = plan_single_step(lengths, np.arange(100), 100, "best-fit", 16)
     part = plan_single_step(lengths, np.arange(100), 100, "best-fit", 16, rows=10)
@@ -112,5 +112,5 @@ def test_a_part_of_the_validation_is_chosen_evenly() -> None:
         (["x/a.jsonl", "y/a.jsonl", "folder/"], ("a-1", "a-2", "folder")),
     ],
 )
-def test_names_of_sources_are_short_and_differ(paths: list[str], names: tuple[str, ...]) -> None:
+def test_source_names_are_short_and_unique(paths: list[str], names: tuple[str, ...]) -> None:
     assert source_names(paths) == names

@@ -1,4 +1,4 @@
-"""Sums by document, on batches small enough to add up by hand."""
+"""Sums per document, on batches small enough to add by hand."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def losses(*nll: float) -> LossSum:
     return LossSum(values.sum(), values, values < 1)
 
 
-def test_every_position_counts_for_its_document_the_first_one_too() -> None:
+def test_every_position_counts_for_its_document() -> None:
     """Documents 12, 5 and 9 in two rows, the first padded; token 3 is special, token 4 has four bytes."""
-    kinds = ValidationMetadata(np.array([1, 1, 1, 0, 4]), np.array([0] * 6 + [1] * 7), ("a", "b"))
-    tally = ValidationSums(np.array([12, 5, 9]), kinds)
-    tally.add(batch([12, 5], (0, 2, 4, 6, 6), [4, -100, 3, -100, -100, -100]), losses(0.5, 8.0))
-    tally.add(batch([9], (0, 3), [1, 4, -100]), losses(2.0, 0.25))
-    tally.add(batch([], (0, 1), [-100]), losses())  # a rank without rows runs padding
-    found = tally.results(ALONE)
+    metadata = ValidationMetadata(np.array([1, 1, 1, 0, 4]), np.array([0] * 6 + [1] * 7), ("a", "b"))
+    sums = ValidationSums(np.array([12, 5, 9]), metadata)
+    sums.add(batch([12, 5], (0, 2, 4, 6, 6), [4, -100, 3, -100, -100, -100]), losses(0.5, 8.0))
+    sums.add(batch([9], (0, 3), [1, 4, -100]), losses(2.0, 0.25))
+    sums.add(batch([], (0, 1), [-100]), losses())  # a rank without rows runs padding
+    found = sums.results(ALONE)
     assert found == {
         "val_loss": 10.75 / 4,
         "val_accuracy": 2 / 4,
@@ -45,6 +45,6 @@ def test_every_position_counts_for_its_document_the_first_one_too() -> None:
 
 
 def test_without_bytes_there_is_no_bpb_and_with_one_source_no_names() -> None:
-    tally = ValidationSums(np.array([0]), ValidationMetadata())
-    tally.add(batch([0], (0, 2), [1, -100]), losses(2.0))
-    assert tally.results(ALONE) == {"val_loss": 2.0, "val_accuracy": 0.0}
+    sums = ValidationSums(np.array([0]), ValidationMetadata())
+    sums.add(batch([0], (0, 2), [1, -100]), losses(2.0))
+    assert sums.results(ALONE) == {"val_loss": 2.0, "val_accuracy": 0.0}

@@ -1,4 +1,4 @@
-"""A run directory as the contract describes it, small enough to read and with every file that a run may have."""
+"""A small run folder with every file that a run may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smoothing, thinning, axes and the SVG they end in."""
+"""Smoothing, downsampling, axes and SVG."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ANY = st.floats(-1e300, 1e300)
 
 
 @given(st.lists(VALUES, min_size=1), st.floats(0, 0.99))
-def test_smoothing_is_the_mean_weighted_by_age(values: list[float], beta: float) -> None:
+def test_smoothing_is_an_exponentially_weighted_mean(values: list[float], beta: float) -> None:
     weights = [beta**age for age in range(len(values))]
     expected = sum(w * v for w, v in zip(weights, reversed(values), strict=True)) / sum(weights)
     assert exponential_average(values, beta)[-1] == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @given(VALUES, st.integers(1, 50))
-def test_a_constant_stays_itself_from_the_first_value_on(value: float, count: int) -> None:
+def test_smoothing_a_constant_changes_nothing(value: float, count: int) -> None:
     assert exponential_average([value] * count, 0.9) == pytest.approx([value] * count)
 
 
@@ -42,12 +42,12 @@ def test_a_gap_stays_a_gap_and_adds_no_data() -> None:
     assert with_gap == [without[0], None, without[1]]
 
 
-def test_a_short_run_is_hardly_smoothed_and_a_long_one_much() -> None:
+def test_longer_runs_are_smoothed_more() -> None:
     assert [smoothing_beta(n) for n in (0, 10, 30, 10**6)] == pytest.approx([0, 0, 0.5, 0.98])
 
 
 @given(st.lists(st.one_of(st.none(), VALUES), max_size=300), st.integers(6, 60))
-def test_thinning_keeps_ends_extremes_and_gaps(values: list[float | None], limit: int) -> None:
+def test_downsampling_keeps_ends_extremes_and_gaps(values: list[float | None], limit: int) -> None:
     kept = downsample(values, limit)
     assert kept == sorted(set(kept))
     assert len(kept) <= limit + 5
@@ -68,7 +68,7 @@ def test_any_values_lie_on_their_axis(values: list[float]) -> None:
 
 
 @given(st.lists(st.floats(1e-6, 1e5), min_size=1))
-def test_ticks_are_distinct_and_true(values: list[float]) -> None:
+def test_tick_labels_are_distinct_and_accurate(values: list[float]) -> None:
     axis = value_axis(values)
     assert len(set(axis.texts())) == len(axis.ticks) >= 2
     apart = axis.ticks[1] - axis.ticks[0]
@@ -78,7 +78,7 @@ def test_ticks_are_distinct_and_true(values: list[float]) -> None:
 
 
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
-def test_step_ticks_are_whole_and_have_the_ends(a: int, b: int) -> None:
+def test_step_ticks_are_integers_and_include_the_ends(a: int, b: int) -> None:
     axis = step_axis([a, b])
     assert axis.ticks[0] == min(a, b)
     assert axis.ticks[-1] == max(a, b)
@@ -105,11 +105,11 @@ def test_a_name_cannot_end_the_script() -> None:
     assert html.count("</script>") == 1
 
 
-def test_nothing_measured_is_said() -> None:
+def test_a_chart_without_values() -> None:
     assert "not measured" in render_chart("loss", [ChartLine("loss", [(1, None)], "main")])
 
 
-def test_only_what_is_all_is_written_100_percent() -> None:
+def test_only_exactly_1_is_100_percent() -> None:
     shares = (None, 0.0, 0.0001, 0.5, 0.967, 0.9999, 1.0)
     assert [format_share(s) for s in shares] == ["–", "0%", "<0.1%", "50%", "96.7%", ">99.9%", "100%"]
 
@@ -123,6 +123,6 @@ def test_counts_and_durations() -> None:
     ]  # fmt: skip
 
 
-def test_measured_takes_finite_numbers_only() -> None:
+def test_finite_number_rejects_everything_else() -> None:
     assert finite_number(3) == 3.0
     assert [finite_number(v) for v in (None, True, "3", math.nan, math.inf, 10**400)] == [None] * 6

@@ -1,4 +1,4 @@
-"""The report: one file that needs nothing else, shows what was measured and escapes what was said."""
+"""The report: self-contained, complete, and with all text escaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "link", "br"}
 
 
 class Page(HTMLParser):
-    """Elements, attributes and visible text of a page; complains about elements that are not closed in order."""
+    """Elements, attributes and visible text of a page; asserts that elements are closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
     @property
     def labels(self) -> list[str]:
-        """What the charts say to those who cannot see them."""
+        """The charts' text for screen readers."""
         return [value for _, name, value in self.attributes if name == "aria-label"]
 
 
@@ -57,15 +57,21 @@ def report(folder: Path) -> Page:
     return Page(path.read_text())
 
 
-def words(page: Page) -> str:
+def text_of(page: Page) -> str:
     return " ".join(page.text.split())
 
 
-def test_says_what_happened(make_run: MakeRun) -> None:
-    text = words(report(make_run()))
+def test_a_finished_run(make_run: MakeRun) -> None:
+    text = text_of(report(make_run()))
     assert "builtin:tiny (lora, rank 8) was trained for 3 steps on 258 conversations" in text
-    assert "orders went from 0% to 75% right." in text
-    for expected in ("0% → 75%", "3,000 tokens", "900 supervised tokens", "6.0 s train time", "500 tokens a second"):
+    assert "the orders score went from 0% to 75%." in text
+    for expected in (
+        "0% → 75%",
+        "3,000 tokens",
+        "900 supervised tokens",
+        "6.0 s training time",
+        "500 tokens per second",
+    ):
         assert expected in text
     assert "Every conversation is accounted for" in text
     assert "2 × too long in builtin:orders, first at data.jsonl:17" in text
@@ -77,7 +83,7 @@ def test_is_offline(make_run: MakeRun) -> None:
     folder = make_run()
     page = report(folder)
     html = (folder / "report.html").read_text()
-    assert not re.search(r"(https?:)?//\w", html.replace("// Reads", ""))
+    assert not re.search(r"(https?:)?//\w", html.replace("// Shows", ""))
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", html)
     assert [value for _, name, value in page.attributes if name in ("src", "href", "srcset")] == ["data:,"]
 
@@ -114,11 +120,18 @@ def test_everything_is_escaped(make_run: MakeRun) -> None:
 
 def test_missing_files_give_dashes_and_no_numbers(make_run: MakeRun) -> None:
     nothing = dict.fromkeys(("status", "ledger", "plan", "metrics", "samples", "certificate"))
-    text = words(report(make_run(**nothing)))
-    for dash in ("– steps", "– train time", "– tokens", "– supervised tokens", "– tokens a second", "not measured"):
+    text = text_of(report(make_run(**nothing)))
+    for dash in (
+        "– steps",
+        "– training time",
+        "– tokens",
+        "– supervised tokens",
+        "– tokens per second",
+        "not measured",
+    ):
         assert dash in text
     assert "has not been trained yet" in text
-    assert not re.search(r"\b0\b", text.split("Resolved")[0]), "a zero that nobody measured"
+    assert not re.search(r"\b0\b", text.split("Resolved")[0]), "a zero in place of a missing value"
 
 
 @pytest.mark.parametrize("missing", ["status", "ledger", "plan", "metrics", "samples", "certificate"])
@@ -126,26 +139,31 @@ def test_any_one_file_may_be_missing(make_run: MakeRun, missing: str) -> None:
     assert "Plan and machine" in report(make_run(**{missing: None})).text
 
 
-def test_a_truncated_last_line_is_left_out(make_run: MakeRun) -> None:
+def test_a_truncated_last_line_is_ignored(make_run: MakeRun) -> None:
     folder = make_run()
-    before = words(report(folder))
+    before = text_of(report(folder))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    assert words(report(folder)).split("Written")[0] == before.split("Written")[0]
+    assert text_of(report(folder)).split("Written")[0] == before.split("Written")[0]
 
 
-def test_faults_are_told(make_run: MakeRun) -> None:
+def test_faults_are_listed(make_run: MakeRun) -> None:
     run = make_run()
-    assert "Faults" not in words(report(run))
+    assert "Faults" not in text_of(report(run))
     event = {
         "step": 2, "kind": "nonfinite", "action": "skip", "reason": "the loss is not finite", "layer": "model.embed",
         "conversations": [{"source": "my.jsonl", "line": 18}], "all": False,
     }  # fmt: skip
     (run / "events.jsonl").write_text(json.dumps(event) + "\n" + json.dumps(event | {"all": True}) + "\n")
-    told = words(report(run))
-    for expected in ("Faults", "the loss is not finite", "left out", "my.jsonl:18 (first bad layer: model.embed)"):
-        assert expected in told, expected
-    assert "the weights: every conversation" in told
+    text = text_of(report(run))
+    for expected in (
+        "Faults",
+        "the loss is not finite",
+        "skipped",
+        "my.jsonl:18 (first non-finite layer: model.embed)",
+    ):
+        assert expected in text, expected
+    assert "the weights: every conversation" in text
 
 
 def test_a_single_step(make_run: MakeRun) -> None:
@@ -153,26 +171,26 @@ def test_a_single_step(make_run: MakeRun) -> None:
     assert "training: 2.5 at step 1, 2.5 at step 1" in page.labels[0]
 
 
-def test_a_lost_conversation_is_not_called_accounted_for(make_run: MakeRun) -> None:
+def test_an_unbalanced_ledger_is_reported(make_run: MakeRun) -> None:
     source = {"source": "s", "use": "train", "conversations": {"in": 10, "kept": 7, "dropped": 2}}
-    assert "1 conversations are not accounted for" in words(report(make_run(ledger={"sources": [source]})))
+    assert "1 conversations are not accounted for" in text_of(report(make_run(ledger={"sources": [source]})))
     del source["conversations"]["dropped"]  # type: ignore[attr-defined]
-    assert "not known" in words(report(make_run(ledger={"sources": [source]})))
+    assert "it is unknown whether" in text_of(report(make_run(ledger={"sources": [source]})))
 
 
-def test_conversations_that_were_cut_are_named(make_run: MakeRun) -> None:
+def test_truncated_conversations_are_listed(make_run: MakeRun) -> None:
     counts = {"in": 5, "kept": 5, "dropped": 0, "truncated": 2}
     source = {"source": "s", "use": "train", "conversations": counts, "first": {"truncated": ["d.jsonl:4"]}}
-    assert "2 × truncated in s, first at d.jsonl:4" in words(report(make_run(ledger={"sources": [source]})))
+    assert "2 × truncated in s, first at d.jsonl:4" in text_of(report(make_run(ledger={"sources": [source]})))
 
 
-def test_copies_splits_and_notes_are_told(make_run: MakeRun) -> None:
+def test_duplicates_splits_and_notes_are_listed(make_run: MakeRun) -> None:
     counts = {"in": 9, "kept": 9, "dropped": 0, "truncated": 0, "split": 3}
     source = {
         "source": "s", "use": "train", "conversations": counts, "duplicates": 4, "notes": {"control tokens": 5},
         "first": {"duplicate": ["d.jsonl:7"], "control tokens": ["d.jsonl:8"]},
     }  # fmt: skip
-    page = words(report(make_run(ledger={"sources": [source]})))
+    page = text_of(report(make_run(ledger={"sources": [source]})))
     assert "3 × split in s" in page
     assert "4 × duplicate in s, first at d.jsonl:7" in page
     assert "5 × control tokens in s, first at d.jsonl:8" in page
@@ -186,33 +204,35 @@ def test_an_export_that_failed_its_comparison_is_not_verified(make_run: MakeRun,
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ("running", "had done 3 of 9 steps on 258 conversations when last heard of"),
+        ("running", "had completed 3 of 9 steps on 258 conversations at its last heartbeat"),
         ("stopped", "was stopped after 3 of 9"),
         ("failed", "failed after 3 of 9"),
     ],
 )
-def test_a_run_that_did_not_finish_says_so(make_run: MakeRun, state: str, text: str) -> None:
+def test_an_unfinished_run(make_run: MakeRun, state: str, text: str) -> None:
     page = report(make_run(status={"state": state, "step": 3, "steps": 9, "heartbeat": 1100.0}))
-    assert text in words(page)
-    assert "3 of 9 steps 6.0 s" in words(page)
-    assert "orders, right answers (step 3)" in words(page)
+    assert text in text_of(page)
+    assert "3 of 9 steps 6.0 s" in text_of(page)
+    assert "orders score (step 3)" in text_of(page)
 
 
-def test_no_run_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_an_error_and_stays_empty(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match="not a run"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_validation_is_shown_before_and_after_and_by_source(make_run: MakeRun) -> None:
+def test_validation_before_and_after_and_by_source(make_run: MakeRun) -> None:
     lines = [
         {"step": 0, "val_loss": 3.1, "val_bpb": 2.5, "val_accuracy": 0.25, "val_loss/a": 3.0, "val_tokens/a": 9},
         {"step": 3, "val_loss": 1.1, "val_bpb": 0.5, "val_accuracy": 0.75, "val_loss/a": 1.0, "val_tokens/a": 9},
     ]
-    text = words(report(make_run(metrics=lines)))
-    for expected in ("loss 3.1 1.1", "bits per byte 2.5 0.5", "tokens right 25% 75%", "loss on a 3 1"):
+    text = text_of(report(make_run(metrics=lines)))
+    for expected in ("loss 3.1 1.1", "bits per byte 2.5 0.5", "token accuracy 25% 75%", "loss on a 3 1"):
         assert expected in text
     assert "val_tokens" not in text
     assert "eval.rows" not in text
-    assert "Measured on 10% of" in words(report(make_run(metrics=[{"step": 3, "val_loss": 1.0, "val_part": 0.1}])))
-    assert "bits per byte" not in words(report(make_run(metrics=[{"step": 3, "task/orders": 0.5}])))
+    assert "On 10% of the held-out" in text_of(
+        report(make_run(metrics=[{"step": 3, "val_loss": 1.0, "val_part": 0.1}]))
+    )
+    assert "bits per byte" not in text_of(report(make_run(metrics=[{"step": 3, "task/orders": 0.5}])))

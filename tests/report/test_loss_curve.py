@@ -1,4 +1,4 @@
-"""The curve in the terminal, for any points."""
+"""The loss curve in the terminal."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_labels_of_nearly_equal_losses_differ() -> None:
     assert len(labels) == len(set(labels)) > 1
 
 
-def test_a_constant_and_a_single_point_have_their_number() -> None:
+def test_a_constant_and_a_single_point_are_labelled() -> None:
     for points in ([(1, 0.5), (2, 0.5)], [(7, 0.5)]):
         assert "0.5 ┤" in draw_loss_curve(points)
 
 
-def test_infinity_is_left_out_and_nothing_is_said_to_be_nothing() -> None:
+def test_infinite_and_missing_losses() -> None:
     assert draw_loss_curve([(1, 2.0), (2, float("inf")), (3, 1.0)]) == draw_loss_curve([(1, 2.0), (3, 1.0)])
-    assert "no loss was measured" in draw_loss_curve([])
+    assert "no loss logged" in draw_loss_curve([])

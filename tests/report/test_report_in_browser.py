@@ -1,4 +1,4 @@
-"""The report in a real browser, cut off from any network."""
+"""The report in a real browser without network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clie
 
 
 def _open(page: Path, tmp_path: Path) -> tuple[str, str]:
-    """The document after its scripts ran, and what the browser complained about."""
+    """The document after its scripts ran, and the console messages."""
     command = [
         "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
         "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
@@ -31,10 +31,10 @@ def _open(page: Path, tmp_path: Path) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def test_the_chart_reads_out_the_value_under_the_pointer(make_run, tmp_path):
+def test_a_chart_shows_the_value_at_the_pointer(make_run, tmp_path):
     page = write_report(make_run())
     page.write_text(page.read_text().replace("</body>", f"{_POINT}</body>"))
-    document, complaints = _open(page, tmp_path)
-    assert complaints == ""
-    (said, *_) = re.findall(r"<output[^>]*>([^<]+)</output>", document)
-    assert said.startswith("step 3 · ")
+    document, messages = _open(page, tmp_path)
+    assert messages == ""
+    (output, *_) = re.findall(r"<output[^>]*>([^<]+)</output>", document)
+    assert output.startswith("step 3 · ")

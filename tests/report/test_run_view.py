@@ -1,4 +1,4 @@
-"""A run is read from its files, whichever of them exist."""
+"""Reading a run folder with any of its files missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeRun = Callable[..., Path]
 ALL_BUT_CONFIG = ("status", "ledger", "plan", "metrics", "samples", "certificate")
 
 
-def test_reads_everything(make_run: MakeRun) -> None:
+def test_all_files(make_run: MakeRun) -> None:
     run = RunView.read(make_run())
     assert run.name == "orders"
     assert run.losses == [(1, 3.0), (2, 2.0), (3, 1.0)]
@@ -38,12 +38,12 @@ def test_samples_are_paired_by_prompt(make_run: MakeRun) -> None:
     ]
 
 
-def test_an_evaluation_after_step_0_is_not_before(make_run: MakeRun) -> None:
+def test_an_evaluation_after_step_0_does_not_count_as_before(make_run: MakeRun) -> None:
     run = RunView.read(make_run(metrics=[{"step": 2, "task/orders": 0.5}]))
-    assert (run.results[0].before, run.results[0].after) == (None, 0.5)
+    assert (run.task_scores[0].before, run.task_scores[0].after) == (None, 0.5)
 
 
-def test_a_run_that_takes_steps_for_done_was_before_where_it_began(make_run: MakeRun) -> None:
+def test_with_a_start_step_the_evaluation_there_counts_as_before(make_run: MakeRun) -> None:
     metrics = [
         {"step": 25, "val_loss": 3.1, "task/orders": 0.25},
         *({"step": step, "loss": 1.0, "tokens": 1000 * step, "step_s": 2.0} for step in range(26, 31)),
@@ -54,18 +54,18 @@ def test_a_run_that_takes_steps_for_done_was_before_where_it_began(make_run: Mak
         for step in (25, 30)
     ]
     run = RunView.read(make_run(config="train: {start_step: 25}\n", metrics=metrics, samples=samples))
-    assert run.results == [TaskScore("orders", 0.25, 0.75, 30)]
+    assert run.task_scores == [TaskScore("orders", 0.25, 0.75, 30)]
     assert run.validation["val_loss"] == (3.1, 1.1)
     before, after = (LoggedSample(step, "orders", "p", "e", f"answer {step}", step > 25) for step in (25, 30))
     assert run.pairs == [SamplePair(before, after)]
-    assert run.tokens_per_s == pytest.approx(500)  # the first 25 000 tokens took it no time
-    assert "(the first 25 steps were taken for done)" in summarize_run(run)
+    assert run.tokens_per_s == pytest.approx(500)  # the 25,000 tokens of skipped steps do not count
+    assert "(starting at step 25)" in summarize_run(run)
     assert score_line(run).plain.startswith("orders 25")
 
 
 def test_the_base_model_alone_has_no_after(make_run: MakeRun) -> None:
     run = RunView.read(make_run(metrics=[{"step": 0, "task/orders": 0.5}]))
-    assert (run.results[0].before, run.results[0].after) == (0.5, None)
+    assert (run.task_scores[0].before, run.task_scores[0].after) == (0.5, None)
 
 
 @pytest.mark.parametrize("missing", ALL_BUT_CONFIG)
@@ -73,7 +73,7 @@ def test_any_other_file_may_be_missing(make_run: MakeRun, missing: str) -> None:
     RunView.read(make_run(**{missing: None}))
 
 
-def test_a_run_that_has_just_begun(make_run: MakeRun) -> None:
+def test_a_run_that_has_just_started(make_run: MakeRun) -> None:
     run = RunView.read(make_run(**dict.fromkeys(ALL_BUT_CONFIG)))
     assert run.losses == []
     assert run.pairs == []
@@ -81,7 +81,7 @@ def test_a_run_that_has_just_begun(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_folder_that_is_no_run(tmp_path: Path, exists: bool) -> None:
+def test_a_folder_that_is_not_a_run(tmp_path: Path, exists: bool) -> None:
     folder = tmp_path if exists else tmp_path / "nothing"
     with pytest.raises(WhetError, match=r"not a run.*whet train") as error:
         RunView.read(folder)
@@ -89,7 +89,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, exists: bool) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 20, 60])
-def test_a_last_line_cut_by_a_kill_does_not_matter(make_run: MakeRun, keep: int) -> None:
+def test_a_truncated_last_line_is_ignored(make_run: MakeRun, keep: int) -> None:
     folder = make_run()
     whole = RunView.read(folder)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -97,7 +97,7 @@ def test_a_last_line_cut_by_a_kill_does_not_matter(make_run: MakeRun, keep: int)
     assert RunView.read(folder).metrics == whole.metrics
 
 
-def test_a_damaged_file_is_named(make_run: MakeRun) -> None:
+def test_a_damaged_file_is_an_error(make_run: MakeRun) -> None:
     folder = make_run()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(WhetError, match=r"metrics\.jsonl"):
@@ -111,6 +111,6 @@ def test_a_loss_that_is_not_a_number_is_a_gap(make_run: MakeRun) -> None:
     assert run.losses == [(1, 1.0), (4, 2.0)]
 
 
-def test_a_step_without_a_time_leaves_the_total_unknown(make_run: MakeRun) -> None:
+def test_without_the_time_of_a_step_the_total_is_unknown(make_run: MakeRun) -> None:
     lines = [{"step": 1, "loss": 1.0, "step_s": 2.0}, {"step": 2, "loss": 1.0, "step_s": None}]
     assert RunView.read(make_run(metrics=lines)).train_seconds is None

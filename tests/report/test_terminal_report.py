@@ -1,4 +1,4 @@
-"""The tables of the terminal: honest in their choice, and proof against what models write."""
+"""Terminal output: the selection of samples, and answers with markup or control sequences."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def pair(before: bool, after: bool) -> SamplePair:
 
 
 @given(st.lists(st.builds(pair, st.booleans(), st.booleans())), st.integers(1, 9))
-def test_the_choice_is_honest(pairs: list[SamplePair], limit: int) -> None:
+def test_the_selection_includes_wrong_answers(pairs: list[SamplePair], limit: int) -> None:
     chosen = select_pairs(pairs, limit)
     assert len(chosen) == min(limit, len(pairs))
     assert any(p.wrong_after for p in chosen) == any(p.wrong_after for p in pairs)
     improved = sum(p.improved for p in pairs)
     plain = sum(not p.wrong_after and not p.improved for p in chosen)
-    assert plain == 0 or sum(p.improved for p in chosen) == improved, "an improved example was passed over"
+    assert plain == 0 or sum(p.improved for p in chosen) == improved, "an improved example was skipped"
 
 
-def test_three_samples_of_many_with_one_wrong_among_them(make_run: MakeRun) -> None:
+def test_three_of_many_samples_include_a_wrong_one(make_run: MakeRun) -> None:
     lines = [sample(0, f"p{i}", False) for i in range(20)] + [sample(5, f"p{i}", i != 13) for i in range(20)]
     text = shown(before_after_table(RunView.read(make_run(samples=lines))))
     assert [f"p{i} " in text for i in (0, 1, 13)] == [True] * 3
@@ -65,14 +65,14 @@ def test_answers_are_neither_markup_nor_control_sequences(make_run: MakeRun) -> 
     assert "\x07" not in text
 
 
-def test_long_text_is_folded_and_cut_with_a_remark(make_run: MakeRun) -> None:
+def test_long_text_is_wrapped_and_truncated(make_run: MakeRun) -> None:
     text = shown(before_after_table(RunView.read(make_run(samples=[sample(0, "y" * 1000, False)]))))
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("y") == 200
     assert "800 more" in " ".join(text.replace("│", " ").split())
 
 
-def test_a_prompt_never_asked_again_has_a_dash(make_run: MakeRun) -> None:
+def test_a_missing_answer_is_a_dash(make_run: MakeRun) -> None:
     text = shown(before_after_table(RunView.read(make_run(samples=[sample(0, "p", False)]))))
     assert "–" in text
 
@@ -81,7 +81,7 @@ def test_the_score_line(make_run: MakeRun) -> None:
     assert shown(score_line(RunView.read(make_run()))).strip() == "orders 0% → 75%"
 
 
-def test_the_score_line_names_an_early_step(make_run: MakeRun) -> None:
+def test_the_score_line_shows_an_early_step(make_run: MakeRun) -> None:
     run = RunView.read(make_run(metrics=[{"step": 2, "task/orders": 0.5}]))
     assert shown(score_line(run)).strip() == "orders – → 50% (after step 2)"
 

@@ -1,4 +1,4 @@
-"""`whet eval` on runs and models: scores beside the base and beside each other, and what training did with them."""
+"""`whet eval` on runs and models: scores compared with the base and with each other, and evaluation during training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A habit that is learned in seconds, to answer A to everything, and tasks in which that is right or not."""
+    """Data that teaches the model within seconds to answer A, and tasks in which that is right or wrong."""
     folder = tmp_path_factory.mktemp("material")
 
     def write(name: str, records: list[dict[str, Any]]) -> None:
@@ -70,7 +70,7 @@ def refused(whet: Any) -> Callable[..., str]:
     return run
 
 
-def test_scores_of_tuned_and_base_with_intervals(evaluated: Json, run: Path) -> None:
+def test_scores_of_run_and_base_with_intervals(evaluated: Json, run: Path) -> None:
     result = evaluated(run)
     own, choice = result["tasks"]["own"], result["tasks"]["choice"]
     assert result["task/own"] == own["score"] == 1
@@ -87,7 +87,7 @@ def test_scores_of_tuned_and_base_with_intervals(evaluated: Json, run: Path) -> 
     assert result["val_perplexity"] == pytest.approx(math.exp(result["val_loss"]))
 
 
-def test_what_training_measured_is_measured_again(evaluated: Json, run: Path) -> None:
+def test_eval_reproduces_the_metrics_of_training(evaluated: Json, run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = {line["step"]: line for line in lines if "task/own" in line}
     assert list(measured) == [0, 20, 40]
@@ -104,9 +104,7 @@ def test_without_the_base(evaluated: Json, run: Path) -> None:
     assert "base" not in evaluated(run, "--no-base")["tasks"]["own"]
 
 
-def test_one_against_the_other_and_against_what_was_kept(
-    evaluated: Json, run: Path, material: Path, tmp_path: Path
-) -> None:
+def test_against_a_run_and_against_a_result_file(evaluated: Json, run: Path, material: Path, tmp_path: Path) -> None:
     tasks = f"{material}/own.jsonl,{material}/choice.jsonl"
     models = evaluated("builtin:tiny", "--tasks", tasks, "--against", run)
     own = models["tasks"]["own"]
@@ -125,8 +123,7 @@ def test_one_against_the_other_and_against_what_was_kept(
     assert len(written["scored"][0]["samples"]) == 10
 
 
-def test_a_models_loss_on_a_file_is_the_runs(evaluated: Json, run: Path, material: Path) -> None:
-    """The export is the trained model, so it has the same loss on the same conversations."""
+def test_the_export_has_the_loss_of_the_run(evaluated: Json, run: Path, material: Path) -> None:
     tuned = evaluated(run, "--no-base")
     plain = evaluated(run / "exports" / "merged", "--data", material / "own.jsonl")
     for name in ("val_loss", "val_accuracy", "val_bpb", "val_perplexity"):
@@ -145,12 +142,12 @@ def test_a_yaml_list_of_tasks_and_options(evaluated: Json, run: Path, material: 
     }
 
 
-def test_time_bounds_an_evaluation(evaluated: Json, run: Path) -> None:
+def test_a_time_limit_ends_an_evaluation(evaluated: Json, run: Path) -> None:
     result = evaluated(run, "--tasks", "orders", "--no-base", "eval.minutes=0.000001", "eval.examples=50")
     assert (result["tasks"]["orders"]["examples"], result["tasks"]["orders"]["asked_for"]) == (32, 50)
 
 
-def test_time_bounds_an_evaluation_of_a_run(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_time_limit_ends_an_evaluation_during_training(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet(
         "train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", "eval.tasks=[orders]", "eval.examples=40",
         "eval.minutes=0.000001",
@@ -160,19 +157,19 @@ def test_time_bounds_an_evaluation_of_a_run(whet: Any, recipe: str, tmp_path: Pa
     assert [line["scored/orders"] for line in lines if "task/orders" in line] == [32, 32]
 
 
-def test_people_read_lines(whet: Any, run: Path) -> None:
+def test_text_output(whet: Any, run: Path) -> None:
     ended = whet("eval", run)
     assert ended.code == 0
     assert "own: 100.0 % [69.2, 100.0] · baseline 0.0 % · 10 examples, exact" in ended.out
     assert "base 0.0 % [0.0, 30.8]" in ended.out
     assert "difference +100.0 [+38.3, +100.0], p = 0.002: significant" in ended.out
-    assert "mean above the baselines: 0.667" in ended.out
+    assert "mean above baseline: 0.667" in ended.out
 
 
-def test_a_run_is_complete_in_its_folder(
+def test_a_moved_run_can_be_evaluated(
     evaluated: Json, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths of tasks are kept whole, so that it can be measured from anywhere, and once more after it was moved."""
+    """The paths of tasks are absolute, so that the working directory does not matter."""
     moved = shutil.copytree(run, tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     assert evaluated("moved", "--no-base")["task/own"] == 1
@@ -180,28 +177,30 @@ def test_a_run_is_complete_in_its_folder(
 
 
 def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_path: Path) -> None:
-    assert "there is no task 'ordrs'; known are: orders" in refused(run, "--tasks", "ordrs")
-    assert "two tasks are called own" in refused(run, "--tasks", f"{material}/own.jsonl,{material}/own.jsonl:number")
+    assert "unknown task 'ordrs'; built in are: orders" in refused(run, "--tasks", "ordrs")
+    assert "two tasks have the name own" in refused(run, "--tasks", f"{material}/own.jsonl,{material}/own.jsonl:number")
     assert "no such file" in refused(run, "--tasks", "no/such.jsonl")
     unknown = refused(run, "--tasks", f"{material}/own.jsonl:nubmer")
     assert "own.jsonl:nubmer' is not valid: expected exact | number | contains" in unknown
     assert "eval.tasks.0.scorer" in unknown
-    assert "--against compares by tasks" in refused("builtin:tiny", "--against", run)
-    assert "nothing to measure" in refused("builtin:tiny")
+    assert "--against compares task scores" in refused("builtin:tiny", "--against", run)
+    assert "nothing to evaluate" in refused("builtin:tiny")
     (tmp_path / "x.json").write_text("{}")
-    assert "x.json: this is no evaluation" in refused(run, "--against", tmp_path / "x.json")
-    assert "it is for scorer: regex" in refused(run, "--tasks", f"[{{path: {material}/own.jsonl, pattern: x}}]")
+    assert "x.json: not a result file" in refused(run, "--against", tmp_path / "x.json")
+    assert "only scorer: regex has a pattern" in refused(
+        run, "--tasks", f"[{{path: {material}/own.jsonl, pattern: x}}]"
+    )
     assert "unknown key eval.tasks.0.scoer" in refused(run, "--tasks", f"[{{path: {material}/own.jsonl, scoer: x}}]")
-    assert "an evaluation cannot change what was trained" in refused(run, "train.steps=3")
+    assert "an evaluation cannot change how the run was trained" in refused(run, "train.steps=3")
 
 
-def test_lm_eval_is_named_where_it_is_missing(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lm_eval_is_an_error(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install 'whet[lm-eval]'" in refused("builtin:tiny", "--lm-eval", "arc_easy")
 
 
 @pytest.mark.slow
-def test_lm_eval_on_a_task_of_ones_own(evaluated: Json, refused: Callable[..., str], run: Path, material: Path) -> None:
+def test_lm_eval_on_a_custom_task(evaluated: Json, refused: Callable[..., str], run: Path, material: Path) -> None:
     pytest.importorskip("lm_eval")
     (material / "habit.yaml").write_text(f"""
 task: habit
@@ -217,12 +216,12 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     result = evaluated(run, "--lm-eval", material / "habit.yaml")
     assert result["lm_eval"]["habit"]["acc"] == 1
     assert result["folder"] == str(run / "exports" / "merged")
-    assert "knows no task 'no-such'" in refused(run, "--lm-eval", "no-such")
+    assert "has no task 'no-such'" in refused(run, "--lm-eval", "no-such")
     assert "/no/such/model" in refused("/no/such/model", "--lm-eval", material / "habit.yaml")
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(evaluated: Json, run: Path) -> None:
+def test_two_processes_give_the_result_of_one(evaluated: Json, run: Path) -> None:
     command = [
         sys.executable,
         "-m",

@@ -18,11 +18,11 @@ from whet.data.render.renderer import Rendered, Renderer
 from whet.exporting.exporter import write_export
 from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
+from whet.inference.inference_model import stop_token_ids
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.run.data import turn_markers
-from whet.run.evaluation import stop_token_ids
 from whet.tokenizer.encoders import SentencePieceEncoder
 
 U, A = "<<<|user|>>>", "<<<|assistant|>>>"

@@ -11,8 +11,8 @@ import typer
 from whet.cli.common import JsonOption, QuietOption, cli_command
 
 if TYPE_CHECKING:
-    from whet.inference.chat import ChatModel
-    from whet.run.chat_models import ChatModels
+    from whet.inference.chat import ChatModels
+    from whet.inference.inference_model import InferenceModel
 
 
 @cli_command
@@ -65,8 +65,9 @@ def chat(
     """Talk to a model in the terminal."""
     from whet.core.errors import WhetError
     from whet.inference.adapters import parse_adapter_options
+    from whet.inference.chat import answer_conversations, generate_unconditional, read_prompts
     from whet.inference.sampling import Sampling
-    from whet.run.chat_models import ChatRequest, answer_conversations, generate_unconditional, load_chat_models
+    from whet.run.load_models import load_chat_models
 
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts)) if value is not None]
     given += ["--unconditional"] * unconditional
@@ -75,48 +76,43 @@ def chat(
     if as_json and not given:
         raise WhetError("--json needs something to answer: add --prompt TEXT, --prompts FILE or --unconditional")
     sampling = Sampling(temperature, top_k, seed, max_new_tokens, top_p, min_p, repetition_penalty, tuple(stop or ()))
-    wanted = ChatRequest(model, sampling, against, parse_adapter_options(adapter or []), load, calculator, system)
-    if prompts is not None:
-        from whet.inference.chat import read_prompts
-
-        questions = read_prompts(prompts)
-        answers = answer_conversations(load_chat_models(wanted), questions, explain)
-        for question, answer in zip(questions, answers, strict=True):
-            answer["prompt"] = question[-1]["content"]
+    conversations = None if prompts is None else read_prompts(prompts)
+    models = load_chat_models(model, sampling, against, parse_adapter_options(adapter or []), load, calculator, system)
+    if conversations is not None:
+        answers = answer_conversations(models, conversations, explain)
+        for conversation, answer in zip(conversations, answers, strict=True):
+            answer["prompt"] = conversation[-1]["content"]
             if not as_json:
                 typer.echo(f"you › {answer['prompt']}")
                 _print_answers(answer, against is not None, "model")
         return {"model": model, "answers": answers}
-    party = load_chat_models(wanted)
     if prompt is not None:
-        return _answer_prompt(party, prompt, explain, as_json)
+        return _answer_prompt(models, prompt, explain, as_json)
     if unconditional:
-        result = generate_unconditional(party, explain)
+        result = generate_unconditional(models, explain)
         if not as_json:
             _print_answers(result, against is not None)
         return result
-    from whet.inference.chat import ChatSession
-    from whet.inference.terminal import TerminalChat, run_terminal_chat
+    from whet.inference.terminal import TerminalChat
 
-    beside = None if party.beside is None else ChatSession(party.beside, system)
-    run_terminal_chat(TerminalChat(ChatSession(party.speaker, system), beside, party.adapters, party.load, explain))
+    TerminalChat(models, explain).run()
     return None
 
 
-def _answer_prompt(party: ChatModels, prompt: str, explain: bool, as_json: bool) -> dict[str, Any]:
-    """The answer is written as it comes, and nothing but the answer, unless two are compared."""
-    from whet.run.chat_models import answer_message
+def _answer_prompt(models: ChatModels, prompt: str, explain: bool, as_json: bool) -> dict[str, Any]:
+    """Stream the answer to stdout; with two models each answer follows its model's name."""
+    from whet.inference.chat import answer_message
 
-    speaking: list[ChatModel] = []
+    named: set[int] = set()
 
-    def show(speaker: ChatModel, piece: str) -> None:
-        if party.beside is not None and speaker not in speaking:
-            sys.stdout.write(f"{chr(10) * bool(speaking)}{speaker.name} › ")
-            speaking.append(speaker)
-        sys.stdout.write(piece)
+    def show(model: InferenceModel, text: str) -> None:
+        if models.against is not None and id(model) not in named:
+            sys.stdout.write(f"{chr(10) * bool(named)}{model.name} › ")
+            named.add(id(model))
+        sys.stdout.write(text)
         sys.stdout.flush()
 
-    result = answer_message(party, prompt, explain, None if as_json else show)
+    result = answer_message(models, prompt, explain, None if as_json else show)
     if not as_json:
         sys.stdout.write("\n")
         _print_notes(result)
@@ -131,12 +127,15 @@ def _print_answers(result: dict[str, Any], labelled: bool, name: str = "") -> No
 
 
 def _print_notes(result: dict[str, Any]) -> None:
-    """What is no answer goes to stderr."""
+    """Notes go to stderr, so that stdout has the answers only."""
     from whet.core.console import info
 
     for each in (result, *([result["against"]] if "against" in result else [])):
         if each["stopped"] == "length":
-            info(f"{each['model']}: cut after {each['tokens']} tokens; --max-new-tokens sets the limit", style="dim")
+            info(
+                f"{each['model']}: truncated after {each['tokens']} tokens; --max-new-tokens sets the limit",
+                style="dim",
+            )
         for token in each.get("explain", ()):
             others = "  ".join(f"{choice['token']!r} {choice['probability']:.1%}" for choice in token["likeliest"])
             typer.echo(f"{token['probability']:7.1%} {token['token']!r:<18} {others}")

@@ -20,27 +20,27 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def base_model_of(folder: Path) -> str:
-    """The model that an adapter stands beside, as its configuration names it."""
-    named = _read_adapter_config(folder).get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
+    """The base model that an adapter's configuration names."""
+    base = _read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
         raise WhetError(f"{folder / _CONFIG_FILE}: base_model_name_or_path is missing. {_remedy(folder)}")
-    is_path = named.startswith(("/", "~", ".")) or named.count("/") != 1
-    if is_path and not Path(named).expanduser().is_dir() and ":" not in named:
-        raise WhetError(f"{folder}: its base {named} ({_CONFIG_FILE}) is not on this machine. {_remedy(folder)}")
-    return named
+    is_path = base.startswith(("/", "~", ".")) or base.count("/") != 1
+    if is_path and not Path(base).expanduser().is_dir() and ":" not in base:
+        raise WhetError(f"{folder}: its base model {base} ({_CONFIG_FILE}) does not exist here. {_remedy(folder)}")
+    return base
 
 
 def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> Any:
-    """The model with adapters in it, by name."""
+    """A PeftModel with the adapters loaded, by name."""
     from peft import PeftModel
 
     adapted: Any = None
     for number, (name, folder) in enumerate(adapters.items()):
         if not (folder / _CONFIG_FILE).exists():
-            raise WhetError(f"--adapter: {name}={folder}: no {_CONFIG_FILE} in this folder, so it is not an adapter")
+            raise WhetError(f"--adapter: {name}={folder}: not an adapter folder: it has no {_CONFIG_FILE}")
         named = _read_adapter_config(folder).get("base_model_name_or_path")
         if named and Path(str(named)).name != Path(base).name and ":" not in base:
-            warn(f"{folder}: this adapter was trained beside {named}, not {base}; beside another it may say anything")
+            warn(f"{folder}: trained on {named}, not {base}; on another model its output is unpredictable")
         try:
             if number == 0:
                 adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
@@ -55,7 +55,7 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
 
 
 def has_embedding_rows(folder: Path, tokens: int) -> bool:
-    """Whether an adapter has the embedding's rows up to the last of so many tokens: single ones, or all of them."""
+    """Whether an adapter contains the embedding of the last of `tokens` tokens, as a single row or as a full matrix."""
     settings = _read_adapter_config(folder) if (folder / _CONFIG_FILE).exists() else {}
     single = settings.get("trainable_token_indices") or []
     if any(tokens - 1 in ids for ids in (single.values() if isinstance(single, dict) else [single])):
@@ -67,11 +67,11 @@ def has_embedding_rows(folder: Path, tokens: int) -> bool:
         with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
             return any(file.get_slice(key).get_shape()[0] == tokens for key in file.keys() if key.endswith(whole))  # noqa: SIM118
     except SafetensorError:
-        return False  # peft will say what is wrong with it
+        return False  # peft reports the error when it loads the file
 
 
 def has_4bit_base(folder: Path) -> bool:
-    """Whether an export's certificate says that the base was in 4 bits while the adapter was trained."""
+    """Whether the adapter was trained on a base quantized to 4 bits, according to its export certificate."""
     try:
         return bool(json.loads((folder / "certificate.json").read_text()).get("quantize"))
     except (OSError, ValueError, AttributeError):
@@ -79,15 +79,15 @@ def has_4bit_base(folder: Path) -> bool:
 
 
 def parse_adapter_options(texts: list[str]) -> dict[str, Path]:
-    """NAME=DIR, as given on the command line."""
+    """--adapter NAME=DIR options as {name: folder}."""
     found: dict[str, Path] = {}
     for text in texts:
         name, equals, folder = text.partition("=")
         if not equals or not name or not folder:
-            raise WhetError(f"--adapter: {text}: give a name and a folder: --adapter NAME=DIR")
+            raise WhetError(f"--adapter: {text}: expected NAME=DIR")
         if name in found or name in ("none", "base") or "." in name:
             raise WhetError(
-                f"--adapter: {name} cannot be a name here; each is used once, and none has a dot or is 'none'"
+                f"--adapter: {name}: invalid name. Names must be unique, without a dot, and not 'none' or 'base'"
             )
         found[name] = Path(folder).expanduser()
     return found
@@ -102,4 +102,4 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _remedy(folder: Path) -> str:
-    return f"Name the model that it was trained beside: whet chat MODEL --adapter mine={folder}"
+    return f"Give the model that it was trained on: whet chat MODEL --adapter mine={folder}"

@@ -1,4 +1,4 @@
-"""The calculator tool: an expression parser, and the code that inserts its results into an answer during generation."""
+"""The calculator tool: an expression parser, and the code that inserts its results into a completion."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.render.renderer import Renderer
 
-# A pocket calculator for expressions that a model writes: a parser of its own, so that no text is ever run as code.
+# The parser of expressions that a model writes. It evaluates them itself; no text is ever executed as code.
 #
 # sum      = product { (+ | -) product }
 # product  = signed { (* | / | //) signed }
 # signed   = { + | - } atom
 # atom     = number | ( sum )
-# count    = "text" . count ( "text" )                also in single quotes; alone, not inside a sum
+# count    = "text" . count ( "text" )        also in single quotes; not inside a sum
 #
-# Numbers are exact fractions. Commas between digits are left out, × ÷ − are read as * / -.
+# Numbers are exact fractions. Commas are ignored; × ÷ − mean * / -.
 
-_MAX_CHARACTERS = 256
-"""Characters: what is longer is no sum that anybody asked for."""
+_MAX_CHARACTERS = 256  # of an expression; longer ones have no value
 _MAX_DEPTH = 32
 _MAX_DECIMALS = 12
 _TOKEN_PATTERN = re.compile(r"\s*(\d+\.\d*|\.\d+|\d+|//|[-+*/()])")
@@ -36,7 +35,7 @@ class _InvalidExpression(Exception):  # noqa: N818
 
 
 def calculate(expression: str) -> str | None:
-    """The value as a person would write it, rounded to 12 digits if it has no end; None where there is none."""
+    """The value in decimal notation, rounded to 12 decimals; None if the expression is invalid."""
     if len(expression) > _MAX_CHARACTERS:
         return None
     counted = _COUNT_PATTERN.fullmatch(expression)
@@ -52,7 +51,7 @@ def calculate(expression: str) -> str | None:
 
 
 def _tokenize_expression(text: str) -> list[str]:
-    """Numbers and signs, the last first."""
+    """Numbers and operators, in reverse order."""
     parts, at, text = [], 0, text.rstrip()
     while at < len(text):
         found = _TOKEN_PATTERN.match(text, at)
@@ -112,50 +111,52 @@ def _format_number(value: Fraction) -> str:
     return f"{'-' if rounded < 0 else ''}{whole}{'.' if digits else ''}{digits}"
 
 
-# Tools that a model uses in the middle of an answer: what they say is put into it, token by token.
+# Tools that run during generation: the engine forces the tokens of their result into the completion.
 
 
 class ToolState(Protocol):
-    """Sees one answer grow."""
+    """A tool's view of one completion in progress."""
 
-    def see(self, token: int) -> Sequence[int]:
-        """Told of every token, its own ones too; gives the tokens that must follow now, or none. Where it gives some,
-        a token that would end the answer does not."""
+    def observe(self, token: int) -> Sequence[int]:
+        """Called with every token of the completion, including those it inserted; returns the tokens to insert next.
+
+        If it returns any, a stop token does not end the completion.
+        """
 
 
 class Tool(Protocol):
-    """What `generate(..., tools=...)` takes."""
+    """What `generate(..., tool=...)` accepts."""
 
-    def watch(self) -> ToolState:
-        """A watcher for a new answer."""
+    def new_state(self) -> ToolState:
+        """The state for a new completion."""
 
-    def said(self, answer: Sequence[int]) -> Sequence[int]:
-        """Of a whole answer what is said to the user, calls and results aside."""
+    def visible_answer(self, ids: Sequence[int]) -> Sequence[int]:
+        """The part of a completion that answers the user, without calls and results."""
 
 
 CALCULATOR_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-"""nanochat's: an expression between the first two, its value between the last two."""
+"""nanochat's special tokens: an expression between the first two, its value between the last two."""
 
 
 def has_calculator_tokens(renderer: Renderer) -> bool:
-    """Whether the calculator can be called without being offered first."""
+    """Whether the tokenizer has the tokens of inline calculations, which need no tool schema in the prompt."""
     vocabulary = renderer.tokenizer.get_vocab()
     return all(name in vocabulary for name in CALCULATOR_TOKENS)
 
 
 def make_calculator(renderer: Renderer) -> Tool:
-    """The calculator as this model calls it: between markers, if its tokenizer has them, else by its chat template."""
+    """The calculator as this model calls it: inline if its tokenizer has the tokens, else by function calls."""
     return InlineCalculator(renderer) if has_calculator_tokens(renderer) else FunctionCallCalculator(renderer)
 
 
 def tool_schemas(calculator: Tool | None) -> list[dict[str, Any]]:
-    """What a prompt says of it."""
+    """The tool schemas for the prompt."""
     return [CALCULATOR_SCHEMA] if isinstance(calculator, FunctionCallCalculator) else []
 
 
 class InlineCalculator:
-    """Sums between markers are worked out where they stand: … <|python_start|>48/2<|python_end|> is followed by
-    <|output_start|>24<|output_end|>. What cannot be worked out is followed by nothing."""
+    """Evaluates expressions between special tokens: inserts <|output_start|>24<|output_end|> after
+    <|python_start|>48/2<|python_end|>, and nothing after an invalid expression."""
 
     def __init__(self, renderer: Renderer, markers: Sequence[str] = CALCULATOR_TOKENS) -> None:
         self.tokenizer = renderer.tokenizer
@@ -163,15 +164,15 @@ class InlineCalculator:
         missing = [name for name in markers if name not in vocabulary]
         if missing:
             raise WhetError(
-                f"calculator: the tokenizer has no token {missing[0]}, so the model cannot call it this way"
+                f"calculator: the tokenizer has no token {missing[0]}, so the model cannot call the calculator inline"
             )
         self.open, self.close, self.output, self.end = (vocabulary[name] for name in markers)
 
-    def watch(self) -> ToolState:
+    def new_state(self) -> ToolState:
         return _InlineCalculatorState(self)
 
-    def said(self, answer: Sequence[int]) -> Sequence[int]:
-        return answer  # sums stand in the middle of it, as the model was taught to write them
+    def visible_answer(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids  # calculations are part of the text, as in training
 
 
 class _InlineCalculatorState:
@@ -179,96 +180,97 @@ class _InlineCalculatorState:
         self._calculator = calculator
         self._expression: list[int] | None = None
 
-    def see(self, token: int) -> Sequence[int]:
-        its = self._calculator
-        if token == its.open:
+    def observe(self, token: int) -> Sequence[int]:
+        calculator = self._calculator
+        if token == calculator.open:
             self._expression = []
-        elif self._expression is not None and token == its.close:
-            result = calculate(its.tokenizer.decode(self._expression))
+        elif self._expression is not None and token == calculator.close:
+            result = calculate(calculator.tokenizer.decode(self._expression))
             self._expression = None
             if result is not None:
-                return [its.output, *its.tokenizer.encode(result, add_special_tokens=False), its.end]
+                return [
+                    calculator.output,
+                    *calculator.tokenizer.encode(result, add_special_tokens=False),
+                    calculator.end,
+                ]
         elif self._expression is not None:
             self._expression.append(token)
         return ()
 
 
 _RESULT_SENTINEL = "\N{SNOWMAN}7319\N{SNOWMAN}"
-"""Stands for a result while the template is asked what comes around it."""
+"""Placeholder for a result, to find out what the chat template puts around one."""
 
 
 class FunctionCallCalculator:
-    """Calls as the chat template writes them: at the end of a turn that calls the calculator, the tool's turn and the
-    beginning of the next one are put into the answer, so that the model goes on. Prompts are rendered with
-    `tools=[SCHEMA]`."""
+    """Function calls as the chat template writes them. At the end of a turn with a call, it inserts the tool's turn and
+    the start of the next assistant turn. Prompts must be rendered with `tools=[CALCULATOR_SCHEMA]`."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.tokenizer = renderer.tokenizer
         self.backend = renderer.tokenizer.backend_tokenizer
         end = renderer.end_of_turn()
         call = {"name": "calculator", "arguments": {"expression": "31+52"}}
-        said: list[dict[str, Any]] = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "Hi"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "call00001", "type": "function", "function": call}],
-            },
+            {"role": "assistant", "content": "",
+             "tool_calls": [{"id": "call00001", "type": "function", "function": call}]},
             {"role": "tool", "content": _RESULT_SENTINEL, "tool_call_id": "call00001", "name": "calculator"},
-        ]
+        ]  # fmt: skip
         try:
-            text = renderer.apply_chat_template(said, add_generation_prompt=True, tools=[CALCULATOR_SCHEMA])
+            text = renderer.apply_chat_template(messages, add_generation_prompt=True, tools=[CALCULATOR_SCHEMA])
         except BadRecordError as error:
-            raise WhetError(f"calculator: the model's chat template has no place for it: {error}") from None
-        at, answered = text.rfind("31+52"), text.rfind(_RESULT_SENTINEL)
-        marker = None if end is None else self.tokenizer.convert_ids_to_tokens(end)
-        closed = -1 if marker is None else text.find(marker, at, answered)
-        if at < 0 or answered < at or closed < 0:
+            raise WhetError(f"calculator: the model's chat template does not support tool calls: {error}") from None
+        call_at, result_at = text.rfind("31+52"), text.rfind(_RESULT_SENTINEL)
+        end_token = None if end is None else self.tokenizer.convert_ids_to_tokens(end)
+        end_at = -1 if end_token is None else text.find(end_token, call_at, result_at)
+        if call_at < 0 or result_at < call_at or end_at < 0:
             raise WhetError(
-                "calculator: the model's chat template does not write calls, results, and an end of turn between them, "
-                "so the model cannot call it. Ask it without --calculator"
+                "calculator: the model's chat template does not write tool calls, results, and an end of turn between "
+                "them, so the model cannot call the calculator. Remove --calculator, or calculator: true"
             )
         assert end is not None
         self.end = end
-        self.before, self.after = text[closed + len(str(marker)) : answered], text[answered + len(_RESULT_SENTINEL) :]
+        self.before = text[end_at + len(str(end_token)) : result_at]
+        self.after = text[result_at + len(_RESULT_SENTINEL) :]
 
-    def watch(self) -> ToolState:
+    def new_state(self) -> ToolState:
         return _FunctionCallState(self)
 
-    def said(self, answer: Sequence[int]) -> Sequence[int]:
-        """Its last turn."""
+    def visible_answer(self, ids: Sequence[int]) -> Sequence[int]:
+        """The last turn."""
         opening = self.backend.encode(self.after, add_special_tokens=False).ids
-        starts = range(len(answer) - len(opening), -1, -1)
-        at = next((i for i in starts if list(answer[i : i + len(opening)]) == opening), None)
-        return answer if at is None else answer[at + len(opening) :]
+        starts = range(len(ids) - len(opening), -1, -1)
+        start = next((i for i in starts if list(ids[i : i + len(opening)]) == opening), None)
+        return ids if start is None else ids[start + len(opening) :]
 
 
 class _FunctionCallState:
     def __init__(self, calculator: FunctionCallCalculator) -> None:
         self._calculator = calculator
         self._turn: list[int] = []
-        self._own = 0
+        self._inserted = 0
 
-    def see(self, token: int) -> Sequence[int]:
-        if self._own:  # a token that was put there
-            self._own -= 1
+    def observe(self, token: int) -> Sequence[int]:
+        if self._inserted:  # a token of the last result
+            self._inserted -= 1
             return ()
-        its = self._calculator
-        if token != its.end:
+        calculator = self._calculator
+        if token != calculator.end:
             self._turn.append(token)
             return ()
-        expression = parse_calculator_call(its.tokenizer.decode(self._turn))
+        expression = parse_calculator_call(calculator.tokenizer.decode(self._turn))
         self._turn = []
         if expression is None:
             return ()
         result = calculate(expression) or "error: not a sum"
-        ids = its.backend.encode(f"{its.before}{result}{its.after}", add_special_tokens=False).ids
-        self._own = len(ids)
+        ids = calculator.backend.encode(f"{calculator.before}{result}{calculator.after}", add_special_tokens=False).ids
+        self._inserted = len(ids)
         return list(ids)
 
 
 def parse_calculator_call(text: str) -> str | None:
-    """What a turn asks the calculator: of the last JSON object in it that names it."""
+    """The expression of the last calculator call in a turn, written as a JSON object; None without a call."""
     found = None
     decoder = json.JSONDecoder()
     at = text.find("{")
@@ -278,8 +280,8 @@ def parse_calculator_call(text: str) -> str | None:
         except ValueError:
             at = text.find("{", at + 1)
             continue
-        asked = _expression_argument(value)
-        found = asked if asked is not None else found
+        expression = _expression_argument(value)
+        found = expression if expression is not None else found
         at = text.find("{", end)
     return found
 
@@ -287,6 +289,6 @@ def parse_calculator_call(text: str) -> str | None:
 def _expression_argument(value: Any) -> str | None:
     if not isinstance(value, dict) or value.get("name") != "calculator":
         return None
-    given = value.get("arguments", value.get("parameters"))
-    expression = given.get("expression") if isinstance(given, dict) else None
+    arguments = value.get("arguments", value.get("parameters"))
+    expression = arguments.get("expression") if isinstance(arguments, dict) else None
     return expression if isinstance(expression, str) else None

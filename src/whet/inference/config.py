@@ -15,41 +15,42 @@ _BUILTIN_PREFIX = "builtin:"
 
 
 class TaskConfig(Section):
-    """A task: one that is built in, or a file of yours. A text alone is its path, or PATH:SCORER."""
+    """A task: a built-in one or a file. A plain string is its path, or PATH:SCORER."""
 
     path: str = Field(
-        description="A built-in task such as orders, or a file with questions and answers: prompt or messages with "
-        "answer, MMLU, ARC, GSM8K, HumanEval, or conversations, whose last answer is then the right one."
+        description="A built-in task such as orders, or a file of questions with answers: prompt or messages with "
+        "answer, MMLU, ARC, GSM8K, HumanEval, or conversations, whose last message is the correct answer."
     )
-    name: str | None = Field(default=None, description="What to call it; the file's name without ending if absent.")
+    name: str | None = Field(default=None, description="The task's name; absent: the file name without extension.")
     scorer: ScorerName | None = Field(
         default=None,
-        description="How an answer is judged; absent: by the file's kind (choices by their letters, GSM8K by number, "
-        "HumanEval by its tests), else exact.",
+        description="How answers are scored; absent: by the file's format (multiple choice by letters, GSM8K by "
+        "number, HumanEval by its tests), else exact.",
     )
     pattern: str | None = Field(
         default=None,
-        description="Of regex: what it finds last in the answer, or its first group, must be the right answer; absent: "
-        "the right answer is itself a pattern.",
+        description="For scorer regex: the last match in the answer, or its first group, must equal the correct "
+        "answer; absent: the correct answer is itself a pattern.",
     )
     schema_file: str | None = Field(
-        default=None, description="Of json-schema: the schema; absent: each record has its own as schema."
+        default=None,
+        description="For scorer json-schema: a file with the schema; absent: each record has a field schema.",
     )
-    split: str | None = Field(default=None, description="Of a data set: its split.")
-    subset: str | None = Field(default=None, description="Of a data set on the hub: the name of its configuration.")
+    split: str | None = Field(default=None, description="The split of a dataset.")
+    subset: str | None = Field(default=None, description="The configuration of a dataset on the hub.")
     fields: dict[str, str] | None = Field(
-        default=None, description="Names in your file for prompt, messages and answer, such as {prompt: text}."
+        default=None, description="The names of prompt, messages and answer in the file, such as {prompt: text}."
     )
-    system: str | None = Field(default=None, description="A system message before each question.")
+    system: str | None = Field(default=None, description="A system message for every question.")
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="The longest answer; absent: what is usual for such a task, or 256."
+        default=None, ge=1, description="Maximum tokens of an answer; absent: the default of the format, or 256."
     )
     calculator: bool | None = Field(
         default=None,
-        description="Whether the model may use the calculator: true offers it as its chat template does; absent: what "
-        "it writes between nanochat's markers, if its tokenizer has them, is worked out.",
+        description="Whether the model may use the calculator: true offers it as a tool in the chat template; absent: "
+        "only inline calculations are evaluated, if the tokenizer has nanochat's special tokens for them.",
     )
-    examples: int | None = Field(default=None, ge=1, description="How many; absent: eval.examples.")
+    examples: int | None = Field(default=None, ge=1, description="Number of examples; absent: eval.examples.")
 
     @model_validator(mode="before")
     @classmethod
@@ -59,26 +60,28 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> TaskConfig:
         if self.pattern is not None and self.scorer != "regex":
-            raise config_error("pattern", "it is for scorer: regex. Set that, or remove the pattern")
+            raise config_error("pattern", "only scorer: regex has a pattern. Set scorer: regex, or remove the pattern")
         if self.schema_file is not None and self.scorer != "json-schema":
-            raise config_error("schema_file", "it is for scorer: json-schema. Set that, or remove it")
+            raise config_error(
+                "schema_file", "only scorer: json-schema has a schema_file. Set scorer: json-schema, or remove it"
+            )
         return self
 
     @property
     def builtin(self) -> str | None:
-        """The name of a task that is built in; None for a file."""
+        """The name of a built-in task; None for a file."""
         if self.path.startswith(_BUILTIN_PREFIX):
             return self.path.removeprefix(_BUILTIN_PREFIX)
         return None if any(sign in self.path for sign in "/.:") else self.path
 
     @property
     def title(self) -> str:
-        """What results are filed under: task/TITLE."""
+        """The name in results: task/TITLE."""
         return self.name or self.builtin or Path(self.path).name.split(".")[0] or self.path
 
 
 def parse_task_text(text: str) -> dict[str, str]:
-    """PATH or PATH:SCORER. What stands there as a file is taken for that, whatever it is called."""
+    """PATH or PATH:SCORER; an existing file is always a path, even if its name contains a colon."""
     path, colon, scorer = text.rpartition(":")
     if not colon or path in ("builtin", "hub") or Path(text).expanduser().exists():
         return {"path": text}
@@ -86,44 +89,42 @@ def parse_task_text(text: str) -> dict[str, str]:
 
 
 class EvalConfig(Section):
-    """Measuring while training."""
+    """Evaluation during training, and the defaults of `whet eval`."""
 
-    every: int | None = Field(default=None, ge=1, description="Steps between evaluations; absent: start and end only.")
+    every: int | None = Field(
+        default=None, ge=1, description="Steps between evaluations; absent: only at the start and the end."
+    )
     rows: int | None = Field(
         default=None,
         ge=1,
-        description="At most so many packed rows of the validation data, evenly chosen; absent: all.",
+        description="Maximum packed rows of validation data, chosen evenly; absent: all.",
     )
-    at_start: bool = Field(default=True, description="Measure the untrained model too, as the line to beat.")
-    tasks: list[TaskConfig] = Field(
-        default=[], description="Questions to ask, by name or file, such as [orders, my.jsonl:number]."
-    )
-    examples: int = Field(default=64, ge=1, description="Held-out examples of each task.")
+    at_start: bool = Field(default=True, description="Evaluate before the first step too.")
+    tasks: list[TaskConfig] = Field(default=[], description="Tasks by name or file, such as [orders, my.jsonl:number].")
+    examples: int = Field(default=64, ge=1, description="Examples of each task.")
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="Time for all tasks of one evaluation, shared evenly; what is not asked by then is left out, and "
-        "how many were asked is told. Absent: no limit.",
+        description="Time limit for all tasks of an evaluation, shared evenly between them; the number of scored "
+        "examples is reported if it ends one early. Absent: no limit.",
     )
     sandbox: Literal["strict", "limits"] = Field(
         default="strict",
-        description="How generated code is run: strict without network or files of this machine, or not at all where "
-        "the system does not permit that; limits with bounds on time and memory only.",
+        description="How generated code runs. strict: without network or access to this machine's files, and not at "
+        "all if the system does not permit such a sandbox. limits: only time and memory are limited.",
     )
     best: str = Field(
         default="val_loss",
-        description="Which measure checkpoints/best and checkpoint.keep_best go by, such as val_loss or task/orders; "
-        "higher is better for tasks and accuracies, lower for all else.",
+        description="The metric of checkpoints/best and checkpoint.keep_best, such as val_loss or task/orders; higher "
+        "is better for tasks and accuracies, lower for all others.",
     )
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvalConfig:
         titles = [task.title for task in self.tasks]
-        twice = next((title for title in titles if titles.count(title) > 1), None)
-        if twice is not None:
-            raise config_error(
-                "tasks", f"two tasks are called {twice}. Give one another name: {{path: FILE, name: OTHER}}"
-            )
+        duplicate = next((title for title in titles if titles.count(title) > 1), None)
+        if duplicate is not None:
+            raise config_error("tasks", f"two tasks have the name {duplicate}. Rename one: {{path: FILE, name: OTHER}}")
         return self
 
     @property

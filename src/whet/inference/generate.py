@@ -1,4 +1,4 @@
-"""Generation: prompts in, token ids out, by the engine or, for models it does not support, by transformers' `generate`."""
+"""`generate`: prompts in, completions out; by the engine or, for models it does not support, by transformers."""
 
 from __future__ import annotations
 
@@ -25,169 +25,159 @@ from whet.inference.sampling import Sampling, rng_keys
 from whet.model.attention import native_attention
 from whet.model.modules import eval_mode
 
-# Answers through transformers' own generation, for models that slots do not serve.
-
 _NO_TOKEN_ID = 1 << 30
-"""No token's id: without any, transformers would take the model's own."""
+"""Larger than any token id. With an empty eos_token_id transformers would fall back to the model's own."""
 
 
-def generate_with_transformers(
-    model: nn.Module, prompts: Sequence[Sequence[int]], limits: Sequence[int], pad_id: int, ask: GenerationOptions, batch: int,
-    done: Callable[[int], None],
+@torch.inference_mode()
+def generate(
+    model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, stop_ids: Sequence[int] = (), *,
+    pad_id: int = 0, batch_size: int = 32, limits: Sequence[int] | None = None, tool: Tool | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None, on_token: Callable[[int, int], None] | None = None,
+    on_finished: Callable[[int], None] = lambda count: None,
 ) -> list[Completion]:  # fmt: skip
-    """Prompts of the same length share a batch: a model with state would take padding for text. Sampled ones are alone,
-    because torch's random numbers depend on the batch."""
-    if ask.tools is not None:
+    """A completion of each prompt; it depends on model, prompt and sampling, not on the other prompts of the batch.
+
+    Args:
+        stop_ids: tokens that end a completion; they are not part of it.
+        limits: the maximum number of new tokens for each prompt; `sampling.max_new_tokens` if absent.
+        tool: inserts tokens into completions, such as the result of a calculation.
+        decode: decodes tokens; required by `sampling.stop`.
+        on_token: called with (index of the prompt, token) for every generated token.
+        on_finished: called with the number of completions that have just finished.
+    """
+    if not prompts:
+        return []
+    if sampling.stop and decode is None:
+        raise WhetError("stop: stop strings are matched in decoded text; pass `decode`, a function that decodes tokens")
+    limits = _clamp_to_context(model, prompts, limits or [sampling.max_new_tokens] * len(prompts))
+    options = GenerationOptions(sampling, frozenset(stop_ids), decode, tool, on_token)
+    with eval_mode(model):
+        layers = probe_kv_cache(model, max(map(len, prompts)) + max(limits))
+        if layers is None:
+            return _generate_with_transformers(model, prompts, limits, options, pad_id, batch_size, on_finished)
+        return Engine(model, options, layers).run(prompts, limits, batch_size, on_finished)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The maximum number of tokens in a sequence (max_position_embeddings); None if the model has no such limit."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _clamp_to_context(model: nn.Module, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
+    """The limits, reduced where prompt and completion would exceed the context."""
+    context = context_length(model) or 1 << 62
+    for prompt in prompts:
+        if not prompt:
+            raise WhetError("a prompt is empty: it has no tokens to continue. Start with the model's BOS token")
+        if len(prompt) >= context:
+            raise WhetError(
+                f"a prompt has {len(prompt):,} tokens, and the model's context is {context:,} "
+                "(max_position_embeddings): no room for an answer. Shorten the prompt, or use another model"
+            )
+    return [min(limit, context - len(prompt)) for prompt, limit in zip(prompts, limits, strict=True)]
+
+
+# Models that the KV cache does not support generate through transformers.
+
+
+def _generate_with_transformers(
+    model: nn.Module, prompts: Sequence[Sequence[int]], limits: Sequence[int], options: GenerationOptions, pad_id: int,
+    batch_size: int, on_finished: Callable[[int], None],
+) -> list[Completion]:  # fmt: skip
+    """Only prompts of equal length share a batch: a recurrent model would read padding as text. Sampled and streamed
+    ones run alone: torch's random numbers depend on the batch."""
+    if options.tool is not None:
         raise WhetError(
-            f"model.path: tools cannot be used with this model ({type(model).__name__}): it keeps a state or cache of "
-            "its own kind, into which whet cannot put their results. Ask it without tools"
+            f"model.path: {type(model).__name__} does not support tools: whet cannot insert their results into its "
+            "recurrent state or custom cache. Generate without tools"
         )
-    answers = [Completion() for _ in prompts]
-    keys = rng_keys(prompts, ask.sampling.seed)
-    alone = ask.sampling.temperature > 0 or ask.heard is not None
+    completions = [Completion() for _ in prompts]
+    keys = rng_keys(prompts, options.sampling.seed)
+    alone = options.sampling.temperature > 0 or options.on_token is not None
     with native_attention(model):
-        for numbers in _equal_length_batches(prompts, limits, 1 if alone else batch):
-            PHASE.enter("answering prompts")
-            torch.manual_seed(keys[numbers[0]])
-            for number, ids in zip(
-                numbers, _transformers_generate(model, prompts, limits, pad_id, ask, numbers), strict=True
-            ):
-                answers[number] = _to_completion(ids, limits[number], ask)
-            done(len(numbers))
-    return answers
+        for batch in _equal_length_batches(prompts, limits, 1 if alone else batch_size):
+            PHASE.enter("generating")
+            torch.manual_seed(keys[batch[0]])
+            rows = _transformers_generate(
+                model, [list(prompts[i]) for i in batch], limits[batch[0]], options, pad_id, batch[0]
+            )
+            for i, ids in zip(batch, rows, strict=True):
+                completions[i] = _to_completion(ids, limits[i], options)
+            on_finished(len(batch))
+    return completions
 
 
-def _equal_length_batches(prompts: Sequence[Sequence[int]], limits: Sequence[int], batch: int) -> list[list[int]]:
-    """Numbers of prompts that share length and limit, at most `batch` together."""
-    groups: list[list[int]] = []
-    for number in sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), limits[i], i)):
-        first = groups[-1][0] if groups else None
-        alike = first is not None and (len(prompts[first]), limits[first]) == (len(prompts[number]), limits[number])
-        if alike and len(groups[-1]) < batch:
-            groups[-1].append(number)
+def _equal_length_batches(prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices of prompts with equal length and limit, at most `batch_size` in a batch."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), limits[i], i)):
+        first = batches[-1][0] if batches else None
+        alike = first is not None and (len(prompts[first]), limits[first]) == (len(prompts[i]), limits[i])
+        if alike and len(batches[-1]) < batch_size:
+            batches[-1].append(i)
         else:
-            groups.append([number])
-    return groups
+            batches.append([i])
+    return batches
 
 
 def _transformers_generate(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    pad_id: int,
-    ask: GenerationOptions,
-    numbers: list[int],
+    model: nn.Module, prompts: list[list[int]], limit: int, options: GenerationOptions, pad_id: int, first_index: int
 ) -> list[list[int]]:
+    """The new tokens of each prompt; `first_index` is what `on_token` is called with."""
     from transformers import GenerationConfig
 
-    sampling = ask.sampling
-    options: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
+    sampling = options.sampling
+    settings: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature > 0:
-        options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        options |= {"min_p": sampling.min_p} if sampling.min_p > 0 else {}
-    settings = GenerationConfig(
-        max_new_tokens=limits[numbers[0]], do_sample=sampling.temperature > 0,
-        eos_token_id=sorted(ask.stops) or _NO_TOKEN_ID, pad_token_id=pad_id, **options,
+        settings |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        settings |= {"min_p": sampling.min_p} if sampling.min_p > 0 else {}
+    config = GenerationConfig(
+        max_new_tokens=limit, do_sample=sampling.temperature > 0, eos_token_id=sorted(options.stop_ids) or _NO_TOKEN_ID,
+        pad_token_id=pad_id, **settings,
     )  # fmt: skip
-    tokens = torch.tensor([list(prompts[i]) for i in numbers]).to(next(model.parameters()).device)
+    tokens = torch.tensor(prompts).to(next(model.parameters()).device)
     width = tokens.shape[1]
 
-    def found_string(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        assert ask.text is not None
-        ended = [truncate_at_stop_string(row, sampling.stop, ask.text) is not None for row in ids[:, width:].tolist()]
-        return torch.tensor(ended, device=ids.device)
+    def contains_stop_string(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        assert options.decode is not None
+        rows = ids[:, width:].tolist()
+        found = [truncate_at_stop_string(row, sampling.stop, options.decode) is not None for row in rows]
+        return torch.tensor(found, device=ids.device)
 
     output = model.generate(  # type: ignore[operator]
-        tokens, attention_mask=torch.ones_like(tokens), generation_config=settings,
-        stopping_criteria=[found_string] if sampling.stop else None,
-        streamer=_TokenStreamer(numbers[0], ask) if ask.heard is not None else None,
+        tokens, attention_mask=torch.ones_like(tokens), generation_config=config,
+        stopping_criteria=[contains_stop_string] if sampling.stop else None,
+        streamer=_TokenStreamer(first_index, options) if options.on_token is not None else None,
     )  # fmt: skip
     return output[:, width:].tolist()
 
 
 class _TokenStreamer:
-    """Passes tokens on; the first call has the prompt."""
+    """transformers' streamer protocol: the first call to `put` has the prompt."""
 
-    def __init__(self, number: int, ask: GenerationOptions) -> None:
-        self._number, self._ask, self._is_prompt = number, ask, True
+    def __init__(self, index: int, options: GenerationOptions) -> None:
+        self._index, self._options, self._is_prompt = index, options, True
 
     def put(self, tokens: Tensor) -> None:
-        if not self._is_prompt and self._ask.heard is not None:
+        if not self._is_prompt and self._options.on_token is not None:
             for token in tokens.flatten().tolist():
-                if token not in self._ask.stops:
-                    self._ask.heard(self._number, token)
+                if token not in self._options.stop_ids:
+                    self._options.on_token(self._index, token)
         self._is_prompt = False
 
     def end(self) -> None:
         pass
 
 
-def _to_completion(ids: list[int], limit: int, ask: GenerationOptions) -> Completion:
-    end = next((i for i, token in enumerate(ids) if token in ask.stops), None)
-    last = () if end is None else (ids[end],)
-    ids = ids if end is None else ids[:end]
-    kept = truncate_at_stop_string(ids, ask.sampling.stop, ask.text) if ask.sampling.stop and ask.text else None
+def _to_completion(ids: list[int], limit: int, options: GenerationOptions) -> Completion:
+    """The tokens that transformers returned, cut at the first stop token or stop string."""
+    end = next((i for i, token in enumerate(ids) if token in options.stop_ids), None)
+    stop_token = () if end is None else (ids[end],)
+    ids = ids[:end]
+    strings = options.sampling.stop
+    kept = truncate_at_stop_string(ids, strings, options.decode) if strings and options.decode else None
     if kept is not None:
         return Completion(kept[0], FINISH_STRING, text=kept[1])
-    return Completion(ids[:limit], FINISH_LENGTH if end is None else FINISH_END, last)
-
-
-# Answers: prompts in, tokens out.
-
-
-def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], pad_id: int, sampling: Sampling,
-    batch: int = 32, done: Callable[[int], None] = lambda n: None, *, tools: Tool | None = None,
-    text: Callable[[Sequence[int]], str] | None = None, limits: Sequence[int] | None = None,
-) -> list[list[int]]:  # fmt: skip
-    """The answer to each prompt, without its end-of-turn token. `done` is told how many answers were finished.
-
-    An answer depends on model, prompt and sampling, not on the prompts beside it. `text` decodes tokens, for
-    `sampling.stop`; `limits`: the most tokens of each answer, where they differ from `sampling.max_new_tokens`.
-    """
-    found = generate_completions(
-        model, prompts, stop_ids, pad_id, sampling, batch, done, tools=tools, text=text, limits=limits
-    )
-    return [answer.ids for answer in found]
-
-
-@torch.inference_mode()
-def generate_completions(
-    model: nn.Module, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], pad_id: int, sampling: Sampling,
-    batch: int = 32, done: Callable[[int], None] = lambda n: None, *, tools: Tool | None = None,
-    text: Callable[[Sequence[int]], str] | None = None, limits: Sequence[int] | None = None,
-    heard: Callable[[int, int], None] | None = None,
-) -> list[Completion]:  # fmt: skip
-    """The same with the reason why each answer ended: `end` (a stop token), `length` or `string`. `heard` is called
-    with (number of the prompt, token) for every token as it comes."""
-    if not prompts:
-        return []
-    if sampling.stop and text is None:
-        raise WhetError("stop: texts that end an answer are looked for in text: give a function that decodes tokens")
-    limits = _clamp_to_context(model, prompts, limits or [sampling.max_new_tokens] * len(prompts))
-    ask = GenerationOptions(sampling, frozenset(stop_ids), text, tools, heard)
-    with eval_mode(model):
-        seen = probe_kv_cache(model, max(map(len, prompts)) + max(limits))
-        if seen is None:
-            return generate_with_transformers(model, prompts, limits, pad_id, ask, batch, done)
-        return Engine(model, ask, seen).run(prompts, limits, batch, done)
-
-
-def context_length(model: nn.Module) -> int | None:
-    """How many tokens the model can read and write together; None: no limit is known."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _clamp_to_context(model: nn.Module, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
-    """The limits, lowered where prompt and answer together would not fit."""
-    context = context_length(model) or 1 << 62
-    for prompt in prompts:
-        if not prompt:
-            raise WhetError("a prompt has no tokens, so there is nothing to continue; begin with the model's BOS token")
-        if len(prompt) >= context:
-            raise WhetError(
-                f"a prompt has {len(prompt):,} tokens and the model reads {context:,} (max_position_embeddings), so "
-                "nothing is left for an answer. Shorten it, or use a model with a longer context"
-            )
-    return [min(limit, context - len(prompt)) for prompt, limit in zip(prompts, limits, strict=True)]
+    return Completion(ids[:limit], FINISH_LENGTH if end is None else FINISH_END, stop_token)

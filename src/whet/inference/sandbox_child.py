@@ -1,14 +1,14 @@
-"""The other side of the sandbox: a script that locks itself in and then runs a program. Only the standard library.
+"""The child process of the sandbox: a script that isolates itself and then runs a program. Standard library only.
 
-Three processes, so that nothing can outlive the program:
-    outer   makes the namespaces, waits, keeps the clock, and kills;
-    first   is number 1 of a process namespace: when it ends, the kernel kills everything inside, daemons too;
-    program runs the code, without rights, inside a root folder that holds Python and one empty folder to write to.
-It reads a JSON object with the limits and the code from stdin, and tells on the descriptor that its argument names what
-is enforced, and how the program ended. The program itself cannot: it has no such descriptor.
+Three processes, so that nothing outlives the program:
+    supervisor  creates the namespaces, enforces the time limit, and kills;
+    init        is PID 1 of a PID namespace: when it exits, the kernel kills all processes inside, daemons too;
+    program     runs the code, unprivileged, in a root folder with Python and one empty writable folder.
+The script reads a JSON object with limits and code from stdin. It writes what is enforced, and the program's exit code,
+to the file descriptor named by its argument. The program cannot: that descriptor is closed for it.
 """
 
-# pathlib would be half of the time that a sandbox takes to start:
+# Importing pathlib would take half of the sandbox's start-up time.
 # ruff: noqa: PTH102, PTH103, PTH110, PTH112, PTH113, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208, PTH211
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203, "riscv64": 41, "s39
 _DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SUBREAPER, _DUMPABLE = 1, 38, 36, 4
 _SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_FIRST_UNUSED_UID = (
-    2_000_000_000  # ids from here belong to no one; one for each sandbox, so that processes are counted apart
-)
-_IGNORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)  # as Python has it: a file that grows too large is an OSError
+_FIRST_UNUSED_UID = 2_000_000_000  # one per sandbox: RLIMIT_NPROC counts processes by user
+_IGNORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)  # as in Python: a file over its limit is an OSError
 _STATUS_FD = 3
 _EXIT_UNSUPPORTED = 97
 
@@ -62,7 +60,7 @@ def _make_read_only(path: str) -> None:
 
 
 def unshare_namespaces() -> None:
-    """Namespaces of its own. Root needs no user namespace; anyone else gets the rights to the others through one."""
+    """Enter new UTS, IPC, PID and network namespaces. Users other than root need a user namespace to be allowed to."""
     me, group = os.getuid(), os.getgid()
     others = _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     if me == 0:
@@ -75,8 +73,8 @@ def unshare_namespaces() -> None:
 
 
 def enter_sandbox_root(folder: str, python: list[str], file_bytes: int) -> None:
-    """A root folder with Python and the system's libraries, read-only, and one empty folder in memory to write to."""
-    _libc_call("unshare", _NEWNS)  # not in `outer`, which must go on seeing the real /proc to kill
+    """Switch to a root folder with Python and system libraries, read-only, and one empty writable tmpfs."""
+    _libc_call("unshare", _NEWNS)  # not in the supervisor, which needs the real /proc to kill
     _mount("none", "/", "none", _REC | _PRIVATE)
     _mount("sandbox", folder, "tmpfs", _NOSUID | _NODEV, "size=16m,mode=755")
     for path in dict.fromkeys([*_SYSTEM_PATHS, *python]):
@@ -96,7 +94,7 @@ def enter_sandbox_root(folder: str, python: list[str], file_bytes: int) -> None:
     for name in ("/work", "/proc"):
         os.mkdir(folder + name)
     _mount("work", f"{folder}/work", "tmpfs", _NOSUID | _NODEV, f"size={file_bytes},nr_inodes=1000,mode=777")
-    with contextlib.suppress(OSError):  # some containers forbid it; nothing here needs it
+    with contextlib.suppress(OSError):  # some containers forbid it, and it is not required
         _mount("proc", f"{folder}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     os.chdir(folder)
     _libc_call("syscall", _PIVOT_ROOT[platform.machine()], b".", b".")
@@ -112,14 +110,14 @@ def _bind_file(path: str, target: str) -> None:
     _mount(path, target, "none", _BIND)
 
 
-def drop_privileges(number: int | None) -> None:
-    """No rights, and no way to new ones. `number`: of the user to become, for root; others stay who they are."""
-    if number is not None:
+def drop_privileges(uid: int | None) -> None:
+    """Drop all privileges for good. `uid`: the user that root changes to; None if not root."""
+    if uid is not None:
         with contextlib.suppress(OSError):
             os.setgroups([])
-        os.setresgid(number, number, number)
-        os.setresuid(number, number, number)
-    else:  # root of a user namespace of its own: give up what that brought
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    else:  # root of its own user namespace: drop the capabilities that come with it
         for capability in range(64):
             _libc.prctl(24, capability, 0, 0, 0)
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -128,21 +126,21 @@ def drop_privileges(number: int | None) -> None:
     _libc_call("prctl", _DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
-def set_resource_limits(limits: dict[str, Any], processes_more: int) -> None:
-    """Limits of the system for the program and all that it starts."""
-    for what, value in (
+def set_resource_limits(limits: dict[str, Any], extra_processes: int) -> None:
+    """Set the rlimits, which processes that the program starts inherit."""
+    for resource_, value in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_CPU, int(limits["seconds"]) + 1),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + processes_more),
+        (resource.RLIMIT_NPROC, limits["processes"] + extra_processes),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (value, value))
+        resource.setrlimit(resource_, (value, value))
 
 
 def exec_code(code: str) -> int:
-    """The program in this process; its exit code."""
+    """Run the code in this process; return its exit code."""
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN if number in _IGNORED_SIGNALS else signal.SIG_DFL)
@@ -161,27 +159,27 @@ def exec_code(code: str) -> int:
     return status & 255
 
 
-def program_process(limits: dict[str, Any], more: int, code: str) -> NoReturn:
-    """Never returns."""
+def program_process(limits: dict[str, Any], extra_processes: int, code: str) -> NoReturn:
+    """The process of the program."""
     status = 1
     try:
         os.setsid()
         os.close(_STATUS_FD)
-        set_resource_limits(limits, more)
+        set_resource_limits(limits, extra_processes)
         status = exec_code(code)
     finally:
         os._exit(status)
 
 
-def init_process(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Number 1 of the process namespace. Never returns."""
+def init_process(request: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """PID 1 of the PID namespace."""
     try:
-        enter_sandbox_root(order["folder"], order["python"], order["file_bytes"])
-        drop_privileges(order["user"])
-        tell({"enforced": {"network": True, "files": True, "processes": True}})
+        enter_sandbox_root(request["folder"], request["python"], request["file_bytes"])
+        drop_privileges(request["user"])
+        report({"enforced": {"network": True, "files": True, "processes": True}})
         child = os.fork()
         if child == 0:
-            program_process(order, 3, order["code"])
+            program_process(request, 3, request["code"])
         os.close(_STATUS_FD)
         for descriptor in (0, 1, 2):
             os.close(descriptor)
@@ -191,69 +189,69 @@ def init_process(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) 
                 os._exit(_shell_exit_code(status))
     except BaseException as error:
         with contextlib.suppress(OSError):
-            tell({"error": str(error) or type(error).__name__})
+            report({"error": str(error) or type(error).__name__})
         os._exit(_EXIT_UNSUPPORTED)
 
 
-def enter_limits_only(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Where there are only limits: root still becomes someone else, for whom alone processes are counted."""
-    drop_privileges(order["user"])
-    hidden = [path for path in order["python"] if not os.access(path, os.R_OK | os.X_OK)]
+def enter_limits_only(request: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
+    """Mode `limits`: only privileges are dropped; root changes to a user whose processes can be counted."""
+    drop_privileges(request["user"])
+    hidden = [path for path in request["python"] if not os.access(path, os.R_OK | os.X_OK)]
     if hidden:
-        tell({"error": f"{hidden[0]}, where Python is, cannot be read by a user without rights"})
+        report({"error": f"{hidden[0]}, the folder of Python, is not readable by unprivileged users"})
         os._exit(_EXIT_UNSUPPORTED)
-    tell({"enforced": {"network": False, "files": False, "processes": False}})
+    report({"enforced": {"network": False, "files": False, "processes": False}})
 
 
 def _shell_exit_code(status: int) -> int:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def supervisor_process(order: dict[str, Any]) -> int:
-    """Tells the exit code of the program, if it ended in time; its own is 0 if there was one."""
+def supervisor_process(request: dict[str, Any]) -> int:
+    """Start the program, kill it at the time limit, and report its exit code; None if it was killed."""
 
-    def tell(found: dict[str, Any]) -> None:
+    def report(found: dict[str, Any]) -> None:
         os.write(_STATUS_FD, json.dumps(found).encode() + b"\n")
 
     _libc_call("prctl", _DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    order["user"] = _FIRST_UNUSED_UID + order["number"] if os.getuid() == 0 else None
-    if order["strict"]:
+    request["user"] = _FIRST_UNUSED_UID + request["number"] if os.getuid() == 0 else None
+    if request["strict"]:
         try:
             unshare_namespaces()
         except OSError as error:
-            tell({"error": str(error)})
+            report({"error": str(error)})
             return _EXIT_UNSUPPORTED
     else:
         _libc_call("prctl", _SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
     if child == 0:
-        if order["strict"]:
-            init_process(order, tell)
-        enter_limits_only(order, tell)
-        program_process(order, _user_process_count() if order["user"] is None else 0, order["code"])
-    until = time.monotonic() + order["seconds"]
+        if request["strict"]:
+            init_process(request, report)
+        enter_limits_only(request, report)
+        program_process(request, _user_process_count() if request["user"] is None else 0, request["code"])
+    deadline = time.monotonic() + request["seconds"]
     status = None
-    while status is None and time.monotonic() < until:
+    while status is None and time.monotonic() < deadline:
         pid, ended = os.waitpid(child, os.WNOHANG)
         status = _shell_exit_code(ended) if pid else None
         if status is None:
             time.sleep(0.002)
     _kill_descendants()
-    tell({"code": status})
+    report({"code": status})
     return 0
 
 
 def _user_process_count() -> int:
-    """Processes of this user: where they cannot be counted apart, the limit is above them."""
-    mine = 0
+    """The number of this user's processes, which RLIMIT_NPROC counts together with the sandbox's."""
+    count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            mine += name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid()
-    return mine
+            count += name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid()
+    return count
 
 
 def _kill_descendants() -> None:
-    """Everything below this process. Those that ran from their parents come here, because it is their reaper."""
+    """Kill all descendants. Orphaned ones become children of this process, because it is a subreaper."""
     for _ in range(1000):
         for pid in _child_pids():
             with contextlib.suppress(OSError):

@@ -1,183 +1,173 @@
-"""`whet chat` in a terminal: input, slash commands, and streamed output."""
+"""`whet chat` in a terminal: input, slash commands and streamed replies."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from whet.core.errors import WhetError
-from whet.inference.chat import FINISH_INTERRUPTED, ChatModel, ChatSession, ExplainedToken, Reply, explain_tokens
+from whet.inference.chat import ChatModels, ChatSession
+from whet.inference.inference_model import FINISH_INTERRUPTED, ExplainedToken, InferenceModel, Reply
 
 _COLOURS = ("bold cyan", "bold magenta")
 _HELP = """\
-/reset           start over
-/system TEXT     another system message, and start over
-/save FILE       add the conversation to FILE, one line of JSON that whet can train on
-/against MODEL   a second model beside it; none: alone again
-/adapter NAME    another adapter; none: without
-/quit, Ctrl-D    leave
-Ctrl-C           stops an answer
-A line that ends with \\ goes on; a text of several lines stands between \"\"\" and \"\"\"."""
-
-
-@dataclass(slots=True)
-class TerminalChat:
-    """Who sits at it."""
-
-    session: ChatSession
-    beside: ChatSession | None = None
-    adapters: dict[str, ChatModel] = field(default_factory=dict)
-    load: Callable[[str], ChatModel] | None = None
-    """Another model by its name."""
-    explains: bool = False
+/reset           start a new conversation
+/system TEXT     set the system message and start a new conversation
+/save FILE       append the conversation to FILE, as a line of JSON that whet can train on
+/against MODEL   compare with a second model; /against none: stop comparing
+/adapter NAME    switch to another adapter; /adapter none: the base model
+/quit, Ctrl-D    quit
+Ctrl-C           stop a reply
+A line that ends with \\ continues on the next; \"\"\" starts and ends a message of several lines."""
 
 
 class _QuitError(Exception):
-    """The person has left."""
+    """The user has quit."""
 
 
-def run_terminal_chat(table: TerminalChat, console: Console | None = None) -> None:
-    """Ask and answer until the person leaves."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - arrow keys and earlier lines, where the terminal has them
-    console = console or Console(highlight=False)
-    console.print("Type a message. /help shows more, /quit or Ctrl-D leaves.", style="dim")
-    while True:
-        try:
-            text = read_message(lambda mark: console.input(f"[bold]{mark}[/bold] "))
-        except EOFError:
-            console.print()
+class TerminalChat:
+    """An interactive chat with one model, or with two side by side."""
+
+    def __init__(self, models: ChatModels, explain: bool = False, console: Console | None = None) -> None:
+        self.session = ChatSession(models.model, models.system)
+        self.against = None if models.against is None else ChatSession(models.against, models.system)
+        self._adapters, self._load, self._explain = models.adapters, models.load, explain
+        self._console = console or Console(highlight=False)
+
+    @property
+    def sessions(self) -> list[ChatSession]:
+        return [session for session in (self.session, self.against) if session is not None]
+
+    def run(self) -> None:
+        """Read messages and print replies until the user quits."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - arrow keys and history, where the terminal supports them
+        self._note("Type a message. /help lists the commands; /quit or Ctrl-D quits.")
+        while True:
+            try:
+                text = read_message(lambda prompt: self._console.input(f"[bold]{prompt}[/bold] "))
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._note("\n(/quit or Ctrl-D quits)")
+                continue
+            try:
+                if text.startswith("/"):
+                    self._run_command(text)
+                elif text.strip():
+                    for session, colour in zip(self.sessions, _COLOURS, strict=False):
+                        self._reply(session, text, colour)
+            except _QuitError:
+                return
+            except WhetError as error:
+                self._console.print(f"{error}", style="red", markup=False)
+            except KeyboardInterrupt:
+                self._note("\n(stopped)")
+
+    def _reply(self, session: ChatSession, text: str, colour: str) -> None:
+        name = session.model.name if self.against else "model"
+        self._console.print(Text(f"{name} › ", colour), end="")
+        reply = session.send(text, lambda part: self._console.print(Text(part), end="", soft_wrap=True))
+        self._console.print()
+        note = truncation_note(reply, session.model)
+        if note:
+            self._note(f"({note})")
+        if self._explain:
+            print_explained_tokens(session.model.explain(reply), self._console)
+
+    def _run_command(self, text: str) -> None:
+        name, _, argument = text.partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "/reset": self._reset, "/new": self._reset, "/system": self._set_system, "/save": self._save,
+            "/against": self._compare, "/adapter": self._switch_adapter, "/help": self._help, "/quit": self._quit,
+            "/exit": self._quit,
+        }  # fmt: skip
+        if name not in commands:
+            raise WhetError(f"{name}: unknown command. /help lists the commands; start with a space to send it as text")
+        commands[name](argument.strip())
+
+    def _reset(self, _: str) -> None:
+        for session in self.sessions:
+            session.reset()
+        self._note("(new conversation)")
+
+    def _set_system(self, system: str) -> None:
+        for session in self.sessions:
+            session.reset(system)
+        self._note(f"({'system message set' if system else 'no system message'}; new conversation)")
+
+    def _save(self, file: str) -> None:
+        if not file:
+            raise WhetError("/save: a file is missing. Example: /save my.jsonl")
+        path = Path(file).expanduser()
+        self.session.save(path)
+        self._note(f"(appended to {path})")
+
+    def _compare(self, reference: str) -> None:
+        if reference in ("", "none"):
+            self.against = None
+            self._note("(one model)")
             return
-        except KeyboardInterrupt:
-            console.print("\n(/quit or Ctrl-D leaves)", style="dim")
-            continue
-        try:
-            if text.startswith("/"):
-                _run_command(table, console, text)
-            elif text.strip():
-                for number, session in enumerate(filter(None, (table.session, table.beside))):
-                    _answer_message(table, console, session, text, _COLOURS[number])
-        except _QuitError:
-            return
-        except WhetError as error:
-            console.print(f"{error}", style="red", markup=False)
-        except KeyboardInterrupt:
-            console.print("\n(stopped)", style="dim")
+        if self._load is None:
+            raise WhetError("/against: no other model can be loaded here")
+        self.against = ChatSession(self._load(reference), self.session.system)
+        self.session.reset()
+        self._note(f"(comparing with {reference}; new conversation)")
+
+    def _switch_adapter(self, name: str) -> None:
+        if name not in self._adapters:
+            known = ", ".join(self._adapters) or "none. Load some with: whet chat BASE --adapter NAME=DIR"
+            raise WhetError(f"/adapter: {f'no adapter {name}' if name else 'a name is missing'}; available: {known}")
+        self.session.model = self._adapters[name]
+        self._note("(base model without adapter)" if name == "none" else f"(adapter {name})")
+
+    def _help(self, _: str) -> None:
+        self._note(_HELP)
+
+    def _quit(self, _: str) -> None:
+        raise _QuitError
+
+    def _note(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False)
 
 
-def read_message(ask: Callable[[str], str]) -> str:
-    '''One message, of several lines where a line ends with a backslash or stands between """ and """.'''
-    line = ask("you ›").rstrip()
+def read_message(read_line: Callable[[str], str]) -> str:
+    '''One message; it has several lines where a line ends with a backslash, or between """ and """.'''
+    line = read_line("you ›").rstrip()
     if line.lstrip().startswith('"""'):
         lines = [line.lstrip()[3:]]
         while not lines[-1].endswith('"""'):
-            lines.append(ask("  ···"))
+            lines.append(read_line("  ···"))
         lines[-1] = lines[-1][:-3]
         return "\n".join(lines).strip("\n")
     lines = []
     while line.endswith("\\"):
         lines.append(line[:-1])
-        line = ask("  ···").rstrip()
+        line = read_line("  ···").rstrip()
     return "\n".join([*lines, line])
 
 
-def _answer_message(table: TerminalChat, console: Console, session: ChatSession, text: str, colour: str) -> None:
-    def show(piece: str) -> None:
-        console.print(Text(piece), end="", soft_wrap=True)
-
-    name = session.speaker.name if table.beside else "model"
-    console.print(Text(f"{name} › ", colour), end="")
-    said = session.say(text, show)
-    console.print()
-    note = truncation_note(said, session.speaker)
-    if note:
-        console.print(Text(f"({note})", "dim"))
-    if table.explains:
-        with session.speaker.within():
-            told = explain_tokens(session.speaker.model, said.prompt, said.ids, session.speaker.piece)
-        print_explained_tokens(told, console)
-
-
-def truncation_note(said: Reply, speaker: ChatModel) -> str | None:
-    """What a person should know of how an answer ended."""
-    if said.stopped == FINISH_INTERRUPTED:
+def truncation_note(reply: Reply, model: InferenceModel) -> str | None:
+    """Why a reply is incomplete; None if it is complete."""
+    if reply.finish_reason == FINISH_INTERRUPTED:
         return "stopped"
-    if said.stopped != "length":
+    if reply.finish_reason != "length":
         return None
-    limit = speaker.sampling.max_new_tokens
-    if len(said.ids) < limit:
-        return "cut: the model's context is full; /reset starts over"
-    return f"cut at {limit} tokens, the model did not stop by itself; --max-new-tokens sets the limit"
+    limit = model.sampling.max_new_tokens
+    if len(reply.ids) < limit:
+        return "truncated: the model's context is full; /reset starts a new conversation"
+    return f"truncated after {limit} tokens; --max-new-tokens sets the limit"
 
 
 def print_explained_tokens(tokens: Iterable[ExplainedToken], console: Console) -> None:
-    """One line a token: how likely it was, and the likeliest ones."""
-    for each in tokens:
-        style = "green" if each.probability >= 0.5 else "yellow" if each.probability >= 0.1 else "red"
-        others = "  ".join(f"{choice.token!r} {choice.probability:.1%}" for choice in each.likeliest)
-        line = Text.assemble((f"{each.probability:7.1%} ", style), (f"{each.token!r:<18} ", "bold"), (others, "dim"))
+    """One line per token: its probability, the token, and the most likely candidates."""
+    for token in tokens:
+        style = "green" if token.probability >= 0.5 else "yellow" if token.probability >= 0.1 else "red"
+        others = "  ".join(f"{other.token!r} {other.probability:.1%}" for other in token.likeliest)
+        line = Text.assemble((f"{token.probability:7.1%} ", style), (f"{token.token!r:<18} ", "bold"), (others, "dim"))
         console.print(line, soft_wrap=True)
-
-
-def _run_command(table: TerminalChat, console: Console, text: str) -> None:
-    name, _, rest = text.partition(" ")
-    commands: dict[str, Callable[[TerminalChat, Console, str], None]] = {
-        "/reset": _reset, "/new": _reset, "/system": _system, "/save": _save, "/against": _against,
-        "/adapter": _adapter, "/help": _help, "/quit": _quit, "/exit": _quit,
-    }  # fmt: skip
-    if name not in commands:
-        raise WhetError(f"{name}: no such command. /help shows all; begin with a space to say it to the model")
-    commands[name](table, console, rest.strip())
-
-
-def _reset(table: TerminalChat, console: Console, rest: str) -> None:
-    for session in filter(None, (table.session, table.beside)):
-        session.forget()
-    console.print("(a new conversation)", style="dim")
-
-
-def _system(table: TerminalChat, console: Console, rest: str) -> None:
-    for session in filter(None, (table.session, table.beside)):
-        session.forget(rest)
-    console.print(f"({'system message set' if rest else 'no system message'}; a new conversation)", style="dim")
-
-
-def _save(table: TerminalChat, console: Console, rest: str) -> None:
-    if not rest:
-        raise WhetError("/save: name a file: /save my.jsonl")
-    path = Path(rest).expanduser()
-    table.session.save(path)
-    console.print(f"(added to {path})", style="dim", markup=False)
-
-
-def _against(table: TerminalChat, console: Console, rest: str) -> None:
-    if rest in ("", "none"):
-        table.beside = None
-        console.print("(alone)", style="dim")
-        return
-    if table.load is None:
-        raise WhetError("/against: no other model can be loaded here")
-    table.beside = ChatSession(table.load(rest), table.session.system)
-    table.session.forget()
-    console.print(f"(beside {rest}; a new conversation)", style="dim", markup=False)
-
-
-def _adapter(table: TerminalChat, console: Console, rest: str) -> None:
-    if rest not in table.adapters:
-        known = ", ".join(table.adapters) or "none were given: whet chat BASE --adapter NAME=DIR"
-        raise WhetError(f"/adapter: {rest or 'name one'}; there are: {known}")
-    table.session.speaker = table.adapters[rest]
-    console.print(f"({'without adapter' if rest == 'none' else rest})", style="dim", markup=False)
-
-
-def _help(table: TerminalChat, console: Console, rest: str) -> None:
-    console.print(_HELP, style="dim", markup=False)
-
-
-def _quit(table: TerminalChat, console: Console, rest: str) -> None:
-    raise _QuitError

@@ -1,4 +1,4 @@
-"""Numbers, counts, shares and durations as text; what was not measured is a dash."""
+"""Numbers, counts, shares and durations as text; a missing value is a dash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """A whole number with separators; from ten million on, in millions or more."""
+    """A whole number with separators; from ten million with a unit: M, G, T or P."""
     if value is None:
         return DASH
     if abs(value) < 1e7:
@@ -37,7 +37,7 @@ def format_count(value: float | None) -> str:
 
 
 def format_share(value: float | None) -> str:
-    """A share as a percentage. Only 1 is written 100% and only 0 is written 0%."""
+    """A share as a percentage. Only exactly 1 is 100% and only exactly 0 is 0%."""
     if value is None:
         return DASH
     text = f"{value:.1%}".replace(".0%", "%")
@@ -47,7 +47,7 @@ def format_share(value: float | None) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """A duration with the two units that matter, such as `3 min 12 s`."""
+    """A duration in its two largest units, such as `3 min 12 s`."""
     if value is None:
         return DASH
     if value < 1:
@@ -63,5 +63,5 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_time(value: float | None) -> str:
-    """A moment given in seconds since 1970, in UTC: a report is read on other machines than it was written on."""
+    """A Unix time in UTC, because a report may be read in another time zone."""
     return DASH if value is None else datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")

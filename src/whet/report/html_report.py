@@ -1,4 +1,4 @@
-"""report.html: one self-contained file that needs neither network nor server."""
+"""report.html: one self-contained file that needs neither a network nor a server."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ from whet.report.formatting import (
 from whet.report.run_view import LoggedSample, RunView, SamplePair, Series, SourceCounts, select_pairs
 from whet.report.summary import summarize_run
 
-# Pieces of HTML. Every text that enters the page is escaped here.
-
 
 class Markup(str):
-    """HTML that is already safe; any other text is escaped when it becomes part of the page."""
+    """Safe HTML; any other text is escaped when it becomes part of the page."""
 
     __slots__ = ()
 
 
 def to_html(value: object) -> str:
-    """`value` as HTML: markup as it is, nothing as a dash, all else as escaped text."""
+    """`value` as HTML: markup unchanged, a missing value as a dash, all else as escaped text."""
     if isinstance(value, Markup):
         return value
     return DASH if value is None or value == "" else escape(str(value))
@@ -48,13 +46,13 @@ def element(name: str, *content: object, **attributes: str) -> Markup:
 
 
 def html_section(title: str, *content: object, note: object = None) -> Markup:
-    """A part of the page under a heading, with a remark beside it."""
-    remark = element("p", note, class_="note") if note is not None else Markup("")
-    return element("section", element("h2", title), remark, *content)
+    """A section of the page: heading, optional note, content."""
+    paragraph = element("p", note, class_="note") if note is not None else Markup("")
+    return element("section", element("h2", title), paragraph, *content)
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
-    """A table whose cells carry their column's title, by which they are labelled on a narrow screen."""
+    """A table whose cells have their column's title as data-label, which narrow screens show."""
     body = [
         element("tr", *[element("td", cell, data_label=title) for title, cell in zip(head, row, strict=True)])
         for row in rows
@@ -65,13 +63,13 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
 
 
 def definition_list(values: Mapping[str, object]) -> Markup:
-    """A list of names and values; what is not known is left out."""
+    """A list of names and values without the missing ones."""
     known = {name: value for name, value in values.items() if value not in (None, "", DASH)}
     rows = [element("div", element("dt", name), element("dd", value)) for name, value in known.items()]
     return element("dl", *rows, class_="facts")
 
 
-# The parts of the report, each a function from a run to HTML; empty where the run has nothing to say.
+# The sections of the report, each a function from a run to HTML; empty without data.
 
 _EMPTY = Markup("")
 _MAX_POINTS = 4000
@@ -82,11 +80,11 @@ _MAX_FAULTS = 20
 
 
 def headline_section(run: RunView) -> Markup:
-    """The result and what it cost, large."""
+    """Task scores, and what training them took."""
     scores = []
-    for score in run.results:
+    for score in run.task_scores:
         early = score.after_step is not None and score.after_step != run.steps
-        name = f"{score.task}, right answers" + (f" (step {format_count(score.after_step)})" if early else "")
+        name = f"{score.task} score" + (f" (step {format_count(score.after_step)})" if early else "")
         scores.append(
             _tile(name, format_share(score.before), element("i", " → "), element("b", format_share(score.after)))
         )
@@ -94,10 +92,10 @@ def headline_section(run: RunView) -> Markup:
         _tile(
             "steps" if run.steps in (None, run.step) else f"of {format_count(run.steps)} steps", format_count(run.step)
         ),
-        _tile("train time", format_seconds(run.train_seconds)),
+        _tile("training time", format_seconds(run.train_seconds)),
         _tile("tokens", format_count(run.tokens)),
         _tile("supervised tokens", format_count(run.supervised_tokens)),
-        _tile("tokens a second", format_count(run.tokens_per_s)),
+        _tile("tokens per second", format_count(run.tokens_per_s)),
     ]
     return element("section", element("div", *scores, class_="scores"), element("div", *numbers, class_="tiles"))
 
@@ -107,11 +105,10 @@ def _tile(name: str, *value: object) -> Markup:
 
 
 def curves_section(run: RunView) -> Markup:
-    """Loss, scores, learning rate and gradient norm over the steps."""
+    """Loss, scores, learning rate and gradient norm by step."""
     validation = ChartLine("validation", list(run.val_losses), "validation", joined=False)
     small = [
-        render_chart(f"{task}, share right", [_chart_line(list(points))], small=True)
-        for task, points in run.scores.items()
+        render_chart(f"{task} score", [_chart_line(list(points))], small=True) for task, points in run.scores.items()
     ]
     small.append(render_chart("learning rate", [_chart_line(run.series("lr"))], small=True))
     small.append(render_chart("gradient norm", _raw_and_smoothed(run.series("grad_norm")), small=True))
@@ -120,13 +117,13 @@ def curves_section(run: RunView) -> Markup:
         "Training",
         Markup(render_chart("loss by step", [*_raw_and_smoothed(run.series("loss")), validation])),
         element("div", *map(Markup, small), class_="row"),
-        note=f"Smoothed lines are exponential averages with β = {beta:.2g}." if beta else None,
+        note=f"Smoothed lines are exponential moving averages with β = {beta:.2g}." if beta else None,
     )
 
 
 def validation_section(run: RunView) -> Markup:
-    """Held-out conversations before and after; a source of its own line where there are several."""
-    names = {"val_loss": "loss", "val_bpb": "bits per byte", "val_accuracy": "tokens right"}
+    """Metrics on held-out conversations before and after; with several sources, the loss on each."""
+    names = {"val_loss": "loss", "val_bpb": "bits per byte", "val_accuracy": "token accuracy"}
     rows = []
     for key, values in run.validation.items():
         source = key.removeprefix("val_loss/")
@@ -135,47 +132,47 @@ def validation_section(run: RunView) -> Markup:
             show = format_share if key == "val_accuracy" else format_number
             rows.append((name, *map(show, values)))
     part = next((share for _, share in reversed(run.points("val_part"))), None)
-    note = None if part is None else f"Measured on {format_share(part)} of the conversations held out (eval.rows)."
-    return html_section("Validation", html_table(("measure", "before", "after"), rows), note=note) if rows else _EMPTY
+    note = None if part is None else f"On {format_share(part)} of the held-out conversations (eval.rows)."
+    return html_section("Validation", html_table(("metric", "before", "after"), rows), note=note) if rows else _EMPTY
 
 
 def faults_section(run: RunView) -> Markup:
-    """Steps that were not fine: what happened, what was done, and who was to blame."""
+    """Steps with a fault: the reason, the action taken, and the cause."""
     if not run.events:
         return _EMPTY
-    became = {"stop": "stopped", "skip": "left out", "rollback": "rolled back", "take": "taken all the same"}
+    actions = {"stop": "stopped", "skip": "skipped", "rollback": "rolled back", "take": "applied anyway"}
     rows = [
         (
             format_count(event.get("step")),
             str(event.get("reason") or DASH),
-            became.get(str(event.get("action")), DASH),
+            actions.get(str(event.get("action")), DASH),
             _fault_origin(event),
         )
         for event in run.events[:_MAX_FAULTS]
     ]
     left = len(run.events) - len(rows)
-    note = "Run one again with: whet train --replay RUN/faults/step-NNNNNN.json"
-    shown = html_table(("step", "what happened", "the step was", "at fault"), rows)
+    note = "Replay one with: whet train --replay RUN/faults/step-NNNNNN.json"
+    shown = html_table(("step", "reason", "action", "cause"), rows)
     return html_section("Faults", shown, note=note + (f" ({left} more in events.jsonl)" if left > 0 else ""))
 
 
 def _fault_origin(event: dict[str, Any]) -> str:
-    """Places of conversations, or the weights."""
+    """The conversations that caused a fault, or the weights."""
     if event.get("all"):
         return "the weights: every conversation of the step fails"
     places = [f"{each.get('source')}:{each.get('line')}" for each in event.get("conversations") or ()]
     more = f" and {len(places) - _MAX_PLACES} more" if len(places) > _MAX_PLACES else ""
-    layer = f" (first bad layer: {event['layer']})" if event.get("layer") else ""
+    layer = f" (first non-finite layer: {event['layer']})" if event.get("layer") else ""
     return (", ".join(places[:_MAX_PLACES]) + more or DASH) + layer
 
 
 def _chart_line(series: Series) -> ChartLine:
     shown = downsample([value for _, value in series], _MAX_POINTS)
-    return ChartLine("measured", [series[i] for i in shown], "main")
+    return ChartLine("value", [series[i] for i in shown], "main")
 
 
 def _raw_and_smoothed(series: Series) -> list[ChartLine]:
-    """What was measured as dots, and a line through their noise where there are enough of them."""
+    """The values as dots and, if there are enough, a smoothed line."""
     values = [value for _, value in series]
     shown = downsample(values, _MAX_POINTS)
     beta = smoothing_beta(len(values))
@@ -187,7 +184,7 @@ def _raw_and_smoothed(series: Series) -> list[ChartLine]:
 
 
 def samples_section(run: RunView) -> Markup:
-    """The same prompts before and after."""
+    """The same prompts before and after training."""
     if not run.pairs:
         return _EMPTY
     pairs = select_pairs(run.pairs, _SHOWN_SAMPLES)
@@ -200,9 +197,7 @@ def samples_section(run: RunView) -> Markup:
     wrong = sum(pair.wrong_after for pair in run.pairs)
     judged = sum(bool(pair.after and pair.after.right is not None) for pair in run.pairs)
     note = f"{len(pairs)} of {len(run.pairs)} held-out samples." + (
-        f" After training, {wrong} of {judged} answers are wrong, and wrong ones are among those shown."
-        if wrong
-        else ""
+        f" After training, {wrong} of {judged} answers are wrong; the selection includes wrong ones." if wrong else ""
     )
     return html_section("Before and after", *map(_sample_article, pairs), more, note=note)
 
@@ -231,15 +226,15 @@ def _verdict(verdict: str) -> Markup:
 
 
 def ledger_section(run: RunView) -> Markup:
-    """Every conversation accounted for."""
+    """What happened to every conversation."""
     if not run.sources:
         return _EMPTY
-    head = ("source", "use", "in", "kept", "truncated", "dropped", "tokens", "supervised", "end supervised")
+    head = ("source", "use", "in", "kept", "truncated", "dropped", "tokens", "supervised", "EOS supervised")
     rows = [
         (
             element("code", source.name),
             source.use,
-            *map(format_count, (source.given, source.kept, source.truncated, source.dropped, source.tokens)),
+            *map(format_count, (source.total, source.kept, source.truncated, source.dropped, source.tokens)),
             _supervised_cell(source),
             format_share(source.eos_supervised),
         )
@@ -254,7 +249,7 @@ def _ledger_balance(sources: tuple[SourceCounts, ...]) -> Markup:
     missing = [source.unaccounted for source in sources]
     known = [number for number in missing if number is not None]
     if len(known) < len(missing):
-        return element("span", "The ledger lacks counts: whether every conversation is accounted for is not known.")
+        return element("span", "The ledger lacks counts, so it is unknown whether every conversation is accounted for.")
     if any(known):
         return element(
             "span", f"{format_count(sum(map(abs, known)))} conversations are not accounted for.", class_="bad"
@@ -278,7 +273,7 @@ def _reason_item(source: SourceCounts, reason: str) -> Markup:
 
 
 def exports_section(run: RunView) -> Markup:
-    """What was shipped, and the proof that it is what was trained."""
+    """The exports and their certificates."""
     if not run.certificates:
         return _EMPTY
     head = ("export", "verified", "largest logit difference", "same next token", "conversations compared")
@@ -295,24 +290,24 @@ def exports_section(run: RunView) -> Markup:
         for certificate in run.certificates
     ]
     return html_section(
-        "Exports", html_table(head, rows), note="An export is loaded back and compared before it is called done."
+        "Exports", html_table(head, rows), note="Every export is loaded again and compared with the trained model."
     )
 
 
 def plan_section(run: RunView) -> Markup:
-    """What was decided before step 1, and what it ran on."""
+    """The plan, and the machine that it ran on."""
     plan, status = run.plan, run.status
 
     def number(key: str) -> float | None:
         return finite_number(plan.get(key))
 
-    trained, all_of_them = number("trainable_parameters"), number("parameters")
-    part = f" of {format_count(all_of_them)} ({format_share(trained / all_of_them)})" if trained and all_of_them else ""
+    trainable, total = number("trainable_parameters"), number("parameters")
+    part = f" of {format_count(total)} ({format_share(trainable / total)})" if trainable and total else ""
     batch = plan.get("batch")
     mfu = [value for _, value in run.points("mfu")]
     values: dict[str, object] = {
         "model": run.setting("model", "path"),
-        "trainable parameters": format_count(trained) + part if trained is not None else None,
+        "trainable parameters": format_count(trainable) + part if trainable is not None else None,
         "device": plan.get("device_name") or plan.get("device"),
         "processes": format_count(number("world")),
         "precision": plan.get("precision"),
@@ -321,16 +316,16 @@ def plan_section(run: RunView) -> Markup:
         "packing efficiency": format_share(number("efficiency")),
         "rows": format_count(number("rows")),
         "row length": format_count(number("row_length")),
-        "rows in a micro-batch": format_count(number("micro_rows")),
+        "rows per micro-batch": format_count(number("micro_rows")),
         "batch": ", ".join(f"{n} {unit}" for unit, n in batch.items()) if isinstance(batch, dict) else batch,
         "epochs": format_number(number("epochs")),
         "conversations trained on": format_count(run.conversations),
         "peak memory": f"{run.peak_gib:.2f} GiB" if run.peak_gib is not None else None,
         "model FLOPs": format_number(run.flops),
-        "FLOPs utilisation, mean": format_share(sum(mfu) / len(mfu)) if mfu else None,
+        "mean MFU": format_share(sum(mfu) / len(mfu)) if mfu else None,
         "host": status.host,
         "started": format_time(status.started),
-        "last heard of": format_time(status.heartbeat),
+        "last heartbeat": format_time(status.heartbeat),
         "exit code": None if status.exit_code is None else str(status.exit_code),
     }
     return html_section("Plan and machine", definition_list(values))
@@ -342,8 +337,6 @@ def config_section(run: RunView) -> Markup:
         "section", element("details", element("summary", "Resolved configuration"), element("pre", run.config_text))
     )
 
-
-# The report of a run: one HTML file that needs nothing else, neither a network nor a server.
 
 _SECTIONS = (
     headline_section,
@@ -359,7 +352,7 @@ _SECTIONS = (
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` into the run directory and return its path."""
+    """Write `report.html` into the run folder and return its path."""
     run = RunView.read(folder)
     path = run.folder / "report.html"
     try:

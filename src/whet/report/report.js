@@ -1,4 +1,4 @@
-// Reads out the values under the pointer, or under the arrow keys, of every chart.
+// Shows the values of every chart at the pointer, or at the step chosen with the arrow keys.
 "use strict";
 for (const figure of document.querySelectorAll(".chart")) {
   const source = figure.querySelector("script");

@@ -1,4 +1,7 @@
-"""A run as its folder describes it: config, status, plan, ledger, metrics, samples, events and certificates."""
+"""A run read from its folder: config, status, plan, ledger, metrics, samples, events and certificates.
+
+Every file except `config.yaml` may be missing or still growing.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +18,37 @@ from whet.core.run_folder import check_run_format
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number
 
-# What became of every conversation, as `ledger.json` tells it.
-
 
 @dataclass(frozen=True, slots=True)
 class SourceCounts:
-    """One source of conversations: how many went in, how many were kept, and why the others were not."""
+    """The counts of one data source, from `ledger.json`."""
 
     name: str
     use: str
-    given: float | None
+    total: float | None
     kept: float | None
     dropped: float | None
     truncated: float | None
     split: float | None
     duplicates: float | None
     kept_with: dict[str, float | None]
-    """What is to be known about conversations that were kept."""
+    """Notes about kept conversations and their number."""
     reasons: dict[str, float | None]
+    """Reasons for dropped conversations and their number."""
     first: dict[str, list[str]]
+    """The first places (file:line) of each reason or note."""
     tokens: float | None
     supervised_tokens: float | None
     eos_supervised: float | None
 
     @classmethod
-    def read(cls, record: dict[str, Any]) -> SourceCounts:
-        """A source from its entry in `ledger.json`."""
+    def from_json(cls, record: dict[str, Any]) -> SourceCounts:
+        """From an entry of `sources` in `ledger.json`."""
         conversations = record.get("conversations") or {}
         return cls(
             name=str(record.get("source", "")),
             use=str(record.get("use", "")),
-            given=finite_number(conversations.get("in")),
+            total=finite_number(conversations.get("in")),
             kept=finite_number(conversations.get("kept")),
             dropped=finite_number(conversations.get("dropped")),
             truncated=finite_number(conversations.get("truncated")),
@@ -63,24 +66,21 @@ class SourceCounts:
 
     @property
     def notes(self) -> dict[str, float | None]:
-        """How many conversations were dropped for each reason, and how many were cut, split or are copies."""
+        """The number of conversations that were truncated, split, duplicates or noted, and dropped for each reason."""
         others = {"truncated": self.truncated, "split": self.split, "duplicate": self.duplicates, **self.kept_with}
         return {reason: number for reason, number in others.items() if number} | self.reasons
 
     @property
     def unaccounted(self) -> float | None:
-        """Conversations that are neither kept nor dropped: 0 in a sound ledger, None if it lacks a count."""
-        if self.given is None or self.kept is None or self.dropped is None:
+        """Conversations neither kept nor dropped: 0 in a correct ledger; None if a count is missing."""
+        if self.total is None or self.kept is None or self.dropped is None:
             return None
-        return self.given - self.kept - self.dropped
-
-
-# What the model answered to the same prompt before and after training.
+        return self.total - self.kept - self.dropped
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedSample:
-    """One answer of the model, after `step` steps. `right` is None if nobody judged."""
+    """An answer of the model after `step` steps; `right` is None if it was not scored as right or wrong."""
 
     step: int
     task: str
@@ -90,8 +90,8 @@ class LoggedSample:
     right: bool | None
 
     @classmethod
-    def read(cls, record: dict[str, Any]) -> LoggedSample:
-        """A sample from a line of `samples.jsonl`."""
+    def from_json(cls, record: dict[str, Any]) -> LoggedSample:
+        """From a line of `samples.jsonl`."""
         right = record.get("right")
         return cls(
             step=int(record.get("step") or 0),
@@ -105,14 +105,14 @@ class LoggedSample:
 
 @dataclass(frozen=True, slots=True)
 class SamplePair:
-    """One prompt with the answers before training and at the last evaluation; None where the model was not asked."""
+    """The answers to one prompt before training and at the last evaluation; None where there is none."""
 
     before: LoggedSample | None
     after: LoggedSample | None
 
     @property
     def sample(self) -> LoggedSample:
-        """Either answer: task, prompt and expected are those of both."""
+        """One of the answers; task, prompt and expected answer are the same in both."""
         found = self.after or self.before
         assert found is not None
         return found
@@ -127,24 +127,24 @@ class SamplePair:
         return bool(self.after and self.after.right is False)
 
 
-def pair_samples(samples: Iterable[LoggedSample], first: int = 0) -> list[SamplePair]:
-    """One pair for each prompt, in the order in which the prompts were first asked; `first` is where the run began."""
+def pair_samples(samples: Iterable[LoggedSample], start_step: int = 0) -> list[SamplePair]:
+    """One pair per prompt, in order of first appearance; answers at `start_step` are those before training."""
     samples = list(samples)
-    last = max((sample.step for sample in samples), default=first)
-    before = {_sample_key(sample): sample for sample in samples if sample.step == first}
-    after = {_sample_key(sample): sample for sample in samples if sample.step == last > first}
-    return [SamplePair(before.get(question), after.get(question)) for question in before | after]
+    last = max((sample.step for sample in samples), default=start_step)
+    before = {_sample_key(sample): sample for sample in samples if sample.step == start_step}
+    after = {_sample_key(sample): sample for sample in samples if sample.step == last > start_step}
+    return [SamplePair(before.get(key), after.get(key)) for key in before | after]
 
 
 def select_pairs(pairs: Sequence[SamplePair], limit: int) -> list[SamplePair]:
-    """At most `limit` pairs to show: the improved ones first, and wrong answers in proportion, at least one.
+    """At most `limit` pairs to show: improved ones first, and wrong answers in proportion, at least one.
 
-    A choice of successes alone would let a poor model look perfect.
+    Showing successes only would make a poor model look perfect.
     """
     wrong = [pair for pair in pairs if pair.wrong_after]
-    fair = min(len(wrong), max(1, round(limit * len(wrong) / len(pairs)))) if wrong else 0
+    share = min(len(wrong), max(1, round(limit * len(wrong) / len(pairs)))) if wrong else 0
     rest = sorted((pair for pair in pairs if not pair.wrong_after), key=lambda pair: not pair.improved)
-    good = rest[: max(0, limit - fair)]
+    good = rest[: max(0, limit - share)]
     return good + wrong[: limit - len(good)]
 
 
@@ -158,15 +158,13 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-# A run, read from the files in its directory. Any file but `config.yaml` may be missing or still growing.
-
 Series = list[tuple[int, float | None]]
-"""A metric by step; None where the step was logged without a number, for example because the loss was not finite."""
+"""A metric by step; None where it was logged without a finite number."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far the run is, from `status.json`."""
+    """The progress of the run, from `status.json`."""
 
     state: str
     step: int | None
@@ -177,8 +175,8 @@ class RunStatus:
     started: float | None
 
     @classmethod
-    def read(cls, record: dict[str, Any]) -> RunStatus:
-        """The status from its file's content."""
+    def from_json(cls, record: dict[str, Any]) -> RunStatus:
+        """From the content of `status.json`."""
         return cls(
             state=str(record.get("state") or "unknown"),
             step=_int_or_none(record.get("step")),
@@ -192,7 +190,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A task's share of right answers: of the base model, and at the last evaluation since."""
+    """The score of a task before training and at the last evaluation."""
 
     task: str
     before: float | None
@@ -202,7 +200,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything a run directory says, without the code that wrote it."""
+    """All files of a run folder, read without the code that wrote them."""
 
     folder: Path
     config: dict[str, Any]
@@ -221,25 +219,25 @@ class RunView:
         folder = Path(folder)
         config = folder / "config.yaml"
         if not config.is_file():
-            problem = "there is no config.yaml in it" if folder.is_dir() else "there is no such folder"
+            problem = "it has no config.yaml" if folder.is_dir() else "no such folder"
             raise WhetError(
-                f"{folder}: not a run: {problem}. Give the folder of a run, for example runs/NAME; "
-                "`whet train CONFIG` and `whet demo` make one."
+                f"{folder}: not a run: {problem}. Give the folder of a run, such as runs/NAME; `whet train CONFIG` and "
+                "`whet demo` create one"
             )
         check_run_format(folder)
         return cls(
             folder=folder,
             config=read_yaml(config).plain(),
             config_text=config.read_text(),
-            status=RunStatus.read(_read_object(folder / "status.json")),
+            status=RunStatus.from_json(_read_object(folder / "status.json")),
             plan=_read_object(folder / "plan.json"),
             sources=tuple(
-                SourceCounts.read(record) for record in _read_object(folder / "ledger.json").get("sources") or ()
+                SourceCounts.from_json(record) for record in _read_object(folder / "ledger.json").get("sources") or ()
             ),
             metrics=tuple(
                 line for line in _read_lines(folder / "metrics.jsonl") if _int_or_none(line.get("step")) is not None
             ),
-            samples=tuple(LoggedSample.read(line) for line in _read_lines(folder / "samples.jsonl")),
+            samples=tuple(LoggedSample.from_json(line) for line in _read_lines(folder / "samples.jsonl")),
             events=tuple(_read_lines(folder / "events.jsonl")),
             certificates=tuple(
                 _read_object(path) | {"kind": path.parent.name}
@@ -252,7 +250,7 @@ class RunView:
         return str(self.setting("run", "name") or self.folder.resolve().name)
 
     def setting(self, *path: str) -> Any:
-        """The value at `path` in the resolved config; None if it is not set."""
+        """The value at `path` in the resolved configuration; None if it is not set."""
         value: Any = self.config
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
@@ -260,15 +258,15 @@ class RunView:
 
     @cached_property
     def step_lines(self) -> list[dict[str, Any]]:
-        """The metrics of finished steps; the other lines are evaluations."""
+        """The metrics of training steps; the other lines are evaluations."""
         return [line for line in self.metrics if not line.keys().isdisjoint(("loss", "lr", "step_s"))]
 
     def series(self, key: str) -> Series:
-        """The metric `key` of every finished step."""
+        """The metric `key` of every training step."""
         return [(line["step"], finite_number(line.get(key))) for line in self.step_lines]
 
     def points(self, key: str) -> list[tuple[int, float]]:
-        """The metric `key` by step, where it was measured."""
+        """The metric `key` by step, where it has a value."""
         values = ((line["step"], finite_number(line.get(key))) for line in self.metrics)
         return [(step, value) for step, value in values if value is not None]
 
@@ -282,14 +280,14 @@ class RunView:
 
     @cached_property
     def validation(self) -> dict[str, tuple[float | None, float | None]]:
-        """What was measured on held-out conversations, by the name of the metric: untrained, and at the end."""
+        """The validation metrics by name: (before training, last)."""
         keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith("val_"))
         return {key: self._first_and_last(key) for key in keys}
 
     def _first_and_last(self, key: str) -> tuple[float | None, float | None]:
         points = self.points(key)
-        before = next((value for step, value in points if step == self.first), None)
-        return before, next((value for step, value in reversed(points) if step > self.first), None)
+        before = next((value for step, value in points if step == self.start_step), None)
+        return before, next((value for step, value in reversed(points) if step > self.start_step), None)
 
     @cached_property
     def scores(self) -> dict[str, list[tuple[int, float]]]:
@@ -298,46 +296,46 @@ class RunView:
         return {key.removeprefix("task/"): self.points(key) for key in keys}
 
     @property
-    def results(self) -> list[TaskScore]:
-        """Before and after, for each task. An evaluation after a step of this run does not count as before."""
-        results = []
+    def task_scores(self) -> list[TaskScore]:
+        """Each task before and after. Only an evaluation at the start step counts as before."""
+        scores = []
         for task, points in self.scores.items():
-            before = next((score for step, score in points if step == self.first), None)
-            later = ((step, score) for step, score in reversed(points) if step > self.first)
+            before = next((score for step, score in points if step == self.start_step), None)
+            later = ((step, score) for step, score in reversed(points) if step > self.start_step)
             after_step, after = next(later, (None, None))
-            results.append(TaskScore(task, before, after, after_step))
-        return results
+            scores.append(TaskScore(task, before, after, after_step))
+        return scores
 
     @cached_property
     def pairs(self) -> list[SamplePair]:
-        """Samples before and after, paired by prompt."""
-        return pair_samples(self.samples, self.first)
+        """The answers before and after, paired by prompt."""
+        return pair_samples(self.samples, self.start_step)
 
     @property
-    def first(self) -> int:
-        """The steps that the run took for done when it began (train.start_step): what is measured there is `before`."""
+    def start_step(self) -> int:
+        """train.start_step: the step that the run started at; evaluations there count as `before`."""
         return _int_or_none(self.setting("train", "start_step")) or 0
 
     @property
     def step(self) -> int | None:
-        """Finished steps."""
+        """Completed steps."""
         return self.step_lines[-1]["step"] if self.step_lines else self.status.step
 
     @property
     def steps(self) -> int | None:
-        """Steps the run is going to have."""
+        """Planned steps."""
         return self.status.steps or _int_or_none(self.plan.get("steps"))
 
     @property
     def train_seconds(self) -> float | None:
-        """Time spent in steps; None if a step was not timed, because the sum would be too small."""
+        """The time spent in steps; None if a step has no time, because the sum would be too small."""
         times = self.series("step_s")
         known = [seconds for _, seconds in times if seconds is not None]
         return sum(known) if known and len(known) == len(times) else None
 
     @property
     def tokens(self) -> float | None:
-        """Tokens trained on so far, supervised or not."""
+        """Tokens trained on, supervised or not."""
         return self._latest("tokens")
 
     @property
@@ -354,11 +352,11 @@ class RunView:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens over the time spent in steps, slow first steps included. Those of steps that were taken for done are
-        counted in the first line, which is left out then."""
+        """Tokens per second of step time, slow first steps included. With a start step, the first line counts the
+        tokens of skipped steps too and is left out."""
         if self.tokens is None or not self.train_seconds:
             return None
-        if not self.first:
+        if not self.start_step:
             return self.tokens / self.train_seconds
         tokens, times = self.points("tokens"), self.points("step_s")
         rest = self.train_seconds - times[0][1]
@@ -382,7 +380,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     value = read_json(path)
     if not isinstance(value, dict):
-        raise WhetError(f"{path}: should hold a JSON object. The file was damaged or edited by hand.")
+        raise WhetError(f"{path}: expected a JSON object. The file was damaged or edited by hand")
     return value
 
 

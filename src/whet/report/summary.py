@@ -1,4 +1,4 @@
-"""A run's outcome in one sentence, and as JSON."""
+"""The outcome of a run in one sentence, and as JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from whet.report.run_view import RunView
 
 
 def summarize_run(run: RunView) -> str:
-    """Which model was trained on how much data, how far it came, and what that changed."""
+    """The model, the data, the progress, and how scores or loss changed."""
     model = f"{run.setting('model', 'path') or 'The model'}{_adapter_note(run)}"
     parts = [f"{model} {_progress_note(run)}"]
     results = [
-        f"{score.task} went from {format_share(score.before)} to {format_share(score.after)} right"
-        for score in run.results
+        f"the {score.task} score went from {format_share(score.before)} to {format_share(score.after)}"
+        for score in run.task_scores
         if score.before is not None and score.after is not None
     ]
     if results:
@@ -27,8 +27,8 @@ def summarize_run(run: RunView) -> str:
 
 
 def result_json(run: RunView) -> dict[str, Any]:
-    """The outcome in numbers, for --json. `before` and `after` are the score of the first task, null without one."""
-    score = next(iter(run.results), None)
+    """The result of `whet train --json`. `before` and `after` are scores of the first task; null without tasks."""
+    score = next(iter(run.task_scores), None)
     final = run.losses[-1][1] if run.losses else None
     return {
         "run": str(run.folder),
@@ -68,13 +68,13 @@ def _progress_note(run: RunView) -> str:
         case "failed":
             return f"failed after {of}"
         case "running":
-            # A killed process cannot say that it ended: only when it was last heard of is known.
-            return f"had done {of} when last heard of ({format_time(run.status.heartbeat)})"
-    return f"has done {of}" if run.step is not None else "has not been trained yet"
+            # the state of a killed process stays "running", so the time of its last heartbeat is part of the sentence
+            return f"had completed {of} at its last heartbeat ({format_time(run.status.heartbeat)})"
+    return f"has completed {of}" if run.step is not None else "has not been trained yet"
 
 
 def _start_step_note(run: RunView) -> str:
-    return f" (the first {run.first:,} steps were taken for done)" if run.first else ""
+    return f" (starting at step {run.start_step:,})" if run.start_step else ""
 
 
 def _data_note(run: RunView) -> str:

@@ -1,4 +1,4 @@
-"""A run's outcome in the terminal: loss curve, before/after table, score line."""
+"""The outcome of a run in the terminal: loss curve, before/after table, score line."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from rich.text import Text
 from whet.report.formatting import DASH, format_number, format_share
 from whet.report.run_view import LoggedSample, RunView, select_pairs
 
-# A loss curve drawn with characters, for a terminal.
-
 _BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""The bits of a braille character: two columns of four dots, from the top."""
+"""The bits of a braille character: two columns of four dots, top to bottom."""
 _BRAILLE_BLANK = 0x2800
 _MIN_WIDTH, _MIN_HEIGHT = 24, 4
 
 
 def draw_loss_curve(points: Sequence[tuple[int, float]], width: int = 72, height: int = 14) -> str:
-    """The points joined by a line, as `height` lines of `width` characters each, axes included.
+    """A line chart of braille characters: `height` lines of `width` characters, including axes.
 
-    A character holds 2 × 4 dots. Where several points fall on one column of dots, their mean is drawn. Values that
-    are not finite are left out.
+    A character has 2 × 4 dots. Points in the same column of dots are averaged; values that are not finite are skipped.
     """
     width, height = max(width, _MIN_WIDTH), max(height, _MIN_HEIGHT)
     points = sorted((step, loss) for step, loss in points if math.isfinite(loss))
     if not points:
-        return "no loss was measured".ljust(width)
+        return "no loss logged".ljust(width)
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     rows = height - 2
     labels = _y_labels(low, high, rows)
@@ -47,7 +44,7 @@ def draw_loss_curve(points: Sequence[tuple[int, float]], width: int = 72, height
 
 
 def _y_labels(low: float, high: float, rows: int) -> list[str]:
-    """The number beside each row: highest on top, lowest at the bottom, every third row between them."""
+    """The label of each row: the highest value at the top, the lowest at the bottom, and every third row between."""
     labels = [""] * rows
     if _is_flat(low, high):
         labels[rows // 2] = format_number(low)
@@ -62,7 +59,7 @@ def _y_labels(low: float, high: float, rows: int) -> list[str]:
 
 
 def _distinct_texts(values: Sequence[float]) -> list[str]:
-    """The values with as many digits as it takes to tell them apart, within what a margin can hold."""
+    """The values with enough digits to be distinct, at most six."""
     for digits in range(3, 7):
         texts = [f"{value:.{digits}g}" for value in values]
         if len(set(texts)) == len(texts):
@@ -73,7 +70,7 @@ def _distinct_texts(values: Sequence[float]) -> list[str]:
 def _curve_dots(
     points: Sequence[tuple[int, float]], low: float, high: float, across: int, down: int
 ) -> list[tuple[int, int]]:
-    """The (column, row) of each dot of the curve, with row 0 on top."""
+    """The (column, row) of each dot of the curve; row 0 is the top."""
     first, last = points[0][0], points[-1][0]
     by_column = defaultdict(list)
     for step, loss in points:
@@ -98,7 +95,7 @@ def _draw_braille(dots: Sequence[tuple[int, int]], columns: int, rows: int) -> l
 
 
 def _x_labels(first: int, last: int, width: int, margin: int) -> str:
-    """The line under the axis: the first and the last step at their places; only the last if they do not fit."""
+    """The line under the axis with the first and the last step; only the last if both do not fit."""
     if first == last:
         return f"{' ' * margin}{f'step {last}':^{width - margin}}"[:width]
     left, right = f"step {first}", str(last)
@@ -111,18 +108,15 @@ def _is_flat(low: float, high: float) -> bool:
 
 
 def _relative_height(value: float, low: float, high: float) -> float:
-    """Where `value` lies between `low` (0) and `high` (1); by halves, because their difference may overflow."""
+    """`value` rescaled from [low, high] to [0, 1]; halved first, because the difference may overflow."""
     return 0.5 if _is_flat(low, high) else (value / 2 - low / 2) / (high / 2 - low / 2)
 
 
-# A run's result for the terminal.
-
-_MAX_CHARACTERS = 200
-"""Characters of one text that are shown; the whole text is in samples.jsonl."""
+_MAX_CHARACTERS = 200  # of a text in the table; samples.jsonl has all of it
 
 
 def before_after_table(run: RunView, limit: int = 3) -> Table:
-    """Held-out prompts with the expected answer and the model's, before and after; wrong answers are among them."""
+    """Prompts with the expected answer and those of the model before and after training; includes wrong answers."""
     pairs = select_pairs(run.pairs, limit)
     table = Table(box=box.ROUNDED, show_lines=True, expand=True, caption=_caption(len(pairs), len(run.pairs)))
     for title in ("prompt", "expected", "before", "after"):
@@ -138,29 +132,29 @@ def before_after_table(run: RunView, limit: int = 3) -> Table:
 
 
 def score_line(run: RunView) -> Text:
-    """The scores before and after in one line; the validation loss if there are no tasks."""
+    """Task scores before and after in one line; without tasks the validation loss."""
     line = Text()
-    for score in run.results:
+    for score in run.task_scores:
         _append_change(
             line, score.task, format_share(score.before), format_share(score.after), score.after_step, run.steps
         )
     if not line and run.val_losses:
-        before = next((loss for step, loss in run.val_losses if step == run.first), None)
-        step, after = next(((s, loss) for s, loss in reversed(run.val_losses) if s > run.first), (None, None))
+        before = next((loss for step, loss in run.val_losses if step == run.start_step), None)
+        step, after = next(((s, loss) for s, loss in reversed(run.val_losses) if s > run.start_step), (None, None))
         _append_change(line, "validation loss", format_number(before), format_number(after), step, run.steps)
     return line or Text("not evaluated", style="dim")
 
 
-def _append_change(line: Text, what: str, before: str, after: str, step: int | None, steps: int | None) -> None:
+def _append_change(line: Text, name: str, before: str, after: str, step: int | None, steps: int | None) -> None:
     line.append("   " if line else "")
-    line.append(f"{_strip_control_characters(what)} ", style="bold").append(before).append(" → ", style="dim")
+    line.append(f"{_strip_control_characters(name)} ", style="bold").append(before).append(" → ", style="dim")
     line.append(after, style="bold green" if after != DASH else "dim")
     if step is not None and step != steps:
         line.append(f" (after step {step})", style="dim")
 
 
-def _caption(shown: int, all_of_them: int) -> str | None:
-    return f"{shown} of {all_of_them} held-out samples" if shown else "no samples yet"
+def _caption(shown: int, total: int) -> str | None:
+    return f"{shown} of {total} held-out samples" if shown else "no samples yet"
 
 
 def _answer_text(sample: LoggedSample | None) -> Text:
@@ -170,7 +164,7 @@ def _answer_text(sample: LoggedSample | None) -> Text:
 
 
 def _plain_text(text: str, style: str = "") -> Text:
-    """Text as it is: no markup, no control sequence of a model's reaches the terminal."""
+    """Text without interpretation: neither markup nor control sequences of a model reach the terminal."""
     cut = len(text) - _MAX_CHARACTERS
     shown = Text(_strip_control_characters(text[:_MAX_CHARACTERS]) if text else DASH, style=style if text else "dim")
     return shown.append(f"… {cut} more characters", style="dim") if cut > 0 else shown

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -16,14 +16,12 @@ import numpy as np
 import torch
 
 from whet.checkpoint import directory
-from whet.checkpoint.load import load_checkpoint
 from whet.config import Config, read_config
 from whet.core.config import load_config
 from whet.core.console import set_quiet, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import read_json, write_json
-from whet.core.run_folder import parse_run_reference
 from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
 from whet.inference.tasks.task import TaskResult
@@ -34,153 +32,153 @@ from whet.model.packing_check import require_finite_logits
 from whet.run.assemble import build_loss_model, build_model, install_attention
 from whet.run.data import RunData, load_recorded_data, load_run_tokenizer, prepare_data, require_same_tokenizer
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
-from whet.run.load_models import load_inference_model
-from whet.run.resume import changed_settings, recorded_template_date, require_same_base
-from whet.training.precision import PrecisionPolicy, resolve_precision
+from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
+from whet.run.resume import changed_settings, recorded_template_date
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """What the user wants to know of a run or a model."""
+    """The arguments of `whet eval`."""
 
     reference: str
     overrides: Sequence[str] = ()
     tasks: str | None = None
-    """Names and files with commas between them, or a YAML list."""
+    """Names and files separated by commas, or a YAML list."""
     data: str | None = None
-    """A file to measure the loss on."""
+    """A file to compute the loss on."""
     against: str | None = None
-    """A run, a model, or a file that an evaluation left."""
+    """A run, a model, or the result file of an earlier evaluation."""
     base: bool = True
-    """Measure the model before training too, where it is a run."""
+    """Score the base model of a run too."""
     out: str | None = None
     """A file for the result with all answers."""
 
-    def settings(self) -> list[str]:
+    def config_overrides(self) -> list[str]:
         tasks = [] if self.tasks is None else [f"eval.tasks={_tasks_as_yaml(self.tasks)}"]
-        # which checkpoints stay was decided by the run's own tasks; with others, its eval.best may not be among them
+        # keep_best=0: with other tasks, the metric eval.best of the run may not exist
         return ["checkpoint.keep_best=0", *self.overrides, *tasks]
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What was found out about one model."""
+    """The losses and task results of one model."""
 
-    about: dict[str, Any]
+    identity: dict[str, Any]
+    """{"run", "step"} or {"model"}: what was evaluated."""
     losses: dict[str, float]
-    scored: list[TaskResult]
-    before: list[TaskResult] | None = None
-    """The same tasks before training."""
+    task_results: list[TaskResult]
+    base_task_results: list[TaskResult] | None = None
+    """Those of a run's base model."""
 
 
-def evaluate(question: EvaluationRequest) -> dict[str, Any]:
-    """Losses, scores with their intervals, and the difference from another model."""
+def evaluate(request: EvaluationRequest) -> dict[str, Any]:
+    """Losses, task scores with intervals, and the difference from another model; what `whet eval --json` prints."""
     silence_libraries()
     ranks = init_distributed()
     if not ranks.is_main:
         set_quiet()
-    config = _evaluation_config(question)
-    load_tasks(config.eval)  # what is wrong with them is told before a model is loaded
-    if question.against is not None and not config.eval.tasks:
-        raise WhetError("--against compares by tasks, and there are none. Give some: --tasks orders,my.jsonl")
-    other = None if question.against is None else _other_task_results(question, config, ranks)
-    wants_base = question.base and question.against is None
-    found = _evaluate_reference(question, config, ranks, wants_base)
-    if not found.losses and not found.scored:
+    config = _evaluation_config(request)
+    load_tasks(config.eval)  # reports errors before a model is loaded
+    if request.against is not None and not config.eval.tasks:
+        raise WhetError("--against compares task scores, and there is no task. Add some: --tasks orders,my.jsonl")
+    other = None if request.against is None else _other_task_results(request, config, ranks)
+    found = _evaluate_reference(request, config, ranks, with_base=request.base and other is None)
+    if not found.losses and not found.task_results:
         raise WhetError(
-            f"{question.reference}: there is neither validation data nor a task, so there is nothing to measure. Give "
-            "some: --tasks orders, or --data FILE"
+            f"{request.reference}: nothing to evaluate: there is neither validation data nor a task. Add --tasks "
+            "orders or --data FILE"
         )
-    result = {**found.about, **_with_perplexity(found.losses)}
-    if question.against is not None:
-        result["against"] = question.against
-    if found.scored:
-        result |= {f"task/{each.task}": each.score for each in found.scored}
-        result |= summarize_scores(found.scored, other or found.before, "base" if other is None else "against")
-    file = _result_file(question, found)
+    result = {**found.identity, **_with_perplexity(found.losses)}
+    if request.against is not None:
+        result["against"] = request.against
+    if found.task_results:
+        result |= {f"task/{each.task}": each.score for each in found.task_results}
+        if other is None:
+            result |= summarize_scores(found.task_results, found.base_task_results, "base")
+        else:
+            result |= summarize_scores(found.task_results, other, "against")
+    file = _result_file(request, found)
     if file is not None and ranks.is_main:
-        result |= _write_result(file, result, found.scored)
+        result |= _write_result(file, result, found.task_results)
     ranks.shutdown()
     return result
 
 
 def _tasks_as_yaml(tasks: str) -> str:
-    """As YAML: what is one already stays."""
     if tasks.lstrip().startswith("["):
         return tasks
     return json.dumps([name.strip() for name in tasks.split(",") if name.strip()])
 
 
-def _is_run(reference: str) -> bool:
-    return (parse_run_reference(reference)[0] / "config.yaml").exists()
-
-
-def _evaluation_config(question: EvaluationRequest) -> Config:
-    """A run's, with what the user changes of it; a model has none, and gets the usual one."""
-    if not _is_run(question.reference):
-        sources = [f"data.sources={json.dumps([{'path': question.data or 'builtin:orders'}])}"]
-        return load_config(
-            Config, None, [f"model.path={json.dumps(question.reference)}", *sources, *question.settings()]
-        )
-    path, _ = parse_run_reference(question.reference)
-    held = [] if question.data is None else [f"data.validation={json.dumps({'sources': [{'path': question.data}]})}"]
-    config = read_config(path / "config.yaml", [*question.settings(), *held]).with_folder(path)
+def _evaluation_config(request: EvaluationRequest) -> Config:
+    """The run's configuration with the user's changes; for a model, the defaults with its path."""
+    run = find_run(request.reference)
+    if run is None:
+        sources = [{"path": request.data or "builtin:orders"}]
+        keys = [f"model.path={json.dumps(request.reference)}", f"data.sources={json.dumps(sources)}"]
+        return load_config(Config, None, [*keys, *request.config_overrides()])
+    path, _ = run
+    data = [] if request.data is None else [f"data.validation={json.dumps({'sources': [{'path': request.data}]})}"]
+    config = read_config(path / "config.yaml", [*request.config_overrides(), *data]).with_folder(path)
     changed = [key for key, _, _ in changed_settings(path, config) if not key.startswith("data.validation")]
     if changed:
         raise WhetError(
-            f"{changed[0]}: an evaluation cannot change what was trained, or trained conversations might be measured. "
-            "It takes eval.*, data.validation.sources and train.micro_rows"
+            f"{changed[0]}: an evaluation cannot change how the run was trained: it might measure conversations that "
+            "were trained on. It accepts eval.*, data.validation.sources and train.micro_rows"
         )
     return config
 
 
+def _other_task_results(request: EvaluationRequest, config: Config, ranks: Ranks) -> list[TaskResult]:
+    """The results of --against on the same tasks: from a file, or by evaluating the other model."""
+    assert request.against is not None
+    if request.against.endswith(".json"):
+        return results_from_json(read_json(Path(request.against)), request.against)
+    other = dataclasses.replace(request, reference=request.against, data=None, overrides=(), tasks=None)
+    other_config = _evaluation_config(other).model_copy(update={"eval": config.eval})
+    return _evaluate_reference(other, other_config, ranks, with_loss=False).task_results
+
+
 def _evaluate_reference(
-    question: EvaluationRequest, config: Config, ranks: Ranks, wants_base: bool
+    request: EvaluationRequest, config: Config, ranks: Ranks, with_base: bool = False, with_loss: bool = True
 ) -> EvaluationResult:
-    found = (
-        _evaluate_run(question, config, ranks, wants_base)
-        if _is_run(question.reference)
-        else _evaluate_model(question, config, ranks)
-    )
+    run = find_run(request.reference)
+    if run is not None:
+        found = _evaluate_run(*run, config, ranks, with_base, with_loss)
+    else:
+        found = _evaluate_model(request.reference, config, ranks, with_loss and bool(request.data))
     gc.collect()  # before another model is loaded
     if ranks.device.type != "cpu":
         torch.accelerator.empty_cache()
     return found
 
 
-def _other_task_results(question: EvaluationRequest, config: Config, ranks: Ranks) -> list[TaskResult]:
-    """The other model's scores on the same tasks; from a file they need not be found out again."""
-    assert question.against is not None
-    if question.against.endswith(".json"):
-        return results_from_json(read_json(Path(question.against)), question.against)
-    other = dataclasses.replace(question, reference=question.against, data=None, overrides=(), tasks=None)
-    its = _evaluation_config(other).model_copy(update={"eval": config.eval})
-    return _evaluate_reference(dataclasses.replace(other, data=""), its, ranks, wants_base=False).scored
-
-
-def _evaluate_run(question: EvaluationRequest, config: Config, ranks: Ranks, wants_base: bool) -> EvaluationResult:
-    """The model as it was before training needs no second copy: the checkpoint is loaded into it afterwards."""
-    path, step = parse_run_reference(question.reference)
-    number = directory.resolve_step(path / "checkpoints", step)
+def _evaluate_run(
+    path: Path, which: str, config: Config, ranks: Ranks, with_base: bool, with_loss: bool
+) -> EvaluationResult:
+    """The base is scored first, in the same model: then the checkpoint is loaded into it."""
+    step = directory.resolve_step(path / "checkpoints", which)
     require_same_tokenizer(config, path / "ledger.json")
     precision = resolve_precision(config, ranks.device, trains=False)
-    context = precision.autocast(ranks.device)
+    autocast = functools.partial(precision.context, ranks.device)
     model = build_model(config, precision, ranks.device, 0)
     root = LossModel(unwrap_peft(model))
     renderer = Renderer(load_run_tokenizer(config), config.data.train_on)
-    before = evaluate_tasks(config, renderer, root, ranks, context) if wants_base and config.eval.tasks else None
-    manifest = load_checkpoint(path / "checkpoints" / directory.checkpoint_name(number), root, None, ranks)
-    require_same_base(config, manifest, ranks)
-    with context:
+    base_task_results = None
+    if with_base and config.eval.tasks:
+        base_task_results = evaluate_tasks(config, renderer, root, ranks, autocast)
+    restore_checkpoint_(model, config, step, ranks)
+    with autocast():
         require_finite_logits(root.language_model)
     losses: dict[str, float] = {}
-    if config.data.validation is not None and question.data != "":
+    if config.data.validation is not None and with_loss:
         losses = _validation_losses(config, _run_data(path, config), model, ranks, precision)
-    scored = evaluate_tasks(config, renderer, root, ranks, context)
-    return EvaluationResult({"run": str(path), "step": number}, losses, scored, before)
+    task_results = evaluate_tasks(config, renderer, root, ranks, autocast)
+    return EvaluationResult({"run": str(path), "step": step}, losses, task_results, base_task_results)
 
 
 def _run_data(path: Path, config: Config) -> RunData:
+    """The data that the run recorded; prepared again if the validation data was changed."""
     if config.data.validation == read_config(path / "config.yaml").data.validation:
         return load_recorded_data(config, path / "ledger.json")
     return prepare_data(config, recorded_template_date(path))
@@ -190,48 +188,48 @@ def _validation_losses(
     config: Config, data: RunData, model: torch.nn.Module, ranks: Ranks, precision: PrecisionPolicy
 ) -> dict[str, float]:
     root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
-    return evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device))
+    return evaluate_validation(config, data, root, ranks, precision.context(ranks.device))
 
 
-def _evaluate_model(question: EvaluationRequest, config: Config, ranks: Ranks) -> EvaluationResult:
-    """A model folder or one of a hub, in the numbers that it was saved in."""
-    ready = load_inference_model(question.reference)
-    kept = next(ready.model.parameters()).dtype
-    precision = PrecisionPolicy({torch.float64: "fp64"}.get(kept, "as saved"), kept, kept)
+def _evaluate_model(reference: str, config: Config, ranks: Ranks, with_loss: bool) -> EvaluationResult:
+    """A model that is not a run, in the dtype it was saved in."""
+    loaded = load_inference_model(reference)
+    dtype = next(loaded.model.parameters()).dtype
+    precision = PrecisionPolicy("fp64" if dtype == torch.float64 else "as saved", dtype, dtype)
     losses: dict[str, float] = {}
-    if question.data:
-        made = prepare_data(config)
+    if with_loss:
+        prepared = prepare_data(config)
+        store = prepared.train.store
         data = dataclasses.replace(
-            made, validation=made.train.store, validation_documents=np.arange(len(made.train.store), dtype=np.int64)
-        )
-        install_attention(config, ready.model, precision, ranks.device, data.typical_length)
-        losses = _validation_losses(config, data, ready.model, ranks, precision)
-    root = LossModel(ready.model)
-    scored = evaluate_tasks(config, ready.renderer, root, ranks, contextlib.nullcontext())
-    return EvaluationResult({"model": question.reference}, losses, scored)
+            prepared, validation=store, validation_documents=np.arange(len(store), dtype=np.int64)
+        )  # fmt: skip
+        install_attention(config, loaded.model, precision, ranks.device, data.typical_length)
+        losses = _validation_losses(config, data, loaded.model, ranks, precision)
+    task_results = evaluate_tasks(config, loaded.renderer, LossModel(loaded.model), ranks)
+    return EvaluationResult({"model": reference}, losses, task_results)
 
 
 def _with_perplexity(losses: dict[str, float]) -> dict[str, float]:
-    """e to the loss, where that is a number."""
+    """Adds exp(val_loss), unless it would overflow."""
     if losses.get("val_loss", math.inf) < 700:
         return {**losses, "val_perplexity": math.exp(losses["val_loss"])}
     return losses
 
 
-def _result_file(question: EvaluationRequest, found: EvaluationResult) -> Path | None:
-    """Answers are kept beside the run they are of, so that it can be compared later without asking again."""
-    if question.out is not None:
-        return Path(question.out).expanduser()
-    if not found.scored or "run" not in found.about:
+def _result_file(request: EvaluationRequest, found: EvaluationResult) -> Path | None:
+    """--out, or evals/STEP.json in the run folder: a later --against reads the answers from there."""
+    if request.out is not None:
+        return Path(request.out).expanduser()
+    if not found.task_results or "run" not in found.identity:
         return None
-    return Path(found.about["run"]) / "evals" / f"{directory.checkpoint_name(found.about['step'])}.json"
+    return Path(found.identity["run"]) / "evals" / f"{directory.checkpoint_name(found.identity['step'])}.json"
 
 
-def _write_result(file: Path, result: dict[str, Any], scored: list[TaskResult]) -> dict[str, str]:
+def _write_result(file: Path, result: dict[str, Any], task_results: list[TaskResult]) -> dict[str, str]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**result, "scored": results_to_json(scored)})
+        write_json(file, {**result, "scored": results_to_json(task_results)})
     except OSError as error:
-        warn(f"{file} could not be written: {error.strerror}; the result is not kept")
+        warn(f"{file}: cannot write ({error.strerror}); the result is not saved")
         return {}
     return {"file": str(file)}

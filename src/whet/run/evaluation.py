@@ -1,20 +1,21 @@
-"""Validation loss and task scores of the model of a run."""
+"""Validation loss and task scores of the model of a run, during training and for `whet eval`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from whet.config import Config
 from whet.core.distributed import Ranks
 from whet.data.plan.planner import plan_single_step
 from whet.data.render.renderer import Renderer
-from whet.inference.tasks.scoring import TaskModel, score_tasks
+from whet.inference.inference_model import InferenceModel, stop_token_ids
+from whet.inference.tasks.scoring import score_tasks
 from whet.inference.tasks.task import AnsweredExample, TaskResult
 from whet.inference.tasks.task_registry import loaded_tasks
 from whet.inference.validation import ValidationMetadata, source_names, validation_loss
-from whet.model.config import ModelConfig
-from whet.model.load.tokenizer import stop_ids
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import is_sharded, reshard
@@ -27,23 +28,23 @@ from whet.training.precision import PrecisionPolicy
 def evaluate_run(
     config: Config, data: RunData, root: LossModel, ranks: Ranks, precision: PrecisionPolicy
 ) -> tuple[dict[str, float], list[AnsweredExample]]:
-    """Validation loss and task scores of the model as it is now."""
+    """The metrics of the model's current weights, and its answers to the tasks."""
     samples: list[AnsweredExample] = []
-    context = precision.autocast(ranks.device)
-    results = evaluate_validation(config, data, root, ranks, context)
-    for scored in evaluate_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, context):
-        results[f"task/{scored.task}"] = scored.score
-        if len(scored.samples) < scored.asked_for:
-            results[f"scored/{scored.task}"] = len(scored.samples)
-        samples += scored.samples
+    autocast = functools.partial(precision.context, ranks.device)
+    metrics = evaluate_validation(config, data, root, ranks, autocast())
+    for result in evaluate_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, autocast):
+        metrics[f"task/{result.task}"] = result.score
+        if len(result.samples) < result.requested:
+            metrics[f"scored/{result.task}"] = len(result.samples)
+        samples += result.samples
     reshard(root)
-    return results, samples
+    return metrics, samples
 
 
 def evaluate_validation(
-    config: Config, data: RunData, root: LossModel, ranks: Ranks, context: contextlib.AbstractContextManager[object]
+    config: Config, data: RunData, root: LossModel, ranks: Ranks, autocast: AbstractContextManager[object]
 ) -> dict[str, float]:
-    """On the validation data, where there is some."""
+    """The metrics on the validation data; empty if there is none."""
     if data.validation is None:
         return {}
     plan = plan_single_step(
@@ -51,10 +52,10 @@ def evaluate_validation(
         config.data.bins, config.eval.rows,
     )  # fmt: skip
     with contextlib.closing(make_loader(config, data.validation, plan, ranks)) as loader:
-        results = validation_loss(root, loader, ranks, context, validation_breakdown(data, root))
+        metrics = validation_loss(root, loader, ranks, autocast, _validation_metadata(data, root))
     if len(plan.documents) < len(data.validation_documents):
-        results["val_part"] = len(plan.documents) / len(data.validation_documents)
-    return results
+        metrics["val_part"] = len(plan.documents) / len(data.validation_documents)
+    return metrics
 
 
 def evaluate_tasks(
@@ -62,28 +63,20 @@ def evaluate_tasks(
     renderer: Renderer,
     root: LossModel,
     ranks: Ranks,
-    context: contextlib.AbstractContextManager[object],
+    autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> list[TaskResult]:
-    """How the model as it is now does on each task of the configuration."""
-    answerer = TaskModel(root.language_model, renderer, stop_token_ids(renderer, config.model))
-    asked = functools.partial(
-        score_tasks, loaded_tasks(config.eval), answerer, ranks, is_sharded(root), config.eval.minutes, context
-    )
-    return root.with_full_weights(asked) if config.eval.tasks else []
+    """The results of the model's current weights on the configured tasks."""
+    if not config.eval.tasks:
+        return []
+    stop_ids = stop_token_ids(renderer, config.model)
+    model = InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
+    tasks = loaded_tasks(config.eval)
+    return root.within(lambda: score_tasks(tasks, model, ranks, is_sharded(root), config.eval.minutes))
 
 
-def validation_breakdown(data: RunData, root: LossModel) -> ValidationMetadata:
-    """What tells the validation's tokens and documents apart."""
+def _validation_metadata(data: RunData, root: LossModel) -> ValidationMetadata:
     assert data.validation is not None
     paths = [account["source"] for account in data.validation.manifest["accounts"]]
     sources = data.validation.sources if len(paths) > 1 else None
     vocabulary = embedding_rows(root.language_model)
     return ValidationMetadata(bytes_per_token(data.tokenizer, vocabulary), sources, source_names(paths))
-
-
-def stop_token_ids(renderer: Renderer, model: ModelConfig) -> list[int]:
-    """Every id that ends an answer: by the chat template, the tokenizer and the model's own settings."""
-    tokenizer = renderer.tokenizer  # its eot_token, if it has one, closes the assistant's turn
-    end = getattr(tokenizer, "eot_token_id", None)
-    known = {*stop_ids(model), tokenizer.eos_token_id, end, renderer.end_of_turn()}
-    return sorted(number for number in known if number is not None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,10 @@ from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
 from whet.data.render.renderer import Renderer
 from whet.inference.adapters import attach_adapters, base_model_of, has_4bit_base, has_embedding_rows, is_adapter_folder
+from whet.inference.calculator_tool import make_calculator
+from whet.inference.chat import ChatModels
+from whet.inference.inference_model import InferenceModel, stop_token_ids
+from whet.inference.sampling import Sampling
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
@@ -31,169 +35,184 @@ from whet.model.load.weight_files import load_error, locate_model
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
-from whet.run.assemble import build_model
+from whet.run.assemble import PrecisionPolicy, build_model, choose_precision
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
-from whet.run.evaluation import stop_token_ids
 from whet.run.resume import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision, resolve_precision
 
-# A run's model at work again.
+LoadMode = Literal["auto", "4bit", "spread"]
+"""As saved, on one device; linear layers quantized to 4 bits; layers distributed over all visible GPUs."""
+NO_ADAPTER = "none"
+"""The name of the base model without adapters."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedRun:
-    """A run's model as a checkpoint left it."""
-
-    config: Config
-    model: nn.Module
-    step: int
-    precision: PrecisionPolicy
-    ranks: Ranks
+# The model of a run, restored from a checkpoint.
 
 
-def load_run(path: Path, step: str = "latest") -> LoadedRun:
-    """The model of a run after a step, or as the newest or the best checkpoint has it."""
-    config = read_run_config(path)
-    require_same_tokenizer(config, path / "ledger.json")
-    folder = path / "checkpoints"
-    number = directory.resolve_step(folder, step)
-    ranks = init_distributed()
-    precision = resolve_precision(config, ranks.device, trains=False)
-    return LoadedRun(config, load_checkpoint_model(config, number, ranks), number, precision, ranks)
+def find_run(reference: str) -> tuple[Path, str] | None:
+    """(run folder, step) of RUN, RUN@STEP, RUN@best or RUN@latest; None if the reference is not a run."""
+    path, step = parse_run_reference(reference)
+    return (path, step) if (path / "config.yaml").exists() else None
 
 
 def read_run_config(path: Path) -> Config:
-    """The configuration of a run, wherever it was moved to."""
+    """The configuration of a run, with the folder where it is now."""
     if not (path / "config.yaml").exists():
-        raise WhetError(f"{path}: not a run (it has no config.yaml). Give the folder of a run, such as runs/demo")
+        raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
     return read_config(path / "config.yaml").with_folder(path)
 
 
 def load_checkpoint_model(
     config: Config, step: int, ranks: Ranks, precision: PrecisionPolicy | None = None
 ) -> nn.Module:
-    """A run's model as the checkpoint after `step` has it, whole, on the device of `ranks`."""
+    """The model of a run as the checkpoint of `step` has it, unsharded, on the device of `ranks`."""
     precision = precision or choose_precision(config, ranks.device, trains=False)
     model = build_model(config, precision, ranks.device, 0)
-    folder = config.folder / "checkpoints" / directory.checkpoint_name(step)
-    manifest = load_checkpoint(folder, LossModel(unwrap_peft(model)), None, ranks)
-    require_same_base(config, manifest, ranks)
+    restore_checkpoint_(model, config, step, ranks)
     return model
 
 
-# Models ready to answer: from a folder, a hub, a run, or an adapter beside its base.
+def restore_checkpoint_(model: nn.Module, config: Config, step: int, ranks: Ranks) -> None:
+    """Load the weights of a run's checkpoint into its model, after a check that the base model is the same."""
+    folder = config.folder / "checkpoints" / directory.checkpoint_name(step)
+    manifest = load_checkpoint(folder, LossModel(unwrap_peft(model)), None, ranks)
+    require_same_base(config, manifest, ranks)
 
-LoadMode = Literal["auto", "4bit", "spread"]
-"""Onto one device as it is saved; its linear layers in 4 bits; divided over all GPUs that can be seen."""
+
+def _load_run(path: Path, step: str, load: LoadMode) -> tuple[Config, nn.Module, Renderer]:
+    """The configuration, the model (a PeftModel if it has an adapter) and the renderer of a run."""
+    if load != "auto":
+        raise WhetError(
+            f"--load {load}: {path} is a run, and only exported models support it. Export the run first: whet export "
+            f"{path}, then: whet chat {path}/exports/merged --load {load}"
+        )
+    config = read_run_config(path)
+    require_same_tokenizer(config, path / "ledger.json")
+    number = directory.resolve_step(path / "checkpoints", step)
+    model = load_checkpoint_model(config, number, init_distributed())
+    cast_trained_modules_(model)
+    return config, model, Renderer(load_run_tokenizer(config), "assistant")
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceModel:
-    """A model that can answer."""
-
-    model: nn.Module
-    renderer: Renderer
-    stops: list[int]
-    name: str = ""
-    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    """Entered while it answers: models that share weights switch their adapters there."""
+# Models by reference.
 
 
 def load_inference_model(reference: str, load: LoadMode = "auto") -> InferenceModel:
-    """A model folder, a hub id, a built-in model, an adapter's folder, or a run (RUN, RUN@STEP, RUN@best, RUN@latest),
-    ready to answer."""
+    """The model of a run (RUN, RUN@STEP, RUN@best, RUN@latest), an adapter folder, a model folder, a hub id or
+    builtin:NAME."""
     silence_libraries()
-    path, step = parse_run_reference(reference)
-    if (path / "config.yaml").exists():
-        _require_auto_load(path, load)
-        run = load_run(path, step)
-        cast_trained_modules_(run.model)
-        # merged it would answer a little faster, but a model in 4 bits may be too large for that
-        model = unwrap_peft(run.model) if run.config.quantize else merge_adapter(run.model)
+    if run := find_run(reference):
+        config, trained, renderer = _load_run(*run, load)
+        # a merged adapter is a little faster, but merging into a 4-bit base would need memory for the full weights
+        model = unwrap_peft(trained) if config.quantize else merge_adapter(trained)
         attention.use_native_attention(model)
-        return _inference_model(model.to(run.ranks.device), Renderer(load_run_tokenizer(run.config), "assistant"), run.config.model,
-                      reference)  # fmt: skip
-    if is_adapter_folder(path):
-        return _load_adapter_and_base(reference, base_model_of(path), load)[0]
-    config = _model_config(reference)
-    renderer = Renderer(load_tokenizer(config), "assistant")
-    return _inference_model(_load_base_model(config, load), renderer, config, reference)
+        return _inference_model(model, renderer, config.model, reference)
+    if is_adapter_folder(Path(reference)):
+        return _load_adapter_and_base(reference, base_model_of(Path(reference)), load)[0]
+    config_ = _model_config(reference)
+    return _inference_model(_load_base_model(config_, load), _renderer(config_), config_, reference)
 
 
 def load_model_pair(reference: str, against: str, load: LoadMode = "auto") -> tuple[InferenceModel, InferenceModel]:
-    """Two models to compare; where the first is an adapter over the second, they share weights."""
-    path, step = parse_run_reference(reference)
-    if is_adapter_folder(path) and _is_same_model(base_model_of(path), against):
+    """Two models to compare; if the first is an adapter of the second, they share weights."""
+    folder, run = Path(reference), find_run(reference)
+    if is_adapter_folder(folder) and _is_same_model(base_model_of(folder), against):
         return _load_adapter_and_base(reference, against, load)
-    if _is_adapter_run_of(path, against):
-        _require_auto_load(path, load)
+    if run is not None and _is_adapter_run_of(run[0], against):
         silence_libraries()
-        run = load_run(path, step)
-        cast_trained_modules_(run.model)
-        model = unwrap_peft(run.model)
+        config, trained, renderer = _load_run(*run, load)
+        model = unwrap_peft(trained)
         attention.use_native_attention(model)
-        own, base = Renderer(load_run_tokenizer(run.config), "assistant"), _model_config(against)
-        off: Any = run.model.disable_adapter
-        name = f"{against} in 4 bits" if run.config.quantize else against
+        base = _model_config(against)
+        base_name = f"{against} in 4 bits" if config.quantize else against
+        disable_adapter: Any = trained.disable_adapter
         return (
-            _inference_model(model, own, run.config.model, reference),
-            _inference_model(model, Renderer(load_tokenizer(base), "assistant"), base, name, off),
+            _inference_model(model, renderer, config.model, reference),
+            _inference_model(model, _renderer(base), base, base_name, disable_adapter),
         )
     return load_inference_model(reference, load), load_inference_model(against, load)
 
 
-NO_ADAPTER = "none"
-"""What the model without any adapter is called."""
-
-
 def load_adapter_models(base: str, adapters: dict[str, Path], load: LoadMode = "auto") -> dict[str, InferenceModel]:
-    """One model with several adapters by name, and under `none` the model without them; all share its weights."""
+    """A model with several adapters by name, and under `none` without them; all share the base weights."""
     silence_libraries()
     config = _model_config(base)
-    plain = load_tokenizer(config)
+    base_tokenizer = load_tokenizer(config)
     tokenizers = {}
     for name, folder in adapters.items():
-        own = (folder / "tokenizer_config.json").exists()  # an export brings the tokenizer it was trained with
-        tokenizers[name] = load_tokenizer(ModelConfig(path=base, tokenizer=str(folder))) if own else plain
-    bare = _load_base_model(config, load)
+        has_own = (folder / "tokenizer_config.json").exists()  # an export includes the tokenizer of its training
+        tokenizers[name] = load_tokenizer(ModelConfig(path=base, tokenizer=str(folder))) if has_own else base_tokenizer
+    base_model = _load_base_model(config, load)
     for name, folder in adapters.items():
         if has_embedding_rows(folder, len(tokenizers[name])):
-            resize_embeddings_(bare, len(tokenizers[name]))
+            resize_embeddings_(base_model, len(tokenizers[name]))
         if load != "4bit" and has_4bit_base(folder):
-            warn(f"{folder}: trained beside {base} in 4 bits, and that is loaded whole here: it may say something else "
-                 "than what was trained. Add --load 4bit")  # fmt: skip
-    adapted = attach_adapters(bare, base, adapters)
+            warn(f"{folder}: trained on {base} in 4 bits, which is loaded in full precision here: answers may differ "
+                 "from those of the trained model. Add --load 4bit")  # fmt: skip
+    adapted = attach_adapters(base_model, base, adapters)
     model = unwrap_peft(adapted)
-    found = {NO_ADAPTER: _inference_model(model, Renderer(plain, "assistant"), config, base, adapted.disable_adapter)}
+
+    @contextlib.contextmanager
+    def active(name: str) -> Iterator[None]:
+        adapted.set_adapter(name)
+        yield
+
+    models = {
+        NO_ADAPTER: _inference_model(
+            model, Renderer(base_tokenizer, "assistant"), config, base, adapted.disable_adapter
+        )
+    }
     for name, tokenizer in tokenizers.items():
         renderer = Renderer(tokenizer, "assistant")
-        found[name] = _inference_model(model, renderer, config, name, lambda name=name: _active_adapter(adapted, name))  # type: ignore[misc]
-    return found
+        models[name] = _inference_model(model, renderer, config, name, lambda name=name: active(name))  # type: ignore[misc]
+    return models
+
+
+def load_chat_models(
+    model: str, sampling: Sampling, against: str | None = None, adapters: dict[str, Path] | None = None,
+    load: LoadMode = "auto", calculator: bool = False, system: str | None = None,
+) -> ChatModels:  # fmt: skip
+    """The models of a `whet chat`. Those that differ only in their adapter share weights."""
+
+    def with_settings(loaded: InferenceModel) -> InferenceModel:
+        return replace(loaded, sampling=sampling, tool=make_calculator(loaded.renderer) if calculator else None)
+
+    def load_another(reference: str) -> InferenceModel:
+        return with_settings(load_inference_model(reference, load))
+
+    if adapters:
+        by_name = {name: with_settings(each) for name, each in load_adapter_models(model, adapters, load).items()}
+        first = by_name[next(iter(adapters))]
+        if against in (model, NO_ADAPTER):
+            return ChatModels(first, by_name[NO_ADAPTER], by_name, load_another, system)
+        return ChatModels(first, None if against is None else load_another(against), by_name, load_another, system)
+    if against is None:
+        return ChatModels(load_another(model), None, {}, load_another, system)
+    one, other = load_model_pair(model, against, load)
+    return ChatModels(with_settings(one), with_settings(other), {}, load_another, system)
 
 
 def _load_adapter_and_base(reference: str, base: str, load: LoadMode) -> tuple[InferenceModel, InferenceModel]:
-    """The adapter in a folder, and its base; a path has dots, which a name must not have."""
-    both = load_adapter_models(base, {"tuned": Path(reference)}, load)
+    """The adapter in a folder, and its base."""
+    both = load_adapter_models(base, {"tuned": Path(reference)}, load)  # peft's adapter names must not contain a dot
     return replace(both["tuned"], name=reference), both[NO_ADAPTER]
-
-
-@contextlib.contextmanager
-def _active_adapter(adapted: Any, name: str) -> Any:
-    adapted.set_adapter(name)
-    yield
 
 
 def _inference_model(
     model: nn.Module, renderer: Renderer, config: ModelConfig, name: str,
-    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> InferenceModel:  # fmt: skip
-    known, room = len(renderer.tokenizer), embedding_rows(model)
-    if known > room:
+    tokens, rows = len(renderer.tokenizer), embedding_rows(model)
+    if tokens > rows:
         raise WhetError(
-            f"{name}: the tokenizer knows {known:,} tokens and the model only {room:,}. They do not belong together: "
-            "use the tokenizer that came with the model, or the base that the adapter was trained beside"
+            f"{name}: the tokenizer has {tokens:,} tokens and the model only {rows:,}, so they do not belong together. "
+            "Use the model's own tokenizer, or the base model that the adapter was trained on"
         )
-    return InferenceModel(model.eval(), renderer, stop_token_ids(renderer, config), name, within)
+    return InferenceModel(model.eval(), renderer, stop_token_ids(renderer, config), name, context)
+
+
+def _renderer(config: ModelConfig) -> Renderer:
+    return Renderer(load_tokenizer(config), "assistant")
 
 
 def _load_base_model(config: ModelConfig, load: LoadMode) -> nn.Module:
@@ -212,44 +231,34 @@ def _load_with_device_map(config: ModelConfig) -> nn.Module:
 
     try:
         return AutoModelForCausalLM.from_pretrained(
-            locate_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype="auto",
-            device_map="auto",
+            locate_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code,
+            dtype="auto", device_map="auto",
         )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise load_error(config.path, "model", error) from None
 
 
-def _require_auto_load(path: Path, load: LoadMode) -> None:
-    if load != "auto":
-        raise WhetError(
-            f"--load: {load} is for models, and {path} is a run. Export it first: whet export {path}, then "
-            f"whet chat {path}/exports/merged --load {load}"
-        )
-
-
 def _model_config(reference: str) -> ModelConfig:
-    """A mistyped path must not become a question to a hub: what begins with a folder that is here is a path."""
+    """A WhetError for a mistyped path, which must not become a hub id: one whose parent folder exists is a path."""
     path = Path(reference).expanduser()
     if ":" not in reference and not path.exists() and len(path.parts) > 1 and path.parent.is_dir():
-        there = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
-        near = difflib.get_close_matches(path.name.partition("@")[0], there, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
-        raise WhetError(f"{reference}: no such folder (looked in {Path.cwd()}).{hint}")
+        siblings = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
+        similar = difflib.get_close_matches(path.name.partition("@")[0], siblings, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(str(path.parent / name) for name in similar)}?" if similar else ""
+        raise WhetError(f"{reference}: no such folder (in {Path.cwd()}).{hint}")
     return ModelConfig(path=reference)
 
 
-def _is_adapter_run_of(path: Path, base: str) -> bool:
-    """Whether `path` is a run that trained an adapter beside the model `base`."""
-    if not (path / "config.yaml").exists():
-        return False
-    config = read_config(path / "config.yaml")
+def _is_adapter_run_of(run: Path, base: str) -> bool:
+    """Whether a run trained an adapter of the model `base`."""
+    config = read_config(run / "config.yaml")
     return config.adapter is not None and _is_same_model(config.model.path, base)
 
 
 def _is_same_model(one: str, other: str) -> bool:
     try:
-        places = [locate_model(path) for path in (one, other)]
+        located = [locate_model(path) for path in (one, other)]
     except WhetError:
         return False
-    first, second = map(Path, places)
-    return places[0] == places[1] or (first.is_dir() and second.is_dir() and first.samefile(second))
+    first, second = map(Path, located)
+    return located[0] == located[1] or (first.is_dir() and second.is_dir() and first.samefile(second))

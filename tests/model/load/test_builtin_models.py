@@ -11,7 +11,8 @@ import torch
 
 from whet.core.errors import WhetError
 from whet.core.files import hash_file
-from whet.inference.generate import Sampling, generate
+from whet.inference.generate import generate
+from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
 from whet.model.load import builtin_models
 from whet.model.load.builtin_models import builtin_folder
@@ -89,5 +90,5 @@ def test_smollm2_loads_in_two_seconds_and_answers(smollm2: Path) -> None:
     tokenizer = load_tokenizer(SMOLLM2)
     question = [{"role": "user", "content": "What is 2+2?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    answer = generate(model, [prompt], [tokenizer.eos_token_id], 0, Sampling(max_new_tokens=16))[0]
+    answer = generate(model, [prompt], Sampling(max_new_tokens=16), [tokenizer.eos_token_id])[0].ids
     assert "4" in tokenizer.decode(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -19,37 +20,35 @@ from whet.inference.config import TaskConfig
 from whet.inference.sandbox import SandboxLimits, SandboxMode, require_sandbox, run_program
 from whet.inference.tasks.task import Example, Scorer
 
-# Judging an answer in text: exact, by a number, by what it contains, as JSON, by overlap with the right one.
-
 _NUMBER_PATTERN = regex.compile(r"((?<![\w)])[-−+])?[$€£]?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 _CODE_BLOCK = regex.compile(r"```[\w+-]*[ \t]*\n(.*?)\n?[ \t]*```", regex.DOTALL)
 _PATTERN_TIMEOUT_S = 2.0
-"""For a pattern of the user's and one answer: some try more ways to fit a text than there is time for."""
+"""For one match of a user's pattern, which may backtrack exponentially."""
 
 
 def make_scorer(config: TaskConfig, name: str) -> Scorer:
-    """The scorer of a name, with what the task says about it; a WhetError where a package or setting is missing."""
+    """The scorer with this name and the task's settings; a WhetError if a package or setting is missing."""
     return _SCORER_FACTORIES[name](config)
 
 
 def score_exact(answer: str, example: Example) -> float:
-    """It is the right answer, spaces around it aside."""
+    """Equal to a correct answer, ignoring surrounding whitespace."""
     return float(answer.strip() in (each.strip() for each in example.answers))
 
 
 def score_number(answer: str, example: Example) -> float:
-    """The number after the last ####, or else the last one in the answer, is the right one."""
-    said, right = last_number(answer), [last_number(each) for each in example.answers]
-    if None in right:
-        raise WhetError(f"{example.place}: there is no number in the right answer. Use another scorer, such as exact")
-    return float(said is not None and said in right)
+    """The number after the last ####, or else the last number, is that of a correct answer."""
+    found, expected = last_number(answer), [last_number(each) for each in example.answers]
+    if None in expected:
+        raise WhetError(f"{example.origin}: the correct answer has no number. Use another scorer, such as exact")
+    return float(found is not None and found in expected)
 
 
 def last_number(text: str) -> Decimal | None:
-    """Of `… #### 1,234.` it is 1234; of text without a mark the last number there is. A sign stands before the number
-    or its currency; in 10-5 there is none."""
-    _, mark, after = text.rpartition("####")
-    found = _NUMBER_PATTERN.search(after) if mark else None
+    """1234 for `… #### 1,234.`; without #### the last number in the text. A minus counts as a sign only in front of the
+    number or its currency symbol: the last number of 10-5 is 5."""
+    _, marker, after = text.rpartition("####")
+    found = _NUMBER_PATTERN.search(after) if marker else None
     found = found or next(iter([*_NUMBER_PATTERN.finditer(text)][::-1]), None)
     try:
         return Decimal(f"{found[1] or ''}{found[2]}".replace(",", "").replace("−", "-")) if found else None
@@ -58,13 +57,13 @@ def last_number(text: str) -> Decimal | None:
 
 
 def score_contains(answer: str, example: Example) -> float:
-    """A right answer stands somewhere in it; upper and lower case are the same."""
-    said = answer.casefold()
-    return float(any(each.strip().casefold() in said for each in example.answers))
+    """Contains a correct answer, ignoring case."""
+    text = answer.casefold()
+    return float(any(each.strip().casefold() in text for each in example.answers))
 
 
 def extract_code_block(text: str) -> str:
-    """What stands in the first ``` block, or the whole where there is none."""
+    """The content of the first ``` block, or the whole text if there is none."""
     found = _CODE_BLOCK.search(text)
     return found.group(1) if found else text.strip()
 
@@ -76,7 +75,7 @@ def _regex_scorer(config: TaskConfig) -> Scorer:
         pattern = regex.compile(config.pattern, regex.MULTILINE)
     except regex.error as error:
         raise WhetError(
-            f"eval.tasks: {config.title}: pattern {config.pattern!r} is no regular expression: {error}"
+            f"eval.tasks: {config.title}: pattern {config.pattern!r} is not a regular expression: {error}"
         ) from None
 
     def score(answer: str, example: Example) -> float:
@@ -84,8 +83,8 @@ def _regex_scorer(config: TaskConfig) -> Scorer:
             found = next(iter([*pattern.finditer(answer, timeout=_PATTERN_TIMEOUT_S)][::-1]), None)
         except TimeoutError:
             return _pattern_timeout(pattern.pattern, example)
-        said = "" if found is None else (found.group(1) or "") if pattern.groups else found.group()
-        return float(found is not None and score_exact(said, example))
+        matched = "" if found is None else (found.group(1) or "") if pattern.groups else found.group()
+        return float(found is not None and score_exact(matched, example))
 
     return Scorer("regex", score)
 
@@ -96,7 +95,7 @@ def _score_answer_patterns(answer: str, example: Example) -> float:
             if regex.search(each, answer, regex.MULTILINE, timeout=_PATTERN_TIMEOUT_S):
                 return 1.0
         except regex.error as error:
-            raise WhetError(f"{example.place}: the answer {each!r} is no regular expression: {error}") from None
+            raise WhetError(f"{example.origin}: the answer {each!r} is not a regular expression: {error}") from None
         except TimeoutError:
             _pattern_timeout(each, example)
     return 0.0
@@ -104,21 +103,21 @@ def _score_answer_patterns(answer: str, example: Example) -> float:
 
 def _pattern_timeout(pattern: str, example: Example) -> float:
     warn(
-        f"{example.place}: the pattern {pattern!r} was not done with an answer after {_PATTERN_TIMEOUT_S:.0f} s, so the answer "
-        "counts as wrong. Write it without repetitions inside repetitions, such as (a+)+"
+        f"{example.origin}: matching pattern {pattern!r} against an answer took longer than {_PATTERN_TIMEOUT_S:.0f} "
+        "s; the answer counts as wrong. Avoid nested repetitions such as (a+)+"
     )
     return 0.0
 
 
 def _score_json(answer: str, example: Example) -> float:
-    said, right = _parse_json(answer), [_parse_json(each) for each in example.answers]
-    if _NOT_JSON in right:
-        raise WhetError(f"{example.place}: the right answer is no JSON, so none can be right. Use another scorer")
-    return float(said is not _NOT_JSON and any(_json_equal(said, each) for each in right))
+    value, expected = _parse_json(answer), [_parse_json(each) for each in example.answers]
+    if _NOT_JSON in expected:
+        raise WhetError(f"{example.origin}: the correct answer is not valid JSON. Use another scorer")
+    return float(value is not _NOT_JSON and any(_json_equal(value, each) for each in expected))
 
 
 def _json_equal(one: Any, other: Any) -> bool:
-    """Equal; true is not 1, as Python has it."""
+    """Equal as JSON values: unlike in Python, true is not 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -153,22 +152,22 @@ def _json_schema_scorer(config: TaskConfig) -> Scorer:
             ) from None
 
     def score(answer: str, example: Example) -> float:
-        schema = example.more.get("schema", own)
+        schema = example.extra.get("schema", own)
         if schema is None:
-            raise WhetError(f"{example.place}: there is no schema to judge by. Give the record one, or set schema_file")
+            raise WhetError(f"{example.origin}: no JSON schema. Add 'schema' to the record, or set schema_file")
         try:
-            kind = jsonschema.validators.validator_for(schema)
-            kind.check_schema(schema)
+            validator = jsonschema.validators.validator_for(schema)
+            validator.check_schema(schema)
         except jsonschema.SchemaError as error:
-            raise WhetError(f"{example.place}: this is no JSON schema: {error.message}") from None
-        said = _parse_json(answer)
-        return float(said is not _NOT_JSON and kind(schema).is_valid(said))
+            raise WhetError(f"{example.origin}: invalid JSON schema: {error.message}") from None
+        value = _parse_json(answer)
+        return float(value is not _NOT_JSON and validator(schema).is_valid(value))
 
     return Scorer("json-schema", score)
 
 
 def _sacrebleu_scorer(name: str, config: TaskConfig) -> Scorer:
-    """BLEU and chrF of sacrebleu: by sentence for each example, and over all of them as papers give it."""
+    """sacrebleu's BLEU and chrF: sentence scores for each example, and the corpus score that papers report."""
     try:
         from sacrebleu.metrics import BLEU, CHRF
     except ImportError:
@@ -179,36 +178,32 @@ def _sacrebleu_scorer(name: str, config: TaskConfig) -> Scorer:
     def score(answer: str, example: Example) -> float:
         return min(1.0, float(metric.sentence_score(answer, list(example.answers)).score) / 100)
 
-    def whole(answers: Sequence[str], examples: Sequence[Example]) -> float:
-        most = max(len(example.answers) for example in examples)
-        references = [[_reference_at(example, number) for example in examples] for number in range(most)]
+    def corpus_score(answers: Sequence[str], examples: Sequence[Example]) -> float:
+        # sacrebleu wants the i-th reference of all examples in one list, None where an example has fewer
+        references = [list(column) for column in itertools.zip_longest(*(example.answers for example in examples))]
         return float(corpus.corpus_score(list(answers), references).score) / 100
 
-    return Scorer(name, score, graded=True, whole=whole)
-
-
-def _reference_at(example: Example, number: int) -> str | None:
-    return example.answers[number] if number < len(example.answers) else None
+    return Scorer(name, score, graded=True, corpus_score=corpus_score)
 
 
 def _rouge_scorer(config: TaskConfig) -> Scorer:
-    """The F-measure of the longest common subsequence of words, with the best of the right answers."""
+    """ROUGE-L: the F-measure of the longest common subsequence of words; the best over the correct answers."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise _missing_package(config, "rouge") from None
-    judge = RougeScorer(["rougeL"], use_stemmer=False)
+    metric = RougeScorer(["rougeL"], use_stemmer=False)
 
     def score(answer: str, example: Example) -> float:
-        return max(float(judge.score(each, answer)["rougeL"].fmeasure) for each in example.answers)
+        return max(float(metric.score(each, answer)["rougeL"].fmeasure) for each in example.answers)
 
     return Scorer("rouge", score, graded=True)
 
 
 def _missing_package(config: TaskConfig, name: str) -> WhetError:
     return WhetError(
-        f"eval.tasks: {config.title}: scorer {name} needs a package that is not installed. "
-        "pip install 'whet[eval]', or choose another scorer"
+        f"eval.tasks: {config.title}: scorer {name} needs packages that are not installed. "
+        "Install them with: pip install 'whet[eval]'"
     )
 
 
@@ -225,39 +220,39 @@ _SCORER_FACTORIES: dict[str, Callable[[TaskConfig], Scorer]] = {
 }
 
 
-# HumanEval: the model completes a Python function, and tests decide. What it writes is run in the sandbox only.
+# HumanEval: the model completes a Python function, which must pass unit tests. Its code runs in the sandbox only.
 
 HUMAN_EVAL_FIELDS = frozenset({"prompt", "test", "entry_point"})
 
 
 def human_eval_prompt(prompt: str) -> str:
-    """The user's turn; how it is put is whet's own."""
-    wish = "Complete this Python function. Answer with the whole function in one ```python block."
-    return f"{wish}\n\n```python\n{prompt.rstrip()}\n```"
+    """The user message. The instruction is whet's own, not part of HumanEval."""
+    instruction = "Complete this Python function. Answer with the whole function in one ```python block."
+    return f"{instruction}\n\n```python\n{prompt.rstrip()}\n```"
 
 
 def make_unit_test_scorer(mode: SandboxMode) -> Scorer:
-    """Right is what passes the tests. A SandboxError at once where nothing can be run."""
+    """1 for a program that passes its tests. Raises a SandboxError at once if the sandbox does not work here."""
     require_sandbox(mode)
-    return Scorer("tests", partial(_passes_tests, mode), empty=0.0, waits=True, verbatim=True)
+    return Scorer("tests", partial(_passes_tests, mode), empty_score=0.0, is_io_bound=True, verbatim=True)
 
 
 def _passes_tests(mode: SandboxMode, answer: str, example: Example) -> float:
-    """The last line must be a word that is printed after the tests: a program that ends early, with whatever exit code,
-    has not passed them. One that sets out to deceive could read the word; models that were not made to do not."""
-    word = secrets.token_hex(16)
-    outcome = run_program(f"{assemble_program(answer, example)}\nprint()\nprint({word!r})\n", SandboxLimits(), mode)
-    return float(outcome.code == 0 and outcome.out.rstrip("\n").rpartition("\n")[2] == word)
+    """The program must exit with 0 and print a random token after its tests: one that exits early has not passed them.
+    A program written to cheat could read the token from its own source."""
+    token = secrets.token_hex(16)
+    result = run_program(f"{assemble_program(answer, example)}\nprint()\nprint({token!r})\n", SandboxLimits(), mode)
+    return float(result.exit_code == 0 and result.out.rstrip("\n").rpartition("\n")[2] == token)
 
 
 def assemble_program(answer: str, example: Example) -> str:
-    """The function as answered, below what the prompt has above it, and its tests. An answer without the function's
-    head is taken for its body."""
-    prompt, name = example.more["prompt"], example.more["entry_point"]
+    """The prompt's imports and helpers, the function from the answer, and its tests. An answer without a `def` line of
+    the function counts as its body."""
+    prompt, name = example.extra["prompt"], example.extra["entry_point"]
     code, head = extract_code_block(answer) if "```" in answer else answer, rf"^def\s+{re.escape(name)}\b"
     if re.search(head, code, re.MULTILINE):
         above = re.split(head, prompt, maxsplit=1, flags=re.MULTILINE)[0]
         code = f"{above}\n{code}"
     else:
         code = prompt + code
-    return f"{code}\n\n{example.more['test']}\n\ncheck({name})"
+    return f"{code}\n\n{example.extra['test']}\n\ncheck({name})"

@@ -9,21 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question with its right answers, of which any will do."""
+    """A question with its correct answers; any of them counts."""
 
     messages: tuple[dict[str, Any], ...]
-    """What the model is asked, as chat templates expect it."""
+    """The conversation up to the model's answer, as chat templates expect it."""
     answers: tuple[str, ...]
-    place: str
-    """Where it stands, for messages: a file and line."""
+    origin: str
+    """File and line, for error messages."""
     choices: int = 0
-    """Of multiple choice: how many there are. Then the answer is a letter, read from the logits."""
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """What the scorer needs besides: a schema, the tests of a function."""
+    """The number of choices of a multiple-choice question, whose answer is a letter read from the logits; else 0."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the scorer needs: a JSON schema, the tests of a function."""
 
     @property
     def prompt(self) -> str:
-        """To be shown: the question, or all turns where there are several."""
+        """For display: the question, or all messages if there are several."""
         if len(self.messages) == 1:
             return str(self.messages[0]["content"])
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
@@ -35,48 +35,48 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Judges answers: 0 is wrong, 1 is right."""
+    """Scores an answer between 0 (wrong) and 1 (right)."""
 
     name: str
     score: Callable[[str, Example], float]
     graded: bool = False
-    """Whether there is something between 0 and 1."""
-    empty: float | None = None
-    """The score of an empty answer where it need not be tried."""
-    waits: bool = False
-    """Whether judging is waiting for other processes, so that several can be judged at a time."""
+    """Whether scores between 0 and 1 occur."""
+    empty_score: float | None = None
+    """The score of an empty answer, if known without running the scorer."""
+    is_io_bound: bool = False
+    """Whether scoring waits for other processes, so that several answers are scored in parallel."""
     verbatim: bool = False
-    """Whether spaces around an answer are part of it, as the indent of a program's first line is."""
-    whole: Callable[[Sequence[str], Sequence[Example]], float] | None = None
-    """Over all answers at once, where that is not the mean over examples."""
+    """Whether surrounding whitespace is part of an answer, such as the indent of a program's first line."""
+    corpus_score: Callable[[Sequence[str], Sequence[Example]], float] | None = None
+    """The score over all answers at once, for metrics where it is not the mean over examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Questions and how their answers are judged. Where examples have choices, the scorer sees a letter."""
+    """Examples and how to score answers to them. For multiple choice the scorer gets a letter."""
 
     name: str
     examples: Callable[[int], list[Example]]
-    """The first so many; fewer if there are no more."""
+    """The first n examples, or all if there are fewer."""
     max_new_tokens: int
     scorer: Scorer
     calculator: bool | None = None
-    """Whether the model may use one; None: if it needs no offer."""
+    """Whether the model may use the calculator; None: if its tokenizer has the tokens of inline calculations."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredExample:
-    """One answered example."""
+    """An example with the model's answer and its score; a line of samples.jsonl."""
 
     task: str
     prompt: str
     expected: str
     answer: str
     right: bool | None
-    """None where answers are graded."""
+    """None for graded scores."""
     score: float
     number: int
-    """Of the example in its task, from 0."""
+    """The index of the example in its task."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,19 +84,18 @@ class AnsweredExample:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """How a model did on a task."""
+    """The scores of a model on a task."""
 
     task: str
     scorer: str
     samples: list[AnsweredExample]
     """In the order of the examples."""
-    asked_for: int
-    """Examples that would have been scored, had there been time."""
+    requested: int
+    """Examples that were to be scored; a time limit may leave fewer samples."""
     baseline: float
-    """What costs nothing: chance for multiple choice, else the score of empty answers."""
+    """The score without any skill: chance for multiple choice, else that of empty answers."""
     graded: bool
-    whole: float | None = None
-    """The scorer's number over all answers at once, where it has one."""
+    corpus_score: float | None = None
 
     @property
     def scores(self) -> list[float]:

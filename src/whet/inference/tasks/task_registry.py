@@ -13,67 +13,29 @@ from whet.inference.tasks.scorers import make_scorer
 from whet.inference.tasks.task import Example, Task
 from whet.inference.tasks.task_files import load_file_task
 
-# Tasks that need no file: the held-out parts of what whet can generate, which no training on the others shows.
-
 _BUILTIN_TASKS = {
     "orders": ("exact", 64),
     "spelling": ("exact", 64),
     "spelling-bee": ("number", 256),
     "arithmetic": ("number", 128),
 }
-"""By name: the scorer, and tokens for an answer."""
+"""Scorer and max_new_tokens by name. Their examples are the held-out parts of whet's data generators."""
 
-
-def builtin_task_names() -> list[str]:
-    return list(_BUILTIN_TASKS)
-
-
-def make_builtin_task(config: TaskConfig) -> Task:
-    """A task that is built in; a WhetError that lists them for another name."""
-    name = config.builtin
-    if name not in _BUILTIN_TASKS:
-        raise WhetError(
-            f"eval.tasks: there is no task '{name}'; known are: {', '.join(_BUILTIN_TASKS)}. Or give the path of a file, "
-            "such as ./my.jsonl"
-        )
-    for key in ("fields", "split", "subset"):
-        if getattr(config, key) is not None:
-            raise WhetError(f"eval.tasks: {config.title}: {key} is for files and means nothing here; remove it")
-    scorer, longest = _BUILTIN_TASKS[name]
-    examples: Callable[[int], list[Example]] = partial(_builtin_examples, name, config.system)
-    judge = make_scorer(config, config.scorer or scorer)
-    return Task(config.title, examples, config.max_new_tokens or longest, judge, config.calculator)
-
-
-def _builtin_examples(name: str, system: str | None, count: int) -> list[Example]:
-    opening = ({"role": "system", "content": system},) if system else ()
-    found = []
-    for number, sample in enumerate(
-        itertools.islice(BUILTIN_GENERATORS[f"builtin:{name}"]("held-out", "remove"), count), 1
-    ):
-        *asked, answer = sample.messages
-        messages = (*opening, *(message.as_dict() for message in asked))
-        found.append(Example(messages, (answer.content,), f"builtin:{name}, number {number}"))
-    return found
-
-
-# Tasks by the names, files and options that the user gives.
 
 _loaded: dict[str, list[tuple[Task, int]]] = {}
-"""The tasks of one configuration: a run asks the same questions to its end, whatever becomes of the files."""
+"""The tasks of the last configuration: a run keeps its examples even if their files change."""
 
 
 def load_tasks(config: EvalConfig) -> list[tuple[Task, int]]:
-    """Each task and how many of its examples are wanted; a WhetError names what is wrong with one, before anything is
-    computed."""
-    found = [(_load_task(task, config), task.examples or config.examples) for task in config.tasks]
+    """(task, number of examples) of every configured task. Reads their files now; a WhetError for an invalid one."""
+    tasks = [(_load_task(task, config), task.examples or config.examples) for task in config.tasks]
     _loaded.clear()
-    _loaded[_cache_key(config)] = found
-    return found
+    _loaded[_cache_key(config)] = tasks
+    return tasks
 
 
 def loaded_tasks(config: EvalConfig) -> list[tuple[Task, int]]:
-    """As they were found the last time, if that was for the same configuration."""
+    """The tasks of the last `load_tasks` if it had the same configuration; else they are loaded now."""
     return _loaded.get(_cache_key(config)) or load_tasks(config)
 
 
@@ -85,3 +47,31 @@ def _load_task(task: TaskConfig, config: EvalConfig) -> Task:
     if task.builtin is not None:
         return make_builtin_task(task)
     return load_file_task(task, task.examples or config.examples, config.sandbox)
+
+
+def make_builtin_task(config: TaskConfig) -> Task:
+    """A built-in task; a WhetError for an unknown name."""
+    name = config.builtin
+    if name not in _BUILTIN_TASKS:
+        raise WhetError(
+            f"eval.tasks: unknown task '{name}'; built in are: {', '.join(_BUILTIN_TASKS)}. For a file give its path, "
+            "such as ./my.jsonl"
+        )
+    for key in ("fields", "split", "subset"):
+        if getattr(config, key) is not None:
+            raise WhetError(f"eval.tasks: {config.title}: {key} applies to files only; remove it")
+    default_scorer, max_new_tokens = _BUILTIN_TASKS[name]
+    examples: Callable[[int], list[Example]] = partial(_builtin_examples, name, config.system)
+    scorer = make_scorer(config, config.scorer or default_scorer)
+    return Task(config.title, examples, config.max_new_tokens or max_new_tokens, scorer, config.calculator)
+
+
+def _builtin_examples(name: str, system: str | None, count: int) -> list[Example]:
+    opening = ({"role": "system", "content": system},) if system else ()
+    conversations = BUILTIN_GENERATORS[f"builtin:{name}"]("held-out", "remove")
+    examples = []
+    for number, conversation in enumerate(itertools.islice(conversations, count), 1):
+        *question, answer = conversation.messages
+        messages = (*opening, *(message.as_dict() for message in question))
+        examples.append(Example(messages, (answer.content,), f"builtin:{name}, number {number}"))
+    return examples

@@ -1,4 +1,4 @@
-"""A chat template that writes calls of tools."""
+"""A chat template with tool calls."""
 
 from __future__ import annotations
 
