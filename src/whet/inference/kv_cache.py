@@ -123,7 +123,7 @@ def _attention_forward(
 def use_kv_cache(model: nn.Module) -> Iterator[None]:
     """Let `model` attend through a KV cache; every forward pass then needs the keyword argument `kv_attention`."""
     AttentionInterface.register(_ATTENTION_NAME, _attention_forward)
-    previous = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    previous = attention_implementation(model)
     model.set_attn_implementation(_ATTENTION_NAME)  # type: ignore[operator]
     try:
         yield

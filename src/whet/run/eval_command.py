@@ -34,6 +34,7 @@ from whet.run.data import RunData, load_recorded_data, load_run_tokenizer, prepa
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.resume import changed_settings, recorded_template_date
+from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _evaluate_run(
     step = directory.resolve_step(path / "checkpoints", which)
     require_same_tokenizer(config, path / "ledger.json")
     precision = resolve_precision(config, ranks.device, trains=False)
-    autocast = functools.partial(precision.context, ranks.device)
+    autocast = functools.partial(precision.autocast, ranks.device)
     model = build_model(config, precision, ranks.device, 0)
     root = LossModel(unwrap_peft(model))
     renderer = Renderer(load_run_tokenizer(config), config.data.train_on)
@@ -188,7 +189,7 @@ def _validation_losses(
     config: Config, data: RunData, model: torch.nn.Module, ranks: Ranks, precision: PrecisionPolicy
 ) -> dict[str, float]:
     root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
-    return evaluate_validation(config, data, root, ranks, precision.context(ranks.device))
+    return evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device))
 
 
 def _evaluate_model(reference: str, config: Config, ranks: Ranks, with_loss: bool) -> EvaluationResult:

@@ -30,7 +30,7 @@ def evaluate_run(
 ) -> tuple[dict[str, float], list[AnsweredExample]]:
     """The metrics of the model's current weights, and its answers to the tasks."""
     samples: list[AnsweredExample] = []
-    autocast = functools.partial(precision.context, ranks.device)
+    autocast = functools.partial(precision.autocast, ranks.device)
     metrics = evaluate_validation(config, data, root, ranks, autocast())
     for result in evaluate_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, autocast):
         metrics[f"task/{result.task}"] = result.score
@@ -71,7 +71,7 @@ def evaluate_tasks(
     stop_ids = stop_token_ids(renderer, config.model)
     model = InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
     tasks = loaded_tasks(config.eval)
-    return root.within(lambda: score_tasks(tasks, model, ranks, is_sharded(root), config.eval.minutes))
+    return root.with_full_weights(lambda: score_tasks(tasks, model, ranks, is_sharded(root), config.eval.minutes))
 
 
 def _validation_metadata(data: RunData, root: LossModel) -> ValidationMetadata:

@@ -35,10 +35,10 @@ from whet.model.load.weight_files import load_error, locate_model
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
-from whet.run.assemble import PrecisionPolicy, build_model, choose_precision
+from whet.run.assemble import build_model
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.resume import require_same_base
-from whet.training.precision import PrecisionPolicy, choose_precision, resolve_precision
+from whet.training.precision import PrecisionPolicy, choose_precision
 
 LoadMode = Literal["auto", "4bit", "spread"]
 """As saved, on one device; linear layers quantized to 4 bits; layers distributed over all visible GPUs."""

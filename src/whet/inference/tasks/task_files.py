@@ -206,17 +206,17 @@ def _read_examples(config: TaskConfig, opening: Messages, count: int) -> tuple[T
         return None, []
     raw = itertools.islice(itertools.chain([first], records), count)
     try:
-        format_ = detect_task_format(_decode_record(first), fields)
+        format_ = detect_task_format(first.decode(), fields)
     except BadRecordError as error:
         raise WhetError(f"{first.file}:{first.line}: {error}") from None
     if format_ is None:
-        return None, _conversation_examples(config, opening, count, _decode_record(first))
+        return None, _conversation_examples(config, opening, count, first.decode())
     return format_, [_parse_example(format_, each, opening) for each in raw]
 
 
 def _parse_example(format_: TaskFormat, raw: RawRecord, opening: Messages) -> Example:
     try:
-        return format_.parse(_decode_record(raw), Origin(raw.file, raw.line), opening)
+        return format_.parse(raw.decode(), Origin(raw.file, raw.line), opening)
     except BadRecordError as error:
         raise WhetError(f"{raw.file}:{raw.line}: {error}") from None
 
