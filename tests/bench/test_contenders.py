@@ -23,9 +23,9 @@ def package(folder: Path, name: str, version: str, code: str = "") -> Path:
     return folder
 
 
-def test_a_tool_is_asked_for_in_the_python_that_runs_whet(real_python: str) -> None:
+def test_a_tool_is_asked_for_in_the_python_that_runs_whet() -> None:
     found, unsloth = parse_peers("trl, unsloth")
-    assert (found.python, found.versions["trl"]) == (real_python, trl.__version__)
+    assert (found.python, found.versions["trl"]) == (sys.executable, trl.__version__)
     assert "unsloth" not in unsloth.versions
 
 

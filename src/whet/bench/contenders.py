@@ -36,7 +36,7 @@ class Contender:
     """A tool, and the Python that runs it."""
 
     name: str
-    python: str = sys.executable
+    python: str = field(default_factory=lambda: sys.executable)
     folders: str = ""
     """Put in front of PYTHONPATH, joined as there."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:  # preparing data imports this module, and needs no torch
+    from torch import Tensor, nn
 
 
 def attention_implementation(model: Any) -> str:
@@ -48,6 +48,7 @@ def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[s
 
 def rope_frequencies(config: Any, kind: str) -> Tensor:
     """`modeling_rope_utils.ROPE_INIT_FUNCTIONS`: the inverse frequencies of rotary positions, scaled as `kind` does."""
+    import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
