@@ -1,6 +1,6 @@
-"""Writes a transformers model as GPT-NeoX would have saved it: by layer or by rank, for any number of ranks.
+"""Writes a transformers model as a GPT-NeoX checkpoint: a file per layer or per rank, for any number of ranks.
 
-The other way round than the import, and by other means: rank by rank, cutting matrices instead of joining them.
+The inverse of the import, written independently: it splits matrices rank by rank instead of joining them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def columns(tensor: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def llama_layers(model: Any, rank: int, ranks: int, old: bool) -> Layers:
-    """What one rank holds, by number of the layer."""
+    """Layer number → the tensors of one rank."""
     config, held = model.config, model.state_dict()
     width = config.hidden_size // config.num_attention_heads
     found: Layers = {0: {"word_embeddings.weight": rows(held["model.embed_tokens.weight"], rank, ranks)}}
@@ -35,7 +35,7 @@ def llama_layers(model: Any, rank: int, ranks: int, old: bool) -> Layers:
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in own:
                 q, k, v = (rows(own[f"self_attn.{side}_proj.{kind}"], rank, ranks) for side in "qkv")
-                if config.num_key_value_heads == config.num_attention_heads:  # head by head: its q, its k, its v
+                if config.num_key_value_heads == config.num_attention_heads:  # per head: q, k, v
                     parts = [part for trio in zip(*(s.split(width) for s in (q, k, v)), strict=True) for part in trio]
                     layer[f"attention.query_key_value.{kind}"] = torch.cat(parts)
                 else:
@@ -96,14 +96,14 @@ def write(
     model: Any, folder: Path, ranks: int = 1, by_layer: bool = True, old: bool = False,
     change: Callable[[int, Layers], None] = lambda rank, layers: None, **settings: Any,
 ) -> Path:  # fmt: skip
-    """`folder`/global_step7 with its settings and the file `latest` above it. `change` may spoil what a rank holds."""
+    """Write `folder`/global_step7 with its settings, and `folder`/latest. `change` may modify the tensors of a rank."""
     step = folder / "global_step7"
     (step / "configs").mkdir(parents=True)
     (folder / "latest").write_text("global_step7")
     config = model.config
-    cut = llama_layers if config.model_type == "llama" else neox_layers
+    split = llama_layers if config.model_type == "llama" else neox_layers
     for rank in range(ranks):
-        layers = cut(model, rank, ranks, old)
+        layers = split(model, rank, ranks, old)
         change(rank, layers)
         if by_layer:
             for number, tensors in layers.items():
@@ -111,20 +111,20 @@ def write(
         module = {f"sequential.{number}.{name}": t for number, tensors in layers.items() for name, t in tensors.items()}
         beside = {"optimizer": None, "global_steps": 7, "np_rng_state": _random_state(), "args": {"seq_length": 64}}
         torch.save({"module": None if by_layer else module, **beside}, step / f"mp_rank_{rank:02d}_model_states.pt")
-    said = {
+    written = {
         "num-layers": config.num_hidden_layers, "num-attention-heads": config.num_attention_heads, "pos-emb": "rotary",
         "max-position-embeddings": 64, "model-parallel-size": ranks,
         "rotary-emb-base": config.rope_parameters["rope_theta"], "no-weight-tying": not config.tie_word_embeddings,
     }  # fmt: skip
     if config.model_type == "llama":
         keys = config.num_key_value_heads
-        said |= {"norm": "rmsnorm", "rms_norm_epsilon": config.rms_norm_eps, "activation": "swiglu"}
-        said |= {} if keys == config.num_attention_heads else {"num_kv_heads": keys}
+        written |= {"norm": "rmsnorm", "rms_norm_epsilon": config.rms_norm_eps, "activation": "swiglu"}
+        written |= {} if keys == config.num_attention_heads else {"num_kv_heads": keys}
     else:
-        said |= {"rotary_pct": config.rope_parameters["partial_rotary_factor"], "activation": "gelu"}
-        said |= {"gpt_j_residual": config.use_parallel_residual, "layernorm-epsilon": config.layer_norm_eps}
-        said |= {"bias_gelu_fusion": config.hidden_act == "gelu_pytorch_tanh"}
-    (step / "configs" / "run.yml").write_text(yaml.safe_dump(said | settings))
+        written |= {"rotary_pct": config.rope_parameters["partial_rotary_factor"], "activation": "gelu"}
+        written |= {"gpt_j_residual": config.use_parallel_residual, "layernorm-epsilon": config.layer_norm_eps}
+        written |= {"bias_gelu_fusion": config.hidden_act == "gelu_pytorch_tanh"}
+    (step / "configs" / "run.yml").write_text(yaml.safe_dump(written | settings))
     return folder
 
 

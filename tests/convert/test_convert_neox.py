@@ -1,4 +1,4 @@
-"""GPT-NeoX's checkpoints: what comes out computes what went in, for every layout; what is doubtful is refused."""
+"""GPT-NeoX checkpoints: the imported model computes the same logits, for every layout; ambiguous ones are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama, older names": ("llama", {}, {"ranks": 2, "old": True, "by_layer": False}),
     "neox, parallel residual, two ranks": ("gpt_neox", {}, {"ranks": 2}),
-    "neox, one after the other": (
+    "neox, sequential residual": (
         "gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh"},
         {"ranks": 2, "by_layer": False},
     ),
@@ -50,7 +50,7 @@ def make(kind: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     config = AutoConfig.for_model(kind, **{**SIZES, **own, "rope_parameters": rope, **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    for weight in model.parameters():  # norms and biases too, which begin as ones and zeros
+    for weight in model.parameters():  # norms and biases too, which are initialised to ones and zeros
         weight.data = (weight.data + 0.1 * torch.randn(weight.shape)).to(dtype)
     return model.to(dtype).eval()
 
@@ -61,7 +61,7 @@ def imported(whet: Any, folder: Path, out: Path, *options: Any) -> dict[str, Any
     return dict(json.loads(ended.out)["certificate"])
 
 
-def said(whet: Any, folder: Path, out: Path, *options: Any) -> str:
+def error_of(whet: Any, folder: Path, out: Path, *options: Any) -> str:
     ended = whet("import", "checkpoint", "neox", folder, "--out", out, *options)
     assert ended.code == 1, ended.err
     assert not out.exists()
@@ -69,7 +69,7 @@ def said(whet: Any, folder: Path, out: Path, *options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_folder_computes_what_the_model_did(kind: str, whet: Any, tmp_path: Path) -> None:
+def test_the_imported_model_computes_the_same_logits(kind: str, whet: Any, tmp_path: Path) -> None:
     architecture, settings, layout = KINDS[kind]
     model = make(architecture, **settings)
     certificate = imported(whet, write(model, tmp_path / "in", **layout), tmp_path / "out")
@@ -91,7 +91,7 @@ def test_the_folder_computes_what_the_model_did(kind: str, whet: Any, tmp_path: 
     }
 
 
-def test_numbers_keep_their_type_and_every_bit(whet: Any, tmp_path: Path) -> None:
+def test_dtype_and_every_bit_are_kept(whet: Any, tmp_path: Path) -> None:
     model = make("llama", torch.bfloat16)
     certificate = imported(whet, write(model, tmp_path / "in", ranks=2), tmp_path / "out")
     assert certificate["dtype"] == "bfloat16"
@@ -105,12 +105,12 @@ def drift(rank: int, layers: Layers) -> None:
     layers[5]["norm.scale"] += 0.125 * rank
 
 
-def test_norms_that_drifted_apart_are_averaged_only_on_request(whet: Any, tmp_path: Path) -> None:
+def test_norms_that_differ_between_ranks_are_averaged_only_on_request(whet: Any, tmp_path: Path) -> None:
     model = make("llama")
     folder = write(model, tmp_path / "in", ranks=2, change=drift)
-    text = said(whet, folder, tmp_path / "out")
+    text = error_of(whet, folder, tmp_path / "out")
     assert "2 of 5 norms differ" in text
-    assert "layer 3 post_attention_layernorm.scale: by 0.25" in text
+    assert "layer 3 post_attention_layernorm.scale, by 0.25" in text
     assert "--average-norms" in text
     certificate = imported(whet, folder, tmp_path / "out", "--average-norms")
     assert certificate["averaged"] == pytest.approx(
@@ -125,7 +125,7 @@ class Code:
         return os.system, ("touch /tmp/whet-was-here",)
 
 
-def test_what_is_missing_left_over_or_dangerous_is_named(whet: Any, tmp_path: Path) -> None:
+def test_missing_extra_and_dangerous_content_is_refused(whet: Any, tmp_path: Path) -> None:
     model = make("llama")
     files = tmp_path / "in/global_step7"
     folder, out = write(model, tmp_path / "in", ranks=2), tmp_path / "out"
@@ -133,32 +133,32 @@ def test_what_is_missing_left_over_or_dangerous_is_named(whet: Any, tmp_path: Pa
     whole = layer.read_bytes()
 
     layer.unlink()
-    assert "layer_03-model_01-model_states.pt: missing" in said(whet, folder, out)
+    assert "layer_03-model_01-model_states.pt: missing" in error_of(whet, folder, out)
     layer.write_bytes(whole[: len(whole) // 2])
-    assert "layer_03-model_01-model_states.pt: not a whole file" in said(whet, folder, out)
+    assert "layer_03-model_01-model_states.pt: truncated or damaged" in error_of(whet, folder, out)
     torch.save({"x": Code()}, layer)
-    text = said(whet, folder, out)
-    assert "layer_03-model_01-model_states.pt: not only weights" in text
+    text = error_of(whet, folder, out)
+    assert "layer_03-model_01-model_states.pt: contains more than weights" in text
     assert "system" in text
     assert not Path("/tmp/whet-was-here").exists()
     tensors = llama_layer(whole, tmp_path)
     torch.save({**tensors, "attention.alibi": torch.ones(3)}, layer)
-    assert "attention.alibi of layer 3 is missing there, though other ranks have it" in said(whet, folder, out)
+    assert "attention.alibi of layer 3 is missing, but other ranks have it" in error_of(whet, folder, out)
     torch.save({name: t for name, t in tensors.items() if "dense" not in name}, layer)
-    assert "attention.dense.weight of layer 3 is missing there" in said(whet, folder, out)
+    assert "attention.dense.weight of layer 3 is missing" in error_of(whet, folder, out)
     torch.save({**tensors, "attention.dense.weight": torch.ones(32, 15)}, layer)
-    assert "other shapes on other ranks" in said(whet, folder, out)
+    assert "different shapes on ranks" in error_of(whet, folder, out)
     layer.write_bytes(whole)
     (tmp_path / "other.yml").write_text(
         (files / "configs/run.yml").read_text().replace("num-layers: 2", "num-layers: 1")
     )
-    assert "1 transformer layers end with number 5" in said(whet, folder, out, "--config", tmp_path / "other.yml")
+    assert "1 transformer layers ends at 5" in error_of(whet, folder, out, "--config", tmp_path / "other.yml")
     (tmp_path / "other.yml").write_text((files / "configs/run.yml").read_text().replace("size: 2", "size: 4"))
-    assert "model_parallel_size: 4" in said(whet, folder, out, "--config", tmp_path / "other.yml")
-    assert "no such file" in said(whet, folder, out, "--config", tmp_path / "nothing.yml")
-    assert "no such folder" in said(whet, tmp_path / "nothing", out)
+    assert "model_parallel_size: 4" in error_of(whet, folder, out, "--config", tmp_path / "other.yml")
+    assert "no such file" in error_of(whet, folder, out, "--config", tmp_path / "nothing.yml")
+    assert "no such folder" in error_of(whet, tmp_path / "nothing", out)
     (tmp_path / "empty").mkdir()
-    assert "no checkpoint of GPT-NeoX" in said(whet, tmp_path / "empty", out)
+    assert "not a GPT-NeoX checkpoint" in error_of(whet, tmp_path / "empty", out)
 
 
 def llama_layer(content: bytes, folder: Path) -> dict[str, torch.Tensor]:
@@ -166,47 +166,47 @@ def llama_layer(content: bytes, folder: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(folder / "layer.pt", weights_only=True))
 
 
-def test_what_transformers_does_not_compute_is_refused(whet: Any, tmp_path: Path) -> None:
+def test_features_that_transformers_lacks_are_refused(whet: Any, tmp_path: Path) -> None:
     def extra(rank: int, layers: Layers) -> None:
         layers[2]["attention.q_layernorm.weight"] = torch.ones(8)
 
     model = make("llama")
-    text = said(whet, write(model, tmp_path / "extra", change=extra), tmp_path / "out")
-    assert "layer_02-model_00-model_states.pt:attention.q_layernorm.weight is a tensor that whet cannot place" in text
+    text = error_of(whet, write(model, tmp_path / "extra", change=extra), tmp_path / "out")
+    assert "layer_02-model_00-model_states.pt:attention.q_layernorm.weight maps to no tensor of llama" in text
     for key, value in {"pos_emb": "alibi", "use_mup": True, "activation": "geglu", "yarn": True}.items():
         folder = write(model, tmp_path / key, **{key: value, "pos-emb": value if key == "pos_emb" else "rotary"})
-        assert f"{key} is {value!r} in its settings" in said(whet, folder, tmp_path / "out")
+        assert f"{key} is {value!r} in its settings" in error_of(whet, folder, tmp_path / "out")
 
 
-def test_a_wrong_configuration_is_found(whet: Any, tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_detected(whet: Any, tmp_path: Path) -> None:
     model = make("llama", num_key_value_heads=2)
     folder = write(model, tmp_path / "in")
     config = json.loads(model.config.to_json_string())
     for change, words in (
-        ({"num_key_value_heads": 4}, "does not fit"),
-        ({"intermediate_size": 40}, "asks for [40, 32]"),
+        ({"num_key_value_heads": 4}, "cannot build model.layers.0.self_attn.q_proj.weight"),
+        ({"intermediate_size": 40}, "but the configuration has [40, 32]"),
         ({"model_type": "gpt_neox"}, "the tensors are those of llama"),
-        ({"rope_parameters": {**ROPE, "rope_theta": 10000.0}}, "not made with a base of 10000"),
+        ({"rope_parameters": {**ROPE, "rope_theta": 10000.0}}, "does not match the rotary base 10000"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-        assert words in said(whet, folder, tmp_path / "out", "--config", tmp_path / "config.json")
+        assert words in error_of(whet, folder, tmp_path / "out", "--config", tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert imported(whet, folder, tmp_path / "out", "--config", tmp_path / "config.json")["verified"]
 
 
-@pytest.mark.parametrize("fault", ["_half", "_columns"])
-def test_matrices_put_together_wrongly_are_found_by_the_logits(
+@pytest.mark.parametrize("fault", ["_join_halves", "_join_columns"])
+def test_wrongly_joined_matrices_are_detected_by_the_logits(
     fault: str, whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted = {
-        "_half": lambda number: lambda tensors: torch.cat(tensors).chunk(2)[number],  # as if there were one rank
-        "_columns": lambda tensors: torch.cat(tensors[::-1], dim=1),
+        "_join_halves": lambda number: lambda tensors: torch.cat(tensors).chunk(2)[number],  # as if there were one rank
+        "_join_columns": lambda tensors: torch.cat(tensors[::-1], dim=1),
     }
     monkeypatch.setattr(neox, fault, planted[fault])
     folder = write(make("llama"), tmp_path / "in", ranks=2)
     ended = whet("import", "checkpoint", "neox", folder, "--out", tmp_path / "out")
     assert ended.code == 3
-    assert "does not compute what the checkpoint does" in " ".join(ended.err.split())
+    assert "the imported model does not match the checkpoint: its logits differ" in " ".join(ended.err.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -216,15 +216,15 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
     def watched(target: TargetTensor) -> TargetTensor:
         def build() -> torch.Tensor:
-            assert not any(reference() is not None for reference in alive), "the one before is still held"
-            tensor = target.make()
+            assert not any(reference() is not None for reference in alive), "the previous tensor is still alive"
+            tensor = target.build()
             if tensor.numel() > 100:  # norms are views of the file
                 alive.append(weakref.ref(tensor))
             return tensor
 
-        return dataclasses.replace(target, make=build)
+        return dataclasses.replace(target, build=build)
 
-    whole = checkpoint.targets()
-    checkpoint.targets = lambda: [watched(target) for target in whole]  # type: ignore[method-assign]
+    targets = checkpoint.targets()
+    checkpoint.targets = lambda: [watched(target) for target in targets]  # type: ignore[method-assign]
     convert_checkpoint("neox", tmp_path / "in", checkpoint, None, tmp_path / "out")
     assert len(alive) == 2 * 7 + 2

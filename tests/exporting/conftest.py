@@ -1,4 +1,4 @@
-"""Small random models of several families, and what asks for their export."""
+"""Small random models of several families, and specs of their export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[..., Any]:
-    """random_model("qwen3", tie_word_embeddings=True): two layers, with the tokens of builtin:tiny."""
+    """random_model("qwen3", tie_word_embeddings=True): two layers, with the vocabulary of builtin:tiny."""
 
     def make(kind: str, **settings: Any) -> Any:
         import torch
@@ -28,7 +28,7 @@ def random_model() -> Callable[..., Any]:
         )  # fmt: skip
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(shape).eval()
-        for name, weight in model.named_parameters():  # norms and biases that do something
+        for name, weight in model.named_parameters():  # norms and biases that have an effect
             if weight.dim() == 1:
                 torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
         return model
@@ -37,8 +37,8 @@ def random_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def order_of() -> Callable[..., Any]:
-    """order_of(model, "f16"): its export, spoken to with builtin:tiny's tokenizer."""
+def export_spec_of() -> Callable[..., Any]:
+    """export_spec_of(model, "f16"): the spec of its export, with the tokenizer of builtin:tiny."""
 
     def make(model: Any, dtype: str = "f32", tokenizer: Any = None, **more: Any) -> Any:
         from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
@@ -46,9 +46,9 @@ def order_of() -> Callable[..., Any]:
         from whet.model.config import ModelConfig
         from whet.model.load.tokenizer import load_tokenizer
 
-        spoken = tokenizer or load_tokenizer(ModelConfig(path="builtin:tiny"))
+        tokenizer = tokenizer or load_tokenizer(ModelConfig(path="builtin:tiny"))
         return ExportSpec(
-            TrainedModel(model), GenerationSettings(spoken, [2, 5], 2, {}), EXPORT_DTYPES[dtype], 7, **more
+            TrainedModel(model), GenerationSettings(tokenizer, [2, 5], 2, {}), EXPORT_DTYPES[dtype], 7, **more
         )
 
     return make

@@ -1,4 +1,4 @@
-"""GGUF: the same numbers, the same tokens, or no file."""
+"""GGUF: the same weights and the same tokens, or no file."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_reads_a_file_in_f32_back_bit_by_bit(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, family: str
+def test_transformers_loads_an_f32_file_bit_for_bit(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     kind, settings = FAMILIES[family]
     model = random_model(kind, **settings)
-    certificate = write_export(order_of(model), "gguf", tmp_path / "gguf", PROBES)
+    certificate = write_export(export_spec_of(model), "gguf", tmp_path / "gguf", PROBES)
     assert (certificate.max_logit_difference, certificate.same_next_token, certificate.kl) == (0, 1, 0)
     (name,) = certificate.files
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file=name, dtype=torch.float32)
@@ -49,43 +49,43 @@ def test_transformers_reads_a_file_in_f32_back_bit_by_bit(
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("f16", 0.51), ("bf16", 0.51), ("q8_0", 0.28)])
-def test_fewer_bits_are_smaller_and_nearly_the_same(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, dtype: str, most: float
+def test_smaller_dtypes_are_smaller_and_close(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, dtype: str, most: float
 ) -> None:
     from gguf import GGUFReader
 
-    certificate = write_export(order_of(random_model("llama"), dtype), "gguf", tmp_path / "gguf", PROBES)
+    certificate = write_export(export_spec_of(random_model("llama"), dtype), "gguf", tmp_path / "gguf", PROBES)
     assert 0 < certificate.max_logit_difference < 0.05
     assert certificate.dtype == dtype
     tensors = GGUFReader(tmp_path / "gguf" / next(iter(certificate.files))).tensors
     assert sum(tensor.n_bytes for tensor in tensors) < most * 4 * sum(tensor.n_elements for tensor in tensors)
 
 
-def test_what_llama_cpp_needs_stands_in_the_file(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path
+def test_the_file_has_the_fields_that_llama_cpp_reads(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     from gguf import GGUFReader
 
-    order = order_of(random_model("llama", rope_parameters=LLAMA3), name="mine")
-    write_export(order, "gguf", tmp_path / "gguf", PROBES)
+    spec = export_spec_of(random_model("llama", rope_parameters=LLAMA3), name="mine")
+    write_export(spec, "gguf", tmp_path / "gguf", PROBES)
     read = GGUFReader(tmp_path / "gguf" / "mine-f32.gguf")
-    said = {key: field.contents() for key, field in read.fields.items()}
-    tokenizer = order.speech.tokenizer
-    assert said["general.architecture"] == "llama"
-    assert said["tokenizer.ggml.pre"] == "gpt-2"
-    assert said["tokenizer.chat_template"] == tokenizer.chat_template
-    assert said["tokenizer.ggml.eos_token_id"] == said["tokenizer.ggml.eot_token_id"] == 2
-    assert len(said["tokenizer.ggml.tokens"]) == order.trained.language_model.config.vocab_size
-    assert said["tokenizer.ggml.token_type"][:3] == [3, 3, 3]
-    assert said["tokenizer.ggml.token_type"][-3:] == [5, 5, 5]
-    assert said["tokenizer.ggml.merges"]
+    fields = {key: field.contents() for key, field in read.fields.items()}
+    tokenizer = spec.generation.tokenizer
+    assert fields["general.architecture"] == "llama"
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert fields["tokenizer.ggml.eos_token_id"] == fields["tokenizer.ggml.eot_token_id"] == 2
+    assert len(fields["tokenizer.ggml.tokens"]) == spec.model.language_model.config.vocab_size
+    assert fields["tokenizer.ggml.token_type"][:3] == [3, 3, 3]
+    assert fields["tokenizer.ggml.token_type"][-3:] == [5, 5, 5]
+    assert fields["tokenizer.ggml.merges"]
     factors = next(tensor for tensor in read.tensors if tensor.name == "rope_freqs.weight").data
-    assert factors.min() == 1  # fast turns stay as they are
-    assert factors.max() == pytest.approx(8)  # slow ones are slowed by the factor
+    assert factors.min() == 1  # high frequencies are unchanged
+    assert factors.max() == pytest.approx(8)  # low frequencies are divided by the factor
 
 
-def of_numbers() -> Any:
-    """A tokenizer that knows numbers of three digits, as Llama 3's does."""
+def tokenizer_of_numbers() -> Any:
+    """A tokenizer with tokens of up to three digits, like Llama 3's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -105,22 +105,22 @@ def of_numbers() -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["heads not turned", "other cut", "template", "end of turn"])
-def test_a_file_that_talks_otherwise_is_refused(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("what", ["rope permutation", "pre-tokenizer", "template", "end of turn"])
+def test_a_wrong_file_is_refused(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     what: str,
 ) -> None:  # fmt: skip
     from gguf import GGUFWriter
 
     reason = {
-        "heads not turned": "its logits differ", "other cut": "its tokenizer cuts", "template": "its chat template",
+        "rope permutation": "its logits differ", "pre-tokenizer": "its tokenizer splits", "template": "its chat template",
         "end of turn": "does not stop at",
     }[what]  # fmt: skip
     tokenizer = None
-    if what == "heads not turned":
+    if what == "rope permutation":
         monkeypatch.setattr(gguf_file, "_permute_rope", lambda weight, heads: weight)
-    elif what == "other cut":
-        tokenizer = of_numbers()
+    elif what == "pre-tokenizer":
+        tokenizer = tokenizer_of_numbers()
         assert pre_tokenizer_name(tokenizer) == "llama-bpe"
         monkeypatch.setattr(gguf_file, "pre_tokenizer_name", lambda tokenizer: "qwen2")
     elif what == "template":
@@ -130,41 +130,45 @@ def test_a_file_that_talks_otherwise_is_refused(
         write = GGUFWriter.add_eos_token_id
         monkeypatch.setattr(GGUFWriter, "add_eos_token_id", lambda self, number: write(self, 5))
     with pytest.raises(ExportMismatchError, match=reason):
-        write_export(order_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path / "gguf", PROBES)
+        write_export(export_spec_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path / "gguf", PROBES)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "words"),
     [
-        ("gemma", {}, "cannot write gemma models as GGUF; it knows llama, mistral, qwen2, qwen3"),
-        ("mistral", {"sliding_window": 32}, "a window of 32 tokens"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "by dynamic"),
-        ("llama", {"vocab_size": 100}, "the model only 100"),
+        ("gemma", {}, "cannot write gemma models as GGUF, only llama, mistral, qwen2, qwen3"),
+        ("mistral", {"sliding_window": 32}, "a sliding window of 32 tokens"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "the RoPE type dynamic",
+        ),
+        ("llama", {"vocab_size": 100}, "the model has only 100 embedding rows"),
     ],
 )
-def test_what_cannot_be_a_gguf_is_named(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, kind: str,
+def test_unsupported_models_are_refused(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, kind: str,
     settings: dict[str, Any], words: str,
 ) -> None:  # fmt: skip
     with pytest.raises(WhetError, match=words):
-        write_export(order_of(random_model(kind, **settings)), "gguf", tmp_path / "gguf", [[3, 4, 5]])
+        write_export(export_spec_of(random_model(kind, **settings)), "gguf", tmp_path / "gguf", [[3, 4, 5]])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_tokenizer_is_named(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path
+def test_an_unknown_pre_tokenizer_is_refused(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(WhetError, match=r"no GGUF name for .*It knows gpt-2, smollm, llama-bpe, qwen2"):
-        write_export(order_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path / "gguf", PROBES)
+    with pytest.raises(WhetError, match=r"no GGUF name for .*only for gpt-2, smollm, llama-bpe, qwen2"):
+        write_export(export_spec_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path / "gguf", PROBES)
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
-def test_the_name_of_a_cut_and_the_cut_belong_together(name: str) -> None:
+def test_the_name_of_a_pre_tokenizer_and_its_rule_match(name: str) -> None:
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     set_pre_tokenizer(tokenizer, name)
     if name == "gpt-2":

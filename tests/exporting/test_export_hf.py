@@ -1,4 +1,4 @@
-"""What ships is what was trained: loaded back and compared, or refused."""
+"""Model folders and adapters: verified against the trained model, or refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from whet.core.errors import WhetError
 from whet.core.files import hash_file, read_json, write_json
 from whet.exporting.exporter import write_export
 from whet.exporting.hf_folder import HFFolderFormat
+from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import EXPORT_DTYPES, ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.model import attention
@@ -30,14 +31,14 @@ STOPS = [2, 5]
 PROBES = [list(range(3, 60)), list(range(100, 120))]
 
 
-def order(model: nn.Module, dtype: str = "f32", **more: Any) -> ExportSpec:
-    speech = GenerationSettings(load_tokenizer(TINY), STOPS, 2, {"temperature": 0.6, "do_sample": True})
-    return ExportSpec(TrainedModel(model), speech, EXPORT_DTYPES[dtype], 7, **more)
+def spec_of(model: nn.Module, dtype: str = "f32", **more: Any) -> ExportSpec:
+    settings = GenerationSettings(load_tokenizer(TINY), STOPS, 2, {"temperature": 0.6, "do_sample": True})
+    return ExportSpec(TrainedModel(model), settings, EXPORT_DTYPES[dtype], 7, **more)
 
 
 @pytest.fixture
 def adapted() -> nn.Module:
-    """Tiny with adapters that have learned something, attending by documents, as training leaves it."""
+    """builtin:tiny with nonzero adapters and whet's attention, as training leaves it."""
     model = load_model(TINY, torch.float32)
     attention.install_backend(model, "sdpa")
     model = add_adapter(model, AdapterConfig(rank=4), seed=0)
@@ -53,20 +54,20 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(input_ids=torch.tensor([PROBES[0]])).logits
 
 
-def test_a_model_without_adapters_does_not_wait_for_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes two seconds to import, with what it imports itself."""
+def test_a_model_without_adapters_does_not_import_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing it takes two seconds."""
     for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert write_export(order(load_model(TINY, torch.float32)), "merged", tmp_path / "merged", PROBES).verified
+    assert write_export(spec_of(load_model(TINY, torch.float32)), "merged", tmp_path / "merged", PROBES).verified
 
 
-def test_a_merged_export_loads_in_transformers_and_carries_its_certificate(adapted: nn.Module, tmp_path: Path) -> None:
+def test_a_merged_export_loads_in_transformers_and_has_a_certificate(adapted: nn.Module, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "exports" / "merged"
     base = logits(load_model(TINY, torch.float32))
-    certificate = write_export(order(adapted), "merged", folder, PROBES)
+    certificate = write_export(spec_of(adapted), "merged", folder, PROBES)
     written = json.loads((folder / "certificate.json").read_text())
     assert written == certificate.as_dict()
     assert written["verified"] is True
@@ -83,20 +84,20 @@ def test_a_merged_export_loads_in_transformers_and_carries_its_certificate(adapt
     assert loaded.generation_config.eos_token_id == STOPS
     assert loaded.generation_config.temperature == 0.6
     assert not any("lora" in name for name, _ in loaded.named_parameters())
-    assert (logits(loaded) - base).abs().max() > 0.1  # the adapters are in it
+    assert (logits(loaded) - base).abs().max() > 0.1  # the adapters are merged
     assert AutoTokenizer.from_pretrained(folder).chat_template == load_tokenizer(TINY).chat_template
 
 
-def test_exporting_leaves_the_model_as_it_was(adapted: nn.Module, tmp_path: Path) -> None:
+def test_exporting_does_not_change_the_model(adapted: nn.Module, tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
-    write_export(order(adapted), "merged", tmp_path / "merged", PROBES)
+    write_export(spec_of(adapted), "merged", tmp_path / "merged", PROBES)
     torch.testing.assert_close(dict(adapted.state_dict()), before, rtol=0, atol=0)
     assert adapted.config._attn_implementation == attention.registered_name("sdpa")
     assert not any(getattr(module, "merged", False) for module in adapted.modules())
 
 
 def test_merged_weights_are_those_of_peft(adapted: nn.Module, tmp_path: Path) -> None:
-    write_export(order(adapted), "merged", tmp_path / "merged", PROBES)
+    write_export(spec_of(adapted), "merged", tmp_path / "merged", PROBES)
     merged = {name: weight.detach() for name, weight in adapted.merge_and_unload().named_parameters()}
     torch.testing.assert_close(load_file(tmp_path / "merged/model.safetensors"), merged, rtol=0, atol=0)
 
@@ -108,7 +109,7 @@ def test_an_adapter_export_loads_in_peft(adapted: nn.Module, tmp_path: Path) -> 
     adapted.eval()
     adapted.set_attn_implementation("sdpa")
     wanted = logits(adapted)
-    certificate = write_export(order(adapted), "adapter", folder, PROBES)
+    certificate = write_export(spec_of(adapted), "adapter", folder, PROBES)
     assert certificate.verified
     assert list(certificate.files) == ["adapter_model.safetensors"]
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), wanted)
@@ -116,25 +117,27 @@ def test_an_adapter_export_loads_in_peft(adapted: nn.Module, tmp_path: Path) -> 
 
 def test_a_whole_model_has_no_adapter_to_export(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match="--to merged"):
-        write_export(order(load_model(TINY, torch.float32)), "adapter", tmp_path / "adapter", PROBES)
+        write_export(spec_of(load_model(TINY, torch.float32)), "adapter", tmp_path / "adapter", PROBES)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_sixteen_bits_are_written_and_said(adapted: nn.Module, tmp_path: Path, dtype: str) -> None:
+def test_16_bit_exports_are_written_and_recorded(adapted: nn.Module, tmp_path: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    certificate = write_export(order(adapted, dtype), "merged", tmp_path / "merged", PROBES)
+    certificate = write_export(spec_of(adapted, dtype), "merged", tmp_path / "merged", PROBES)
     assert certificate.dtype == dtype
     assert 0 < certificate.max_logit_difference < 0.1
     kept = {weight.dtype for weight in load_file(tmp_path / "merged/model.safetensors").values()}
-    assert kept == {EXPORT_DTYPES[dtype].dtype} == {AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype}
+    assert (
+        kept == {EXPORT_DTYPES[dtype].torch_dtype} == {AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype}
+    )
 
 
-def test_small_files_hold_the_same_and_are_loaded_from_the_disk(adapted: nn.Module, tmp_path: Path) -> None:
-    """Files of 100 kB: most of the model is left on the disk while it is compared."""
-    write_export(order(adapted), "merged", tmp_path / "one", PROBES)
-    certificate = write_export(order(adapted, shard_size=100_000), "merged", tmp_path / "many", PROBES)
+def test_sharded_exports_hold_the_same_weights(adapted: nn.Module, tmp_path: Path) -> None:
+    """With shards of 100 kB most of the model stays on disk during the comparison."""
+    write_export(spec_of(adapted), "merged", tmp_path / "one", PROBES)
+    certificate = write_export(spec_of(adapted, shard_size=100_000), "merged", tmp_path / "many", PROBES)
     assert len(certificate.files) > 2
     assert all((tmp_path / "many" / name).stat().st_size < 140_000 for name in certificate.files)
     index = read_json(tmp_path / "many/model.safetensors.index.json")
@@ -142,6 +145,20 @@ def test_small_files_hold_the_same_and_are_loaded_from_the_disk(adapted: nn.Modu
     assert set(index["weight_map"]) == set(many)
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in many.values())
     torch.testing.assert_close(many, load_file(tmp_path / "one/model.safetensors"), rtol=0, atol=0)
+
+
+def test_shards_are_valid_safetensors_files(tmp_path: Path) -> None:
+    shapes = {"a": (3, 4), "b": (5,), "c": (2, 2, 2), "d": ()}
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    writer = StreamingSafetensorsWriter(tmp_path, shard_size=30)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+    assert index["metadata"]["total_size"] == 2 * (12 + 5 + 8 + 1)
 
 
 def _rewrite(folder: Path, name: str, **values: Any) -> None:
@@ -153,12 +170,12 @@ def _other_template(folder: Path) -> None:
     file.write_text(file.read_text().replace("<|im_start|>", "<|im_start|> "))
 
 
-def _other_cut(folder: Path) -> None:
-    """The tokenizer cuts around every l."""
-    said = read_json(folder / "tokenizer.json")
+def _other_pre_tokenizer(folder: Path) -> None:
+    """Splits around every l."""
+    content = read_json(folder / "tokenizer.json")
     around = {"type": "Split", "pattern": {"Regex": "l"}, "behavior": "Isolated", "invert": False}
-    said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [around, said["pre_tokenizer"]]}
-    write_json(folder / "tokenizer.json", said)
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [around, content["pre_tokenizer"]]}
+    write_json(folder / "tokenizer.json", content)
 
 
 def _weights(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -212,9 +229,9 @@ def _no_file(folder: Path) -> None:
 
 CORRUPTIONS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "template": ("merged", _other_template, "its chat template is not the one"),
-    "tokenizer": ("merged", _other_cut, "its tokenizer cuts"),
-    "stops": ("merged", _stops, r"do not stop at '<\|im_end\|>'"),
-    "eos": ("merged", _eos, "eos token is"),
+    "tokenizer": ("merged", _other_pre_tokenizer, "its tokenizer splits"),
+    "stops": ("merged", _stops, r"does not stop at '<\|im_end\|>'"),
+    "eos": ("merged", _eos, "the eos token of its tokenizer is"),
     "dtype of config.json": ("merged", _config(dtype="float16"), "load it in torch.float16"),
     "dtype of a weight": ("merged", _changed(_rounded), "weights in F16 instead of F32"),
     "a weight": ("merged", _changed(_halved), "its logits differ by"),
@@ -228,39 +245,39 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", CORRUPTIONS)
-def test_what_was_corrupted_after_writing_is_refused_and_leaves_what_was_there(
+def test_a_corrupted_export_is_refused_and_the_older_one_stays(
     adapted: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     from whet.exporting.exporter import EXPORT_FORMATS
 
     kind, corrupt, reason = CORRUPTIONS[what]
-    form = type(EXPORT_FORMATS[kind])
-    write = form.write
+    export_format = type(EXPORT_FORMATS[kind])
+    write = export_format.write
 
-    def written_badly(self: Any, asked: ExportSpec, folder: Path) -> None:
-        write(self, asked, folder)
+    def write_corrupted(self: Any, spec: ExportSpec, folder: Path) -> None:
+        write(self, spec, folder)
         corrupt(folder)
 
     folder = tmp_path / kind
     folder.mkdir()
     (folder / "older").touch()
-    monkeypatch.setattr(form, "write", written_badly)
+    monkeypatch.setattr(export_format, "write", write_corrupted)
     with pytest.raises(ExportMismatchError, match=reason):
-        write_export(order(adapted), kind, folder, PROBES)
+        write_export(spec_of(adapted), kind, folder, PROBES)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [kind, f"{kind}/older"]
 
 
-def test_a_new_export_takes_the_place_of_the_old(tmp_path: Path) -> None:
+def test_a_new_export_replaces_the_old(tmp_path: Path) -> None:
     folder = tmp_path / "merged"
     folder.mkdir()
     (folder / "older").touch()
-    write_export(order(load_model(TINY, torch.float32)), "merged", folder, PROBES)
+    write_export(spec_of(load_model(TINY, torch.float32)), "merged", folder, PROBES)
     assert not (folder / "older").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
 @pytest.mark.parametrize("kind", ["merged", "adapter", "gguf", "megatron"])
-def test_a_full_disk_is_said_and_leaves_nothing(
+def test_a_full_disk_is_reported_and_nothing_is_left(
     adapted: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     from whet.exporting.exporter import EXPORT_FORMATS
@@ -270,21 +287,21 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 
     monkeypatch.setattr(type(EXPORT_FORMATS[kind]), "write", full)
     with pytest.raises(WhetError, match="the disk is full while exporting"):
-        write_export(order(adapted), kind, tmp_path / kind, PROBES)
+        write_export(spec_of(adapted), kind, tmp_path / kind, PROBES)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
+def test_too_little_disk_space_is_refused_before_writing(
     adapted: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HFFolderFormat, "size", lambda self, asked: 2**60)
+    monkeypatch.setattr(HFFolderFormat, "estimate_bytes", lambda self, spec: 2**60)
     with pytest.raises(WhetError, match="the disk is too full for the export"):
-        write_export(order(adapted), "merged", tmp_path / "merged", PROBES)
+        write_export(spec_of(adapted), "merged", tmp_path / "merged", PROBES)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
-    """transformers has the experts of a layer in one weight in memory, and each by itself in files."""
+def test_fused_experts_are_saved_separately(tmp_path: Path) -> None:
+    """transformers fuses the experts of a layer in memory, and has one tensor for each in files."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     settings = Qwen3MoeConfig(
@@ -294,7 +311,7 @@ def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(settings).eval()
-    write_export(order(model, shard_size=30_000), "merged", tmp_path / "merged", PROBES)
+    write_export(spec_of(model, shard_size=30_000), "merged", tmp_path / "merged", PROBES)
     names = read_json(tmp_path / "merged/model.safetensors.index.json")["weight_map"]
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
     assert not any("gate_up_proj" in name for name in names)
@@ -302,7 +319,7 @@ def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_layers_in_4_bits_are_turned_back_with_and_without_an_adapter(tmp_path: Path) -> None:
+def test_4_bit_layers_are_dequantized_with_and_without_an_adapter(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from whet.model.lora.peft_adapters import unwrap_peft
@@ -315,7 +332,7 @@ def test_layers_in_4_bits_are_turned_back_with_and_without_an_adapter(tmp_path: 
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    certificate = write_export(order(model), "merged", tmp_path / "merged", PROBES)
+    certificate = write_export(spec_of(model), "merged", tmp_path / "merged", PROBES)
     assert certificate.quantize == "nf4"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(loaded), logits(unwrap_peft(model)), rtol=1e-4, atol=1e-4)

@@ -1,6 +1,6 @@
-"""llama.cpp reads what was exported: the same tokens, the same prompt, the same greedy answers.
+"""llama.cpp loads an exported GGUF: same tokens, same prompt, same greedy answers as transformers.
 
-With an fp32 cache and plain attention; only then is its arithmetic near enough to transformers' for equal answers.
+It runs with an fp32 cache and without flash attention, otherwise rounding changes the answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXTS = [
 
 
 class LlamaCpp:
-    """Its server, in this process, asked over its own port."""
+    """llama.cpp's server, running in this process."""
 
     def __init__(self, file: Path) -> None:
         import xllamacpp
@@ -40,7 +40,7 @@ class LlamaCpp:
         settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._server = xllamacpp.Server(settings)
 
-    def ask(self, path: str, **body: Any) -> Any:
+    def request(self, path: str, **body: Any) -> Any:
         address = f"{self._server.listening_address}/{path}"
         request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as answer:
@@ -49,7 +49,7 @@ class LlamaCpp:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["builtin:tiny", "builtin:smollm2"])
-def test_llama_cpp_says_the_same(path: str, order_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_llama_cpp_gives_the_same_answers(path: str, export_spec_of: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     config = ModelConfig(path=path)
     tokenizer = load_tokenizer(config)
@@ -59,21 +59,21 @@ def test_llama_cpp_says_the_same(path: str, order_of: Callable[..., Any], tmp_pa
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.002)
     certificate = write_export(
-        order_of(model, tokenizer=tokenizer), "gguf", tmp_path / "gguf", [tokenizer.encode(TEXTS[0])]
+        export_spec_of(model, tokenizer=tokenizer), "gguf", tmp_path / "gguf", [tokenizer.encode(TEXTS[0])]
     )
     merged = model.merge_and_unload()
     llama = LlamaCpp(tmp_path / "gguf" / next(iter(certificate.files)))
     for text in TEXTS:
-        found = llama.ask("tokenize", content=text, add_special=False, parse_special=True)["tokens"]
+        found = llama.request("tokenize", content=text, add_special=False, parse_special=True)["tokens"]
         assert found == tokenizer.encode(text, add_special_tokens=False)
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert llama.ask("apply-template", messages=messages)["prompt"] == prompt
+        assert llama.request("apply-template", messages=messages)["prompt"] == prompt
         ids = tokenizer.encode(prompt, add_special_tokens=False)
-        said = llama.ask("completion", prompt=ids, n_predict=24, temperature=0, top_k=1, return_tokens=True)
+        answer = llama.request("completion", prompt=ids, n_predict=24, temperature=0, top_k=1, return_tokens=True)
         with torch.inference_mode():
-            wanted = merged.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2)
-        assert [number for number in said["tokens"] if number != 2] == [
-            number for number in wanted[0, len(ids) :].tolist() if number != 2
+            expected = merged.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2)
+        assert [number for number in answer["tokens"] if number != 2] == [
+            number for number in expected[0, len(ids) :].tolist() if number != 2
         ]

@@ -1,4 +1,4 @@
-"""Megatron-Core's layout, written and put together again to the same weights."""
+"""Megatron-Core's layout: written and joined again to the same weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def parts_of(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_weights_come_back(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, family: str, parallel: int
+def test_the_weights_are_read_back(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, family: str, parallel: int
 ) -> None:
     model = random_model(family, **FAMILIES[family])
-    certificate = write_export(order_of(model, tensor_parallel=parallel), "megatron", tmp_path / "out", PROBES)
+    certificate = write_export(export_spec_of(model, tensor_parallel=parallel), "megatron", tmp_path / "out", PROBES)
     assert certificate.max_logit_difference == 0
     assert len(certificate.files) == parallel
     torch.testing.assert_close(read_megatron(tmp_path / "out"), dict(model.named_parameters()), rtol=0, atol=0)
@@ -40,12 +40,12 @@ def test_the_weights_come_back(
     assert (tmp_path / "out/huggingface/tokenizer.json").exists()
 
 
-def test_weights_lie_where_megatron_looks_for_them(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path
+def test_the_layout_is_megatrons(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Four heads in two groups of keys and values; the second of two processes has the second group."""
+    """Four heads in two query groups; the second of two ranks has the second group."""
     model = random_model("llama")
-    write_export(order_of(model, tensor_parallel=2), "megatron", tmp_path / "out", PROBES)
+    write_export(export_spec_of(model, tensor_parallel=2), "megatron", tmp_path / "out", PROBES)
     first, second = parts_of(tmp_path / "out")
     layer, own = model.model.layers[1], second["model"]
     q, k, v = (getattr(layer.self_attn, f"{which}_proj").weight for which in "qkv")
@@ -70,29 +70,32 @@ def test_weights_lie_where_megatron_looks_for_them(
 @pytest.mark.parametrize(
     ("kind", "settings", "parallel", "words"),
     [
-        ("gemma", {}, 1, "it knows llama, mistral, qwen2, qwen3"),
-        ("llama", {"attention_bias": True}, 1, "without further biases"),
-        ("llama", {}, 4, "4 processes cannot share this model's 2 key-value heads"),
+        ("gemma", {}, 1, "only that of llama, mistral, qwen2, qwen3"),
+        ("llama", {"attention_bias": True}, 1, "without attention_bias"),
+        ("llama", {}, 4, "4 ranks cannot evenly share this model's 2 key-value heads"),
     ],
 )
-def test_what_cannot_be_megatron_is_named(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, kind: str,
+def test_unsupported_models_are_refused(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, kind: str,
     settings: dict[str, Any], parallel: int, words: str,
 ) -> None:  # fmt: skip
-    order = order_of(random_model(kind, **settings), tensor_parallel=parallel)
+    spec = export_spec_of(random_model(kind, **settings), tensor_parallel=parallel)
     with pytest.raises(WhetError, match=words):
-        write_export(order, "megatron", tmp_path / "out", PROBES)
+        write_export(spec, "megatron", tmp_path / "out", PROBES)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_of_another_process_is_refused(
-    random_model: Callable[..., Any], order_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_shard_of_another_rank_is_refused(
+    random_model: Callable[..., Any],
+    export_spec_of: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    join = megatron.shard_weights
+    shard = megatron.shard_weights
 
-    def exchanged(entry: Any, ours: Any, shape: Any, rank: int) -> Any:
-        return join(entry, ours, shape, 1 - rank if entry.part == "groups" else rank)
+    def swapped(weight: Any, tensors: Any, shape: Any, rank: int) -> Any:
+        return shard(weight, tensors, shape, 1 - rank if weight.sharding == "qkv" else rank)
 
-    monkeypatch.setattr(megatron, "shard_weights", exchanged)
+    monkeypatch.setattr(megatron, "shard_weights", swapped)
     with pytest.raises(ExportMismatchError, match="its logits differ"):
-        write_export(order_of(random_model("llama"), tensor_parallel=2), "megatron", tmp_path / "out", PROBES)
+        write_export(export_spec_of(random_model("llama"), tensor_parallel=2), "megatron", tmp_path / "out", PROBES)

@@ -1,4 +1,4 @@
-"""An export needs memory for one file of weights, whatever the size of the model."""
+"""An export needs memory for one shard, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 
 SHARD = 120_000_000
-# What is mapped from files is the system's to give back at any time; what counts is the process's own memory.
+# Memory-mapped files can be evicted at any time, so anonymous memory is what counts.
 _EXPORT = """
 import sys, threading, time
 from pathlib import Path
 from whet.run.export_run import ExportRequest, export_run
 
-most = 0
+peak = 0
 def watch():
-    global most
+    global peak
     while True:
         lines = Path("/proc/self/status").read_text().splitlines()
-        most = max(most, next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024)
+        peak = max(peak, next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024)
         time.sleep(0.005)
 
 threading.Thread(target=watch, daemon=True).start()
 export_run(sys.argv[1], ExportRequest(sys.argv[2], "f32", Path(sys.argv[3]), shard_size=int(sys.argv[4])))
-print(most)
+print(peak)
 """
 
 
-def peak_of_export(run: Path, kind: str, out: Path, shard: int) -> int:
+def peak_bytes_of_export(run: Path, kind: str, out: Path, shard: int) -> int:
     command = [sys.executable, "-c", _EXPORT, str(run), kind, str(out), str(shard)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def peak_of_export(run: Path, kind: str, out: Path, shard: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["adapter.rank=2"]], ids=["full", "adapter"])
-def test_one_file_of_weights_is_in_memory_at_a_time(
+def test_one_shard_is_in_memory_at_a_time(
     options: list[str], whet: Any, recipe: str, tmp_path: Path, tiny_run: Path
 ) -> None:
     import shutil
@@ -67,8 +67,8 @@ def test_one_file_of_weights_is_in_memory_at_a_time(
         "eval.at_start=false", "export.at_end=none", "train.precision=fp32", *options,
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    nothing = peak_of_export(tiny_run, "merged", tmp_path / "tiny", 10**9)
-    needed = peak_of_export(run, "merged", tmp_path / "merged", SHARD) - nothing
+    overhead = peak_bytes_of_export(tiny_run, "merged", tmp_path / "tiny", 10**9)
+    needed = peak_bytes_of_export(run, "merged", tmp_path / "merged", SHARD) - overhead
     certificate = json.loads((tmp_path / "merged/certificate.json").read_text())
     assert certificate["verified"]
     files = [(tmp_path / "merged" / name).stat().st_size for name in certificate["files"]]

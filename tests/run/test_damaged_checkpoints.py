@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged says so, goes on from the one before, and ends as if nothing had been."""
+"""A run whose newest checkpoint is damaged resumes from the one before, with the same end result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = "train.precision=fp64"
 
 
 @pytest.fixture
-def broken_off(tiny_run: Path, tmp_path: Path) -> Path:
+def interrupted(tiny_run: Path, tmp_path: Path) -> Path:
     """tiny_run as a crash after its last checkpoint would have left it; it has two, step-000020 and step-000030."""
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)
@@ -43,42 +43,48 @@ def truncated(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [altered, truncated, Path.unlink])
 @pytest.mark.parametrize("part", ["model/*.distcp", "optimizer/*.distcp", "model/.metadata", "manifest.json"])
-def test_one_byte_is_enough(
-    part: str, damage: Callable[[Path], None], whet: Any, recipe: str, broken_off: Path, tiny_run: Path, exact_of: Exact
+def test_damage_is_detected_and_the_previous_checkpoint_used(
+    part: str,
+    damage: Callable[[Path], None],
+    whet: Any,
+    recipe: str,
+    interrupted: Path,
+    tiny_run: Path,
+    exact_of: Exact,
 ) -> None:
-    newest = broken_off / "checkpoints" / "step-000030"
+    newest = interrupted / "checkpoints" / "step-000030"
     file = sorted(newest.glob(part))[0]
     damage(file)
-    ended = whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume")
+    ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
     assert ended.code == 0, ended.err
     assert "continuing after step 20" in ended.err
-    if file.name != "manifest.json" or damage is not Path.unlink:  # without a manifest it is not even a checkpoint
+    if file.name != "manifest.json" or damage is not Path.unlink:  # without a manifest it is not a checkpoint
         assert str(file) in ended.err
         assert "set aside as damaged-step-000030; the run goes on from step 20" in ended.err
-        assert (broken_off / "checkpoints" / "damaged-step-000030").is_dir()
-    assert (broken_off / "checkpoints" / "latest").read_text() == "step-000030\n"
-    assert exact_of(broken_off) == exact_of(tiny_run)
-    assert (broken_off / WEIGHTS).read_bytes() == (tiny_run / WEIGHTS).read_bytes()
+        assert (interrupted / "checkpoints" / "damaged-step-000030").is_dir()
+    assert (interrupted / "checkpoints" / "latest").read_text() == "step-000030\n"
+    assert exact_of(interrupted) == exact_of(tiny_run)
+    assert (interrupted / WEIGHTS).read_bytes() == (tiny_run / WEIGHTS).read_bytes()
 
 
-def test_without_a_whole_one_nothing_is_thrown_away(whet: Any, recipe: str, broken_off: Path) -> None:
+def test_without_an_intact_checkpoint_nothing_is_deleted(whet: Any, recipe: str, interrupted: Path) -> None:
     for number in (20, 30):
-        altered(next((broken_off / f"checkpoints/step-0000{number}/model").glob("*.distcp")))
-    metrics = (broken_off / "metrics.jsonl").read_bytes()
+        altered(next((interrupted / f"checkpoints/step-0000{number}/model").glob("*.distcp")))
+    metrics = (interrupted / "metrics.jsonl").read_bytes()
     for _ in range(2):
-        ended = whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume")
+        ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
         assert ended.code == 1
         assert "step-000020" in ended.err
         assert "There is no other complete one" in ended.err
-    assert (broken_off / "metrics.jsonl").read_bytes() == metrics
-    shutil.rmtree(broken_off / "checkpoints")
-    assert whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume").code == 0
+    assert (interrupted / "metrics.jsonl").read_bytes() == metrics
+    shutil.rmtree(interrupted / "checkpoints")
+    assert whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume").code == 0
 
 
-def test_a_disk_that_fails_ends_the_start_and_sets_nothing_aside(
-    whet: Any, recipe: str, broken_off: Path, monkeypatch: pytest.MonkeyPatch, tiny_run: Path, exact_of: Exact
+def test_a_failing_disk_aborts_the_resume_and_nothing_is_quarantined(
+    whet: Any, recipe: str, interrupted: Path, monkeypatch: pytest.MonkeyPatch, tiny_run: Path, exact_of: Exact
 ) -> None:
-    file = sorted((broken_off / "checkpoints/step-000030/optimizer").glob("*.distcp"))[0]
+    file = sorted((interrupted / "checkpoints/step-000030/optimizer").glob("*.distcp"))[0]
 
     def fail(path: Path, **kind: Any) -> str:
         if path == file:
@@ -87,27 +93,27 @@ def test_a_disk_that_fails_ends_the_start_and_sets_nothing_aside(
 
     monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001, 0.001))
     monkeypatch.setattr(manifest, "hash_file", fail)
-    ended = whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume")
+    ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
     assert ended.code == 1
     assert f"{file}: cannot be read: Input/output error (tried 3 times" in ended.err
     assert "Traceback" not in ended.err
-    assert (broken_off / "checkpoints/step-000030").is_dir()
+    assert (interrupted / "checkpoints/step-000030").is_dir()
     monkeypatch.undo()
-    assert whet("train", recipe, FULL, f"run.dir={broken_off}", "--resume").code == 0
-    assert exact_of(broken_off) == exact_of(tiny_run)
+    assert whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume").code == 0
+    assert exact_of(interrupted) == exact_of(tiny_run)
 
 
-def test_an_export_of_a_damaged_checkpoint_is_refused_and_another_can_be_had(whet: Any, broken_off: Path) -> None:
-    file = next((broken_off / "checkpoints/step-000030/model").glob("*.distcp"))
+def test_a_damaged_checkpoint_is_not_exported_but_an_earlier_one_is(whet: Any, interrupted: Path) -> None:
+    file = next((interrupted / "checkpoints/step-000030/model").glob("*.distcp"))
     altered(file)
-    ended = whet("export", broken_off)
+    ended = whet("export", interrupted)
     assert ended.code == 1
     assert str(file) in ended.err
     assert "RUN@STEP" in ended.err
-    assert whet("export", f"{broken_off}@20").code == 0
+    assert whet("export", f"{interrupted}@20").code == 0
 
 
-def test_an_adapter_is_not_put_on_other_weights(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_an_adapter_is_not_resumed_on_other_weights(whet: Any, recipe: str, tmp_path: Path) -> None:
     from whet.model.load.weight_files import locate_model
 
     base = tmp_path / "base"

@@ -1,4 +1,4 @@
-"""What ships is what was trained: transformers, `whet chat EXPORT` and `whet chat RUN` give the same answers."""
+"""`whet export`: transformers, `whet chat EXPORT` and `whet chat RUN` give the same answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = ["Please send two red mugs to Anna in Riga by Mon.", "Hello"]
 
 
 def answer_of_transformers(folder: Path, prompt: str) -> str:
-    """As the documentation of transformers says it is done, without whet."""
+    """As the documentation of transformers shows, without whet."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -28,20 +28,20 @@ def answer_of_transformers(folder: Path, prompt: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["tiny_run", "lora_run"])
-def test_the_export_the_run_and_transformers_answer_alike(kind: str, whet: Any, request: pytest.FixtureRequest) -> None:
+def test_export_run_and_transformers_give_the_same_answer(kind: str, whet: Any, request: pytest.FixtureRequest) -> None:
     run: Path = request.getfixturevalue(kind)
     folder = run / "exports" / "merged"
     assert json.loads((folder / "certificate.json").read_text())["verified"] is True
     for prompt in PROMPTS:
-        said = [
+        answers = [
             json.loads(whet("chat", model, "--prompt", prompt, "--max-new-tokens", 24, "--json").out)["answer"]
             for model in (folder, run, f"{run}@latest")
         ]
-        assert said == [answer_of_transformers(folder, prompt)] * 3
-        assert said[0]
+        assert answers == [answer_of_transformers(folder, prompt)] * 3
+        assert answers[0]
 
 
-def test_an_adapter_export_is_loaded_by_peft_and_answers_like_the_run(
+def test_an_adapter_export_loads_in_peft_with_the_logits_of_the_merged_one(
     whet: Any, lora_run: Path, tmp_path: Path
 ) -> None:
     from peft import AutoPeftModelForCausalLM
@@ -66,7 +66,7 @@ def test_a_whole_model_has_no_adapter_to_export(whet: Any, tiny_run: Path) -> No
     assert not (tiny_run / "exports" / "adapter").exists()
 
 
-def test_a_tampered_merge_ends_the_run_with_3_and_can_be_mended(
+def test_a_failed_verification_exits_with_3_and_the_run_can_be_resumed(
     whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tampered(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -78,14 +78,14 @@ def test_a_tampered_merge_ends_the_run_with_3_and_can_be_mended(
         patch.setattr("whet.exporting.hf_folder.to_checkpoint_tensors", tampered)
         ended = whet(*arguments)
     assert ended.code == 3
-    assert "is not the trained one" in ended.err
+    assert "does not match the trained one" in " ".join(ended.err.split())
     assert list((folder / "exports").iterdir()) == []
     assert json.loads((folder / "status.json").read_text())["exit_code"] == 3
     assert whet(*arguments, "--resume").code == 0
     assert (folder / "exports" / "merged" / "certificate.json").exists()
 
 
-def test_a_model_trained_further_starts_from_the_run(whet: Any, recipe: str, lora_run: Path, tmp_path: Path) -> None:
+def test_training_continues_from_an_export(whet: Any, recipe: str, lora_run: Path, tmp_path: Path) -> None:
     export = lora_run / "exports" / "merged"
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", f"model.path={export}")
     assert ended.code == 0, ended.err
@@ -97,11 +97,11 @@ def test_a_model_trained_further_starts_from_the_run(whet: Any, recipe: str, lor
 def exported(whet: Any, run: Path, *options: Any) -> tuple[Path, dict[str, Any]]:
     ended = whet("export", run, *options, "--json")
     assert ended.code == 0, ended.err
-    said = json.loads(ended.out)
-    return Path(said["export"]), said["certificate"]
+    result = json.loads(ended.out)
+    return Path(result["export"]), result["certificate"]
 
 
-def test_a_merged_adapter_in_fp32_says_the_same_everywhere(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+def test_an_f32_export_has_the_same_predictions(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     folder, certificate = exported(whet, lora_run, "--to", "hf", "--dtype", "f32", "--out", tmp_path / "out")
     assert folder == tmp_path / "out"
     assert certificate["kind"] == "merged"
@@ -111,7 +111,7 @@ def test_a_merged_adapter_in_fp32_says_the_same_everywhere(whet: Any, lora_run: 
 
 
 @pytest.mark.parametrize("kind", ["tiny_run", "lora_run"])
-def test_a_gguf_file_holds_what_the_merged_folder_holds(
+def test_a_gguf_file_holds_the_weights_of_the_merged_folder(
     kind: str, whet: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -124,9 +124,7 @@ def test_a_gguf_file_holds_what_the_merged_folder_holds(
     torch.testing.assert_close(dict(read.named_parameters()), dict(merged.named_parameters()), rtol=0, atol=0)
 
 
-def test_every_dtype_has_a_folder_of_its_own_and_a_name_in_the_certificate(
-    whet: Any, lora_run: Path, tmp_path: Path
-) -> None:
+def test_the_dtype_is_in_the_folder_name_and_in_the_certificate(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
     folder, certificate = exported(whet, run, "--to", "gguf", "--dtype", "q8_0")
     assert (folder, certificate["dtype"]) == (run / "exports/gguf-q8_0", "q8_0")
@@ -134,10 +132,10 @@ def test_every_dtype_has_a_folder_of_its_own_and_a_name_in_the_certificate(
     assert (folder, len(certificate["files"])) == (run / "exports/megatron", 2)
     ended = whet("export", run, "--to", "merged", "--dtype", "q8_0")
     assert ended.code == 1
-    assert "--dtype: q8_0 does not exist for --to merged; it can be f64, f32, bf16, f16" in ended.err
+    assert "--dtype: q8_0 does not exist for --to merged. Use one of f64, f32, bf16, f16" in ended.err
 
 
-def test_what_is_trained_in_16_bits_ships_in_16_bits(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_bf16_run_exports_bf16(whet: Any, recipe: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     run = tmp_path / "run"
@@ -158,7 +156,7 @@ def test_a_run_can_end_in_a_gguf_file(whet: Any, recipe: str, tmp_path: Path) ->
     assert len(list((tmp_path / "mine/exports/gguf").glob("mine-*.gguf"))) == 1
 
 
-def test_an_export_is_checked_again(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+def test_check_finds_a_changed_template(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(lora_run / "exports" / "merged", tmp_path / "mine")
     ended = whet("export", lora_run, "--check", folder, "--json")
     assert ended.code == 0, ended.err
@@ -167,13 +165,13 @@ def test_an_export_is_checked_again(whet: Any, lora_run: Path, tmp_path: Path) -
     template.write_text(template.read_text().replace("<|im_end|>", "<|im_end|> "))
     ended = whet("export", lora_run, "--check", folder)
     assert ended.code == 1
-    assert "its chat template is not the one that was trained with" in " ".join(ended.err.split())
+    assert "its chat template is not the one used in training" in " ".join(ended.err.split())
     assert json.loads((folder / "certificate.json").read_text())["verified"] is False
     (folder / "certificate.json").unlink()
     assert "no such file" in whet("export", lora_run, "--check", folder).err
 
 
-def test_files_of_ones_own_are_not_replaced(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+def test_other_files_in_out_are_not_replaced(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     ended = whet("export", lora_run, "--out", tmp_path)
     assert ended.code == 1
@@ -181,13 +179,13 @@ def test_files_of_ones_own_are_not_replaced(whet: Any, lora_run: Path, tmp_path:
     assert (tmp_path / "letter.txt").read_text() == "dear"
 
 
-def test_a_checkpoint_that_is_not_there_is_named(whet: Any, lora_run: Path) -> None:
+def test_a_missing_checkpoint_is_refused(whet: Any, lora_run: Path) -> None:
     ended = whet("export", f"{lora_run}@77", "--to", "gguf")
     assert ended.code == 1
     assert "no such checkpoint. Use one of" in ended.err
 
 
-def test_an_adapter_whose_base_was_changed_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_an_adapter_on_a_changed_base_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
     from whet.model.load.weight_files import locate_model
 
     base, run = shutil.copytree(locate_model("builtin:tiny"), tmp_path / "base"), tmp_path / "run"
@@ -202,24 +200,24 @@ def test_an_adapter_whose_base_was_changed_is_refused(whet: Any, recipe: str, tm
 
 _WITHOUT_WHET = """
 import sys
-sys.modules["whet"] = None  # whoever imports it fails
+sys.modules["whet"] = None  # importing it fails
 sys.path += {paths!r}
 import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
-said = []
+outputs = []
 for model in (AutoModelForCausalLM.from_pretrained({merged!r}), AutoPeftModelForCausalLM.from_pretrained({adapter!r})):
     tokenizer = AutoTokenizer.from_pretrained({adapter!r})
     ids = tokenizer.apply_chat_template(
         [{{"role": "user", "content": "Hello"}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    said.append(model.generate(**ids, max_new_tokens=12, do_sample=False)[0].tolist())
-assert said[0] == said[1], said
-print(len(said[0]))
+    outputs.append(model.generate(**ids, max_new_tokens=12, do_sample=False)[0].tolist())
+assert outputs[0] == outputs[1], outputs
+print(len(outputs[0]))
 """
 
 
-def test_others_load_what_was_exported_without_whet(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+def test_exports_load_without_whet(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     import subprocess
     import sys
     import sysconfig
@@ -227,14 +225,14 @@ def test_others_load_what_was_exported_without_whet(whet: Any, lora_run: Path, t
     adapter, _ = exported(whet, lora_run, "--to", "adapter", "--out", tmp_path / "adapter")
     paths = [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     text = _WITHOUT_WHET.format(paths=paths, merged=str(lora_run / "exports/merged"), adapter=str(adapter))
-    # -S: what is installed in place of a copy (a .pth file) is not there either; -E: nor is PYTHONPATH
+    # -S ignores .pth files of editable installs, -E ignores PYTHONPATH
     done = subprocess.run([sys.executable, "-S", "-E", "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 4
 
 
-def test_a_template_that_changed_since_training_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
-    """It would be shipped with a certificate that calls it the trained one."""
+def test_a_changed_template_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """Otherwise it would be exported and certified as the trained one."""
     template, run = tmp_path / "own.jinja", tmp_path / "run"
     own = (
         "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor -%}"
@@ -258,12 +256,12 @@ def test_a_template_that_changed_since_training_is_refused(whet: Any, recipe: st
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"eos_token_id": [2, 40]}, "stop at 'F', which ends no answer"),
+        ({"eos_token_id": [2, 40]}, "stops at 'F', which does not end an answer"),
         ({"suppress_tokens": [10, 11]}, "suppress_tokens = [10, 11]"),
-        (None, "model.safetensors changed since it was exported"),
+        (None, "model.safetensors changed since the export"),
     ],
 )
-def test_a_second_look_finds_what_logits_do_not_show(
+def test_check_finds_changes_that_logits_do_not_show(
     settings: dict[str, Any] | None, reason: str, whet: Any, tiny_run: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(tiny_run / "exports" / "merged", tmp_path / "merged")

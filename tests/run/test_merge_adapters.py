@@ -1,4 +1,4 @@
-"""`whet merge`: the sum of what adapters do, in a folder that transformers loads; what does not belong is refused."""
+"""`whet merge`: the weighted sum of adapters, in a folder that transformers loads; mismatches are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def delta(adapter: Path, layer: str, scale: float) -> torch.Tensor:
-    """scale · B·A, read from the file itself."""
+    """scale · B·A, from the tensors in the file."""
     found = load_file(adapter / "adapter_model.safetensors")
     a, b = (found[f"base_model.model.{layer}.lora_{side}.weight"] for side in "AB")
     return scale * b @ a
@@ -70,10 +70,12 @@ def test_cat_is_the_weighted_sum_whatever_the_ranks(make_adapter: Make, whet: An
         ("model.layers.0.self_attn.q_proj", (5 / 3, 5 / 2**0.5)),
         ("model.layers.1.self_attn.o_proj", (5 / 3, 5 / 4**0.5)),
     ):
-        wanted = delta(one, layer, scales[0]) - 0.5 * delta(two, layer, scales[1])
-        torch.testing.assert_close(after[f"{layer}.weight"] - before[f"{layer}.weight"], wanted, rtol=1e-4, atol=1e-5)
-    alone = "model.layers.0.mlp.up_proj"
-    torch.testing.assert_close(after[f"{alone}.weight"], before[f"{alone}.weight"] + delta(one, alone, 5 / 3))
+        expected = delta(one, layer, scales[0]) - 0.5 * delta(two, layer, scales[1])
+        torch.testing.assert_close(after[f"{layer}.weight"] - before[f"{layer}.weight"], expected, rtol=1e-4, atol=1e-5)
+    only_in_one = "model.layers.0.mlp.up_proj"
+    torch.testing.assert_close(
+        after[f"{only_in_one}.weight"], before[f"{only_in_one}.weight"] + delta(one, only_in_one, 5 / 3)
+    )
     AutoModelForCausalLM.from_pretrained(tmp_path / "m")
 
 
@@ -95,7 +97,7 @@ def test_linear_averages_the_matrices(make_adapter: Make, whet: Any, tmp_path: P
     torch.testing.assert_close(changed, b @ a, rtol=1e-4, atol=1e-5)
 
 
-def test_one_with_added_tokens_and_dora_brings_its_tokens_along(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
+def test_an_adapter_with_added_tokens_brings_its_tokenizer(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
     adapter = make_adapter(1, ("<|tool|>",), method="dora")
     ended = whet("merge", "builtin:tiny", "--adapter", adapter, "--out", tmp_path / "m")
     assert ended.code == 0, ended.err
@@ -103,7 +105,7 @@ def test_one_with_added_tokens_and_dora_brings_its_tokens_along(make_adapter: Ma
     assert len(weights(tmp_path / "m")["model.embed_tokens.weight"]) == 417
 
 
-def test_what_does_not_belong_together_is_named(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
+def test_mismatched_adapters_are_refused(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
     one, tokens, dora = (
         make_adapter(1),
         make_adapter(1, ("<|a|>",), also_train=["embed_tokens"]),
@@ -124,31 +126,31 @@ def test_what_does_not_belong_together_is_named(make_adapter: Make, whet: Any, t
     nothing.mkdir()
     wide = make_adapter(4, rank=5)
 
-    def said(*adapters: Any, how: str = "cat") -> str:
+    def error_of(*adapters: Any, how: str = "cat") -> str:
         options = [text for adapter in adapters for text in ("--adapter", adapter)]
         ended = whet("merge", "builtin:tiny", *options, "--how", how, "--out", tmp_path / "m")
         assert ended.code == 1
         assert not (tmp_path / "m").exists()
         return " ".join(ended.err.split())
 
-    assert "no adapter_config.json there" in said(nothing)
-    assert "trained on other weights than builtin:tiny" in said(elsewhere)
-    assert "it has DoRA, which can neither be added" in said(one, dora)
-    assert "it has DoRA" in said(f"{dora}=0.5")
-    assert "it has trained modules" in said(one, tokens)
-    assert "it trained token 416, the model has 416, and there is no tokenizer" in said(bare)
-    assert "'x' is no number" in said(f"{one}=x")
-    assert "Use --how cat" in said(one, wide, how="linear")
+    assert "not an adapter folder, adapter_config.json is missing" in error_of(nothing)
+    assert "trained on other weights than builtin:tiny" in error_of(elsewhere)
+    assert "it has DoRA, which can be neither added" in error_of(one, dora)
+    assert "it has DoRA" in error_of(f"{dora}=0.5")
+    assert "it has modules_to_save" in error_of(one, tokens)
+    assert "it trained token 416, the model has 416 tokens, and the folder has no tokenizer" in error_of(bare)
+    assert "'x' is not a number" in error_of(f"{one}=x")
+    assert "Use --how cat" in error_of(one, wide, how="linear")
     known = load_tokenizer(ModelConfig(path="builtin:tiny"))
     known.add_tokens(["<|c|>"])
     changed = tmp_path / "changed"
     shutil.copytree(one, changed)
     known.save_pretrained(changed)
-    assert "its vocabulary of 418 tokens is not that of" in said(changed, make_adapter_with_two(make_adapter))
+    assert "its vocabulary of 418 tokens differs from that of" in error_of(changed, make_adapter_with_two(make_adapter))
 
 
 def make_adapter_with_two(make_adapter: Make) -> Path:
-    """An adapter whose tokenizer has two tokens more, of which it trained none."""
+    """An adapter whose tokenizer has two more tokens, neither of them trained."""
     folder = make_adapter(5)
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     tokenizer.add_tokens(["<|d|>", "<|e|>"])
@@ -156,9 +158,7 @@ def make_adapter_with_two(make_adapter: Make) -> Path:
     return folder
 
 
-def test_what_the_adapter_learned_to_end_with_ends_the_merged_model(
-    make_adapter: Make, whet: Any, tmp_path: Path
-) -> None:
+def test_stop_tokens_of_the_adapter_are_merged(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
     base = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "base")
     settings = json.loads((base / "generation_config.json").read_text())
     (base / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 0}))

@@ -68,6 +68,6 @@ def export(
 
     if check is not None:
         return {"export": str(check), "certificate": check_export(run, check).as_dict()}
-    wish = ExportRequest(to.value, dtype and dtype.value, out, int(shard_size * 1e9), tensor_parallel)
-    folder, certificate = export_run(run, wish)
+    request = ExportRequest(to.value, dtype and dtype.value, out, int(shard_size * 1e9), tensor_parallel)
+    folder, certificate = export_run(run, request)
     return {"export": str(folder), "certificate": certificate.as_dict()}

@@ -41,6 +41,6 @@ def checkpoint(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Write a checkpoint of another program as a model folder, load it back and compare it."""
-    from whet.convert.import_checkpoint import import_checkpoint
+    from whet.convert.converter import import_checkpoint
 
     return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms)

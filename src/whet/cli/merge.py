@@ -33,6 +33,6 @@ def merge(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Merge adapters into their base: a plain model folder, loaded back and compared."""
-    from whet.run.merge import merge_adapter_folders
+    from whet.exporting.merge_adapters import merge_adapter_folders
 
     return merge_adapter_folders(base, adapter, how.value, out)

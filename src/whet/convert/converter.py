@@ -1,4 +1,5 @@
-"""Write a foreign checkpoint as a Hugging Face folder, load it back and compare."""
+"""`whet import checkpoint`: write a checkpoint of another trainer as a Hugging Face folder, load it back and
+compare."""
 
 from __future__ import annotations
 
@@ -8,31 +9,92 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.convert.dcp import DcpCheckpoint
 from whet.convert.foreign_checkpoint import ForeignCheckpoint, TargetTensor, expected_shapes
+from whet.convert.nanochat import NanochatCheckpoint
+from whet.convert.neox import NeoXCheckpoint
+from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, disk_error, first_line
 from whet.core.files import atomic_dir, hash_file, require_disk_space, write_json
-from whet.exporting.safetensors_writer import PreallocatedSafetensorsWriter
-from whet.exporting.verification import compare_to_reference, compute_all_logits, hash_safetensors
+from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
+from whet.exporting.spec import ExportFindings, export_dtype_of
+from whet.exporting.trained_model import compute_logits
+from whet.exporting.verification import compare_logits, hash_safetensors
+from whet.model.config import ModelConfig
+from whet.model.load.tokenizer import load_tokenizer
 
 _PROBE_COUNT, _PROBE_LENGTH = 2, 24
+_MIN_SAME_NEXT_TOKEN = 0.95
 _SAVED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
-"""What files call a tensor that newer models of transformers call otherwise; all versions read it by that name."""
+"""model_type → names in files of tensors that newer versions of transformers renamed in memory; all versions read
+these."""
+
+
+def import_checkpoint(
+    kind: str, folder: Path, out: Path, config: Path | None, tokenizer: Path | None, average_norms: bool
+) -> dict[str, Any]:
+    """Write the model folder `out` from a checkpoint of `kind`: neox, nanochat, mindspeed or dcp."""
+    silence_libraries()
+    folder, out = folder.expanduser(), out.expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WhetError(f"--out {out}: not an empty folder. Choose another one")
+    if config is not None and not config.is_file():
+        raise WhetError(f"--config {config}: no such file")
+    if average_norms and kind != "neox":
+        raise WhetError(f"--average-norms: only neox checkpoints have norms per rank, not {kind}. Leave it out")
+    loaded = None if tokenizer is None else load_tokenizer(ModelConfig(path=str(tokenizer), tokenizer=str(tokenizer)))
+    checkpoint: ForeignCheckpoint
+    if kind == "neox":
+        checkpoint = NeoXCheckpoint(folder, config, average_norms)
+    elif kind == "nanochat":
+        checkpoint = NanochatCheckpoint(folder, config)
+    else:
+        checkpoint = DcpCheckpoint(folder, config)
+    if loaded is not None:
+        rows = checkpoint.config.get_text_config().vocab_size
+        if len(loaded) > rows:
+            raise WhetError(
+                f"--tokenizer {tokenizer}: it has {len(loaded):,} tokens, but the checkpoint only {rows:,} embedding "
+                "rows. Give the tokenizer that the model was trained with"
+            )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(loaded, name) is not None:
+                setattr(checkpoint.config, name, getattr(loaded, name))
+    certificate = convert_checkpoint(kind, folder, checkpoint, loaded, out)
+    if certificate["averaged"]:
+        worst = max(certificate["averaged"].values())
+        warn(f"{len(certificate['averaged'])} norms differed between ranks by up to {worst:.3g} and were averaged")
+    if loaded is None:
+        warn("no --tokenizer given: the folder has none, so training needs model.tokenizer")
+    outcome = (
+        f"largest logit difference {certificate['max_logit_difference']:.1e}"
+        if certificate["compared"] == "logits"
+        else f"{certificate['tensors']} tensors are bit-identical"
+    )
+    info(f"imported to {out}: {len(certificate['mapped'])} tensors, loaded back and verified: {outcome}")
+    return {"imported": str(out), "certificate": certificate}
 
 
 def convert_checkpoint(
     kind: str, source: Path, checkpoint: ForeignCheckpoint, tokenizer: Any | None, out: Path
 ) -> dict[str, Any]:
-    """Write `out` and give its certificate. Nothing is left there if a tensor is missing, left over or wrong."""
+    """Write the model folder `out` and return its certificate. Writes nothing if a tensor is missing, left over or
+    misshapen."""
     targets = {target.name: target for target in checkpoint.targets()}
     shapes = expected_shapes(checkpoint.config)
     _require_all_tensors(source, targets, shapes)
     dtype = checkpoint.dtype
     try:
-        require_disk_space(
-            out, sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize, "the imported model"
-        )
+        size = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        require_disk_space(out, size, "the imported model")
         with atomic_dir(out) as folder:
-            _write_weights(folder, source, targets, shapes, dtype, _SAVED_NAMES.get(checkpoint.config.model_type, {}))
+            saved_names = _SAVED_NAMES.get(checkpoint.config.model_type, {})
+            writer = StreamingSafetensorsWriter(folder)
+            for target in targets.values():
+                tensor = _build_tensor(source, target, shapes[target.name])
+                writer.add(saved_names.get(target.name, target.name), tensor.detach().to("cpu", dtype))
+                del tensor  # before the next one is built
+            writer.close()
             checkpoint.config.dtype = dtype
             checkpoint.config.save_pretrained(folder)
             if tokenizer is not None:
@@ -40,7 +102,7 @@ def convert_checkpoint(
             certificate = {
                 "kind": kind,
                 "source": str(source),
-                **_verify_folder(folder, checkpoint, targets),
+                **_verify_folder(source, folder, checkpoint, targets),
                 "dtype": str(dtype).removeprefix("torch."),
                 "mapped": {target.name: list(target.sources) for target in targets.values()},
                 "left_out": checkpoint.notes.left_out,
@@ -49,12 +111,6 @@ def convert_checkpoint(
                 "sources": {str(file.relative_to(source)): hash_file(file, sha256=True) for file in checkpoint.files},
                 "files": hash_safetensors(folder),
             }
-            if not certificate["verified"]:
-                raise RunFailedError(
-                    f"{source}: the imported model does not compute what the checkpoint does: logits differ by "
-                    f"{certificate['max_logit_difference']:.3g}. Does the configuration belong to it? Nothing was "
-                    "written"
-                )
             write_json(folder / "certificate.json", certificate)
     except Exception as error:
         raise disk_error(error, "importing", out) or error from None
@@ -62,83 +118,81 @@ def convert_checkpoint(
 
 
 def _require_all_tensors(source: Path, targets: dict[str, TargetTensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    missing, over = [n for n in shapes if n not in targets], [n for n in targets if n not in shapes]
-    if over:
+    missing, extra = [name for name in shapes if name not in targets], [name for name in targets if name not in shapes]
+    if extra:
         raise WhetError(
-            f"{source}: {_describe_sources(targets[over[0]])} would be {over[0]}, which a model of this configuration does not have "
-            f"({len(over)} such tensors). Give the configuration that belongs to the checkpoint: --config FILE"
+            f"{source}: {_describe_sources(targets[extra[0]])} maps to {extra[0]}, which the configured model does not "
+            f"have ({len(extra)} such tensors). Give the configuration of this checkpoint: --config FILE"
         )
     if missing:
         raise WhetError(
-            f"{source}: nothing there gives {missing[0]} ({len(missing)} of {len(shapes)} tensors are missing). Is the "
-            "checkpoint complete, and does the configuration belong to it (--config FILE)?"
+            f"{source}: no tensor maps to {missing[0]} ({len(missing)} of {len(shapes)} are missing). Copy the whole "
+            "checkpoint, and give its own configuration: --config FILE"
         )
 
 
-def _write_weights(
-    folder: Path, source: Path, targets: dict[str, TargetTensor], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype,
-    called: dict[str, str],
-) -> None:  # fmt: skip
-    shards = PreallocatedSafetensorsWriter(folder, {called.get(name, name): shapes[name] for name in targets}, dtype)
-    for target in targets.values():
-        tensor = _make_tensor(source, target)
-        if tuple(tensor.shape) != shapes[target.name]:
-            raise WhetError(
-                f"{source}: {_describe_sources(target)} gives {target.name} of the shape {list(tensor.shape)}, and the configuration "
-                f"asks for {list(shapes[target.name])}. Give the one that belongs to the checkpoint: --config FILE"
-            )
-        if not bool(torch.isfinite(tensor).all()):
-            raise WhetError(
-                f"{source}: {_describe_sources(target)} holds numbers that are not finite: the training had failed by then"
-            )
-        shards.write(called.get(target.name, target.name), tensor)
-        del tensor  # or it would be there beside the next
-
-
-def _make_tensor(source: Path, target: TargetTensor) -> Tensor:
+def _build_tensor(source: Path, target: TargetTensor, shape: tuple[int, ...]) -> Tensor:
     try:
-        return target.make()
+        tensor = target.build()
     except (RuntimeError, ValueError) as error:
-        first = first_line(error)
         raise WhetError(
-            f"{source}: {_describe_sources(target)} does not fit ({first}), so {target.name} cannot be made"
+            f"{source}: cannot build {target.name} from {_describe_sources(target)} ({first_line(error)})"
         ) from None
+    if tuple(tensor.shape) != shape:
+        raise WhetError(
+            f"{source}: {_describe_sources(target)} gives {target.name} the shape {list(tensor.shape)}, but the "
+            f"configuration has {list(shape)}. Give the configuration of this checkpoint: --config FILE"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise WhetError(
+            f"{source}: {_describe_sources(target)} has values that are not finite: the training had diverged. Import "
+            "an earlier checkpoint"
+        )
+    return tensor
 
 
 def _describe_sources(target: TargetTensor) -> str:
-    return target.sources[0] if len(target.sources) == 1 else f"{target.sources[0]} with {len(target.sources) - 1} more"
+    return target.sources[0] if len(target.sources) == 1 else f"{target.sources[0]} and {len(target.sources) - 1} more"
 
 
-def _verify_folder(folder: Path, checkpoint: ForeignCheckpoint, targets: dict[str, TargetTensor]) -> dict[str, Any]:
-    """Loaded back by transformers in fp32, with nothing missing; the same logits, or the same tensors bit by bit."""
+def _verify_folder(
+    source: Path, folder: Path, checkpoint: ForeignCheckpoint, targets: dict[str, TargetTensor]
+) -> dict[str, Any]:
+    """Load the folder with transformers in fp32 and compare logits with the checkpoint's own, or else all tensors."""
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    wrong = sorted(str(key) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in found[kind])
+    model, loading_info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    problems = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = sorted(str(key) for problem in problems for key in loading_info[problem])
     if wrong:
-        raise RunFailedError(
-            f"{folder.name}: transformers does not load what was written: {wrong[0]}. Nothing was written"
-        )
-    probes = _random_probes(int(checkpoint.config.get_text_config().vocab_size))
-    own = [checkpoint.logits(ids) for ids in probes]
-    if all(rows is not None for rows in own):
-        wanted = torch.cat([rows for rows in own if rows is not None])
-        return {"compared": "logits", **compare_to_reference(wanted, compute_all_logits(model, probes), torch.float32)}
-    held = dict(model.named_parameters()) | dict(model.named_buffers())
-    equal = all(
-        torch.equal(held[target.name].detach(), target.make().float())
-        for target in targets.values()
-        if target.name in held
-    )
-    known = [name for name in targets if name in held]
-    return {
-        "compared": "tensors",
-        "verified": equal and bool(known),
-        "tensors": len(known),
-        "max_logit_difference": 0.0,
-    }
-
-
-def _random_probes(vocabulary: int) -> list[list[int]]:
-    drawn = torch.randint(vocabulary, (_PROBE_COUNT, _PROBE_LENGTH), generator=torch.Generator().manual_seed(0))
-    return [list(map(int, row)) for row in drawn]
+        raise RunFailedError(f"{source}: transformers does not load the tensor {wrong[0]}. Nothing was written")
+    vocabulary = int(checkpoint.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    probes: list[list[int]] = torch.randint(vocabulary, (_PROBE_COUNT, _PROBE_LENGTH), generator=generator).tolist()
+    reference = [logits for ids in probes if (logits := checkpoint.logits(ids)) is not None]
+    if len(reference) == len(probes):
+        expected, findings = torch.cat(reference), ExportFindings()
+        dtype = export_dtype_of(torch.float32)
+        compare_logits(compute_logits(model, probes), expected, dtype, findings, _MIN_SAME_NEXT_TOKEN)
+        if findings.reasons:
+            raise RunFailedError(
+                f"{source}: the imported model does not match the checkpoint: {findings.reasons[0]}. Check that "
+                "the configuration belongs to it (--config FILE). Nothing was written"
+            )
+        return {
+            "compared": "logits",
+            "verified": True,
+            "tokens": len(expected),
+            "max_logit_difference": findings.max_logit_difference,
+            "same_next_token": findings.same_next_token,
+        }
+    loaded = dict(model.named_parameters()) | dict(model.named_buffers())
+    compared = [target for target in targets.values() if target.name in loaded]
+    for target in compared:
+        if not torch.equal(loaded[target.name].detach(), target.build().float()):
+            raise RunFailedError(
+                f"{source}: {target.name} differs from {_describe_sources(target)} after loading. Nothing was written"
+            )
+    if not compared:
+        raise RunFailedError(f"{source}: transformers loads no tensor of the checkpoint. Nothing was written")
+    return {"compared": "tensors", "verified": True, "tensors": len(compared), "max_logit_difference": 0.0}

@@ -1,4 +1,9 @@
-"""torch.distributed.checkpoint folders of a transformers model, written by any number of ranks."""
+"""torch.distributed.checkpoint folders of a transformers model, written by any number of ranks.
+
+MindSpeed-LLM's FSDP2 trainer (mindspeed_llm/fsdp2/checkpoint of Ascend/MindSpeed-LLM) saves {"model": …, "optimizer":
+…} to `global_step_N/`, so a weight is called `model.` plus its name in transformers; many other trainers do the same.
+Tensors are read one by one, each assembled from the shards of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from whet.checkpoint.dcp_storage import CheckpointReadError, SafeStorageReader, load_tensors
-from whet.convert.foreign_checkpoint import ConversionNotes, TargetTensor, expected_shapes
-from whet.convert.neox_files import read_hf_config
+from whet.convert.foreign_checkpoint import ConversionNotes, TargetTensor, expected_shapes, read_hf_config
 from whet.core.errors import WhetError
-
-# torch's distributed checkpoints of a transformers model, written by any number of processes.
-#
-# MindSpeed-LLM's FSDP2 trainer saves {"model": …, "optimizer": …} to `global_step_N/` (mindspeed_llm/fsdp2/checkpoint of
-# Ascend/MindSpeed-LLM), so that weights are called `model.` and their name in transformers; so do many others. Tensors
-# are read one by one, each put together from the parts that processes wrote.
 
 _KNOWN_PREFIXES = (
     "model.",
@@ -38,14 +36,14 @@ _NON_WEIGHT_KEYS = re.compile(
 
 
 class _CachedMetadataReader(SafeStorageReader):
-    """Reads the metadata once, not for every tensor."""
+    """Reads the metadata once instead of once per tensor."""
 
-    known: Metadata | None = None
+    metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.known is None:
-            self.known = super().read_metadata(*args, **kwargs)
-        return self.known
+        if self.metadata is None:
+            self.metadata = super().read_metadata(*args, **kwargs)
+        return self.metadata
 
 
 class DcpCheckpoint:
@@ -55,58 +53,55 @@ class DcpCheckpoint:
         self.folder, self.notes = _newest_step_folder(folder), ConversionNotes()
         file = config or next((f for f in (self.folder / "config.json", folder / "config.json") if f.is_file()), None)
         if file is None:
-            raise WhetError(f"{folder}: no config.json there. Give that of the model: --config FILE")
+            raise WhetError(f"{folder}: config.json is missing. Give the model's: --config FILE")
         self.config: Any = read_hf_config(file)
         self._reader = _CachedMetadataReader(self.folder)
         metadata = self._reader.read_metadata()
         self._entries = {n: e for n, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
-        self.files = self._all_files(metadata)
-        self._names = self._matched(expected_shapes(self.config))
+        self.files = self._require_all_files(metadata)
+        self._names = self._match_names(expected_shapes(self.config))
         self.dtype = torch.bfloat16
-        kinds = {self._entries[name].properties.dtype for name in self._names.values()}
-        if kinds == {torch.float16}:
+        dtypes = {self._entries[name].properties.dtype for name in self._names.values()}
+        if dtypes == {torch.float16}:
             self.dtype = torch.float16
-        for kind in kinds:
-            self.dtype = torch.promote_types(self.dtype, kind)
+        for dtype in dtypes:
+            self.dtype = torch.promote_types(self.dtype, dtype)
 
-    def _all_files(self, metadata: Any) -> list[Path]:
+    def _require_all_files(self, metadata: Any) -> list[Path]:
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in sorted(ends.items()):
             path = self.folder / name
             if path.resolve().parent != self.folder.resolve() or not path.is_file():
-                raise WhetError(f"{path}: named in .metadata and not there. Copy the files of all processes")
+                raise WhetError(f"{path}: listed in .metadata but missing. Copy the files of all ranks")
             if path.stat().st_size < end:
-                raise WhetError(f"{path}: cut off, {path.stat().st_size:,} of {end:,} bytes. Copy it again")
+                raise WhetError(f"{path}: truncated, {path.stat().st_size:,} of {end:,} bytes. Copy it again")
         return [self.folder / ".metadata", *(self.folder / name for name in sorted(ends))]
 
-    def _matched(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
-        """For each tensor of the model its name here, by the prefix that finds most of them."""
+    def _match_names(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+        """Name in transformers → name in the checkpoint, with the prefix that matches most tensors."""
         best = max(_KNOWN_PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in self._entries for name in shapes))
         names = {name: f"{best}{name}" for name in shapes if f"{best}{name}" in self._entries}
         if not names:
             shown = ", ".join(sorted(self._entries)[:3]) or "no tensors"
-            wanted = next(iter(shapes))
             raise WhetError(
-                f"{self.folder}: nothing there is called like {wanted} with something before it; it has {shown}"
+                f"{self.folder}: no tensor is called {next(iter(shapes))}, with or without a known prefix; it has "
+                f"{shown}. Give the configuration of this checkpoint: --config FILE"
             )
+        is_tied = bool(getattr(self.config.get_text_config(), "tie_word_embeddings", False))
+        tied = {name for name in ("lm_head.weight", "embed_out.weight") if is_tied and name not in shapes}
         for name in sorted(set(self._entries) - set(names.values())):
-            tied = name.removeprefix(best) in self._tied(shapes)
-            if tied:
-                self.notes.left_out[name] = "the embedding once more"
+            if name.removeprefix(best) in tied:
+                self.notes.left_out[name] = "tied to the embedding"
             elif _NON_WEIGHT_KEYS.match(name) or name.startswith("optimizer."):
-                self.notes.left_out.setdefault(f"{name.partition('.')[0]}.*", "no weights")
+                self.notes.left_out.setdefault(f"{name.partition('.')[0]}.*", "not weights")
             else:
                 raise WhetError(
-                    f"{self.folder}: the tensor {name} has no place in a model of this configuration. Nothing may be "
-                    "lost on the way: give the configuration that belongs to it (--config FILE)"
+                    f"{self.folder}: the configured model has no tensor {name}, and no tensor may be dropped. Give the "
+                    "configuration of this checkpoint: --config FILE"
                 )
         return names
-
-    def _tied(self, shapes: dict[str, tuple[int, ...]]) -> set[str]:
-        is_tied = bool(getattr(self.config.get_text_config(), "tie_word_embeddings", False))
-        return {name for name in ("lm_head.weight", "embed_out.weight") if is_tied and name not in shapes}
 
     def targets(self) -> list[TargetTensor]:
         return [TargetTensor(name, (own,), lambda own=own: self._read(own)) for name, own in self._names.items()]  # type: ignore[misc]
@@ -117,18 +112,16 @@ class DcpCheckpoint:
         try:
             load_tensors({name: tensor}, self._reader)
         except CheckpointReadError as error:
-            raise WhetError(
-                f"{self.folder}: {name} cannot be read ({error}). A file was damaged: copy it again"
-            ) from None
+            raise WhetError(f"{self.folder}: cannot read {name} ({error}). A file is damaged: copy it again") from None
         return tensor
 
     def logits(self, ids: Sequence[int]) -> None:
-        """The tensors are kept as transformers has them: they are compared bit by bit instead."""
+        """None: tensors are stored as transformers has them and compared directly."""
         return
 
 
 def _newest_step_folder(folder: Path) -> Path:
-    """Itself, or its newest `global_step_N`."""
+    """The folder itself, or its newest `global_step_N`."""
     if not folder.is_dir():
         raise WhetError(f"{folder}: no such folder")
     if (folder / ".metadata").is_file():
@@ -141,6 +134,7 @@ def _newest_step_folder(folder: Path) -> Path:
     complete = [(step, path) for step, path in found if (path / ".metadata").is_file()]
     if not complete:
         raise WhetError(
-            f"{folder}: no .metadata there or in a folder global_step_N, so it is no complete checkpoint of torch's"
+            f"{folder}: not a complete torch.distributed.checkpoint, .metadata is missing here and in global_step_N "
+            "folders"
         )
     return max(complete)[1]

@@ -1,4 +1,4 @@
-"""The interface of a foreign checkpoint, and safe loading of `.pt` files (weights_only, memory-mapped)."""
+"""The interface of a foreign checkpoint, and safe loading of `.pt` and `config.json` files."""
 
 from __future__ import annotations
 
@@ -15,99 +15,52 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError, first_line
-
-# torch's `.pt` files, read without trusting them: tensors, numbers and texts; whatever else one names is refused.
-#
-# Tensors are mapped from the file, not read: a file of any size costs memory only for what is looked at.
-
-
-def load_pt(path: Path) -> Any:
-    """What was saved there. States of numpy's random numbers, which trainers keep beside weights, are let through."""
-    try:
-        with torch.serialization.safe_globals(_NUMPY_GLOBALS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise WhetError(f"{path}: no such file. Copy the whole checkpoint folder") from None
-    except pickle.UnpicklingError as error:
-        named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))
-        what = f"it names {named[1]}" if named else first_line(error)
-        raise WhetError(
-            f"{path}: not only weights: {what}, and reading that could run code of whoever wrote the file. Save the "
-            "state dictionaries alone where you trust it, and import those"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
-        first = first_line(error)
-        raise WhetError(
-            f"{path}: not a whole file of torch's ({first}). It was cut off or damaged: copy it again"
-        ) from None
-
-
-def _numpy_globals() -> list[Any]:
-    core: Any = np._core if hasattr(np, "_core") else np.core
-    kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
-    return [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"), core.multiarray._reconstruct,
-            np.ndarray, np.dtype, *kinds]  # fmt: skip
-
-
-_NUMPY_GLOBALS = _numpy_globals()
-
-
-@contextmanager
-def malformed_file_errors(path: Path, what: str) -> Iterator[None]:
-    """Errors of looking into what was read, as errors of the file."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise WhetError(f"{path}: {what} is not there as it should be ({type(error).__name__}: {error})") from None
-
-
-# What every kind of checkpoint gives: a transformers configuration, and for each of its tensors how it is made.
+from whet.core.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """One tensor of the folder to be written."""
+    """One tensor of the model folder to write."""
 
     name: str
     sources: tuple[str, ...]
-    """The tensors that it is made of, as FILE:NAME."""
-    make: Callable[[], Tensor]
-    """Called once, when it is its turn; nothing is kept."""
+    """The tensors it is built from, as FILE:NAME."""
+    build: Callable[[], Tensor]
 
 
 @dataclass(slots=True)
 class ConversionNotes:
-    """What a reader of the certificate has to know."""
+    """Keys of the certificate."""
 
     left_out: dict[str, str] = field(default_factory=dict)
-    """What is not in the folder, and why."""
+    """Tensors that are not in the folder → the reason."""
     averaged: dict[str, float] = field(default_factory=dict)
-    """Norms that differed between ranks and were averaged on request, with the largest difference."""
+    """Norms that differed between ranks and were averaged on request → the largest difference."""
     assumed: list[str] = field(default_factory=list)
-    """What neither the checkpoint nor its configuration says."""
+    """Assumptions that neither the checkpoint nor its configuration confirms."""
 
 
 class ForeignCheckpoint(Protocol):
-    """A checkpoint of some other program, opened."""
+    """An opened checkpoint of another trainer."""
 
     config: Any
-    """The transformers configuration."""
+    """The transformers config."""
     files: list[Path]
     """Every file that weights are read from."""
     notes: ConversionNotes
     dtype: torch.dtype
-    """The widest type of its tensors, in which all are written: no number is rounded."""
+    """The widest dtype of its tensors, in which all are written, so that nothing is rounded."""
 
     def targets(self) -> list[TargetTensor]:
-        """In the order in which it is cheap to make them."""
+        """All tensors of the model, in an order in which they are cheap to read."""
 
     def logits(self, ids: Sequence[int]) -> Tensor | None:
-        """[T, V] in fp32, computed from the tensors as they lie in the checkpoint, without transformers; None where
-        they lie as transformers keeps them, and there is nothing to be computed differently."""
+        """[T, V] in fp32, computed from the tensors of the checkpoint without transformers. None if the checkpoint
+        stores tensors as transformers does; they are compared directly then."""
 
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a folder with this configuration must have; of tied ones the first."""
+    """Name → shape of every tensor of a model with this config; of tied tensors the first one."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -118,3 +71,54 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     saved = model.state_dict(keep_vars=True)
     buffers = {name: tuple(b.shape) for name, b in saved.items() if not isinstance(b, nn.Parameter)}
     return shapes | buffers
+
+
+def read_hf_config(file: Path) -> Any:
+    """The transformers config in a config.json."""
+    from transformers import AutoConfig
+
+    content = read_json(file)
+    if not isinstance(content, dict) or content.get("model_type") is None:
+        raise WhetError(f"--config {file}: not a config.json of transformers, model_type is missing")
+    try:
+        return AutoConfig.for_model(**content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WhetError(f"--config {file}: transformers rejects it: {first_line(error)}") from None
+
+
+def load_pt(path: Path) -> Any:
+    """Load a `.pt` file with weights_only: tensors, numbers, strings, and the states of numpy's random generators that
+    trainers save beside weights. Tensors are memory-mapped, so that only those in use take memory."""
+    try:
+        with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise WhetError(f"{path}: no such file. Copy the whole checkpoint folder") from None
+    except pickle.UnpicklingError as error:
+        named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))
+        reason = f"it refers to {named[1]}" if named else first_line(error)
+        raise WhetError(
+            f"{path}: contains more than weights: {reason}, and loading that could run arbitrary code. On a machine "
+            "where you trust the file, save its state dict alone, and import that"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
+        raise WhetError(f"{path}: truncated or damaged ({first_line(error)}). Copy it again") from None
+
+
+def _numpy_globals() -> list[Any]:
+    core: Any = np._core if hasattr(np, "_core") else np.core
+    dtypes = [type(np.dtype(name)) for name in ("uint32", "int64", "float64")]
+    return [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"), core.multiarray._reconstruct,
+            np.ndarray, np.dtype, *dtypes]  # fmt: skip
+
+
+_NUMPY_GLOBALS = _numpy_globals()
+
+
+@contextmanager
+def malformed_file_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn lookup errors in the content of a file into errors that name the file."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WhetError(f"{path}: {what} is missing or malformed ({type(error).__name__}: {error})") from None

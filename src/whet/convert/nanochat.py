@@ -1,4 +1,11 @@
-"""nanochat checkpoints as transformers' NanoChat."""
+"""nanochat checkpoints as NanoChat of transformers.
+
+Source: nanochat/gpt.py and checkpoint_manager.py of karpathy/nanochat. `model_000650.pt` holds the tensors and
+`meta_000650.json` the sizes under `model_config`. transformers implements the architecture of the first releases:
+embedding, norm, blocks of attention (rotary positions with negative angles, then normalised queries and keys) and
+relu², norm, head with logits capped at 15. It lacks what later releases added (value embeddings, gates, lambdas, smear,
+windows); these are refused by the name of the tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +22,6 @@ from whet.convert.foreign_checkpoint import ConversionNotes, TargetTensor, load_
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 
-# nanochat's checkpoints as NanoChat of transformers.
-#
-# Source: nanochat/gpt.py and checkpoint_manager.py of karpathy/nanochat. `model_000650.pt` holds the tensors,
-# `meta_000650.json` the sizes under `model_config`. transformers serves the architecture of the first releases:
-# embedding, norm, blocks of attention (rotary positions turned backwards, then queries and keys normed) and relu², norm,
-# head capped at 15. What later ones added (value embeddings, gates, lambdas, smear, windows) it does not have: they are
-# refused by the tensor's name.
-
 _ROPE_THETA, _LOGIT_SOFTCAP, _EPS = 10_000.0, 15.0, 1e-6
 _TOP_LEVEL_NAMES = {"transformer.wte.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
 _BLOCK_NAMES = {
@@ -33,7 +32,7 @@ _BLOCK_PATTERN = re.compile(r"transformer\.h\.(\d+)\.(\w+\.\w+)\.weight")
 
 
 class NanochatCheckpoint:
-    """The newest step of a folder."""
+    """The newest checkpoint in a folder."""
 
     def __init__(self, folder: Path, config: Path | None = None) -> None:
         from transformers import NanoChatConfig
@@ -42,15 +41,16 @@ class NanochatCheckpoint:
         self.files, self.notes = [path], ConversionNotes()
         meta = config or path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
         content = load_pt(path)
-        with malformed_file_errors(path, "the dictionary of tensors"):
+        with malformed_file_errors(path, "the state dict"):
             self._tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in content.items()}
-        self._names = {name: self._place(path, name) for name in self._tensors}
+        self._names = {name: self._hf_name(path, name) for name in self._tensors}
         with malformed_file_errors(meta, "model_config"):
             sizes = read_json(meta)["model_config"]
             windows = str(sizes.get("window_pattern", "L")).upper()
             if set(windows) != {"L"}:
                 raise WhetError(
-                    f"{meta}: window_pattern {windows}: transformers' NanoChat has no windows, so it is refused"
+                    f"{meta}: window_pattern {windows}, but NanoChat of transformers has no sliding windows. Only "
+                    "models with full attention (L) can be imported"
                 )
             rows, width = self._tensors["transformer.wte.weight"].shape
             self.config: Any = NanoChatConfig(
@@ -69,22 +69,22 @@ class NanochatCheckpoint:
                 pad_token_id=None,
             )
         self.notes.assumed += [
-            f"rotary base {_ROPE_THETA:g}, as in the releases with these tensors",
-            f"norms with {_EPS:g} inside",
+            f"rope_theta {_ROPE_THETA:g}, as in the releases with these tensors",
+            f"norm epsilon {_EPS:g}",
         ]
         self.dtype = torch.bfloat16
         for tensor in self._tensors.values():
             self.dtype = torch.promote_types(self.dtype, tensor.dtype)
 
     @staticmethod
-    def _place(path: Path, name: str) -> str:
+    def _hf_name(path: Path, name: str) -> str:
         block = _BLOCK_PATTERN.fullmatch(name)
         if name in _TOP_LEVEL_NAMES:
             return _TOP_LEVEL_NAMES[name]
         if block is None or block[2] not in _BLOCK_NAMES:
             raise WhetError(
-                f"{path}: the tensor {name} belongs to a nanochat that transformers has no model for (value "
-                "embeddings, lambdas, gates and smear). Without it the model would answer otherwise, so it is refused"
+                f"{path}: transformers has no model with the tensor {name}: it supports the first releases of "
+                "nanochat, without value embeddings, lambdas, gates and smear"
             )
         return f"model.layers.{block[1]}.{_BLOCK_NAMES[block[2]]}.weight"
 
@@ -96,29 +96,29 @@ class NanochatCheckpoint:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """As nanochat computes them, in fp32."""
-        x = _rms_norm(self._of("transformer.wte")[torch.tensor(list(ids))])
+        """nanochat's forward pass in fp32."""
+        x = _rms_norm(self._weight("transformer.wte")[torch.tensor(list(ids))])
         for number in range(self.config.num_hidden_layers):
             block = f"transformer.h.{number}"
             x = x + self._attention(f"{block}.attn", _rms_norm(x))
-            inner = F.relu(_rms_norm(x) @ self._of(f"{block}.mlp.c_fc").T).square()
-            x = x + inner @ self._of(f"{block}.mlp.c_proj").T
-        return _LOGIT_SOFTCAP * torch.tanh(_rms_norm(x) @ self._of("lm_head").T / _LOGIT_SOFTCAP)
+            inner = F.relu(_rms_norm(x) @ self._weight(f"{block}.mlp.c_fc").T).square()
+            x = x + inner @ self._weight(f"{block}.mlp.c_proj").T
+        return _LOGIT_SOFTCAP * torch.tanh(_rms_norm(x) @ self._weight("lm_head").T / _LOGIT_SOFTCAP)
 
-    def _of(self, name: str) -> Tensor:
+    def _weight(self, name: str) -> Tensor:
         return self._tensors[f"{name}.weight"].float()
 
     def _attention(self, name: str, x: Tensor) -> Tensor:
         heads, keys = self.config.num_attention_heads, self.config.num_key_value_heads
         length, width = len(x), self.config.hidden_size // heads
         q, k, v = (
-            (x @ self._of(f"{name}.c_{side}").T).view(length, -1, width).transpose(0, 1) for side in ("q", "k", "v")
+            (x @ self._weight(f"{name}.c_{side}").T).view(length, -1, width).transpose(0, 1) for side in ("q", "k", "v")
         )
         q, k = _rms_norm(_apply_rotary(q)), _rms_norm(_apply_rotary(k))
         k, v = (side.repeat_interleave(heads // keys, dim=0) for side in (k, v))
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        mixed = (q @ k.transpose(1, 2) / width**0.5).masked_fill(later, -torch.inf).softmax(dim=-1) @ v
-        return mixed.transpose(0, 1).reshape(length, -1) @ self._of(f"{name}.c_proj").T
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mixed = (q @ k.transpose(1, 2) / width**0.5).masked_fill(future, -torch.inf).softmax(dim=-1) @ v
+        return mixed.transpose(0, 1).reshape(length, -1) @ self._weight(f"{name}.c_proj").T
 
 
 def _rms_norm(x: Tensor) -> Tensor:
@@ -126,12 +126,12 @@ def _rms_norm(x: Tensor) -> Tensor:
 
 
 def _apply_rotary(x: Tensor) -> Tensor:
-    """[heads, T, D], by minus the usual angle."""
+    """Rotary positions with negative angles, on [heads, T, D]."""
     half = x.shape[-1] // 2
-    rates = _ROPE_THETA ** (-torch.arange(half).float() / half)
-    angle = torch.arange(x.shape[1]).float()[:, None] * rates
-    one, other = x[..., :half], x[..., half:]
-    return torch.cat([one * angle.cos() + other * angle.sin(), other * angle.cos() - one * angle.sin()], dim=-1)
+    inv_freq = _ROPE_THETA ** (-torch.arange(half).float() / half)
+    angle = torch.arange(x.shape[1]).float()[:, None] * inv_freq
+    x1, x2 = x[..., :half], x[..., half:]
+    return torch.cat([x1 * angle.cos() + x2 * angle.sin(), x2 * angle.cos() - x1 * angle.sin()], dim=-1)
 
 
 def _newest_model_file(folder: Path) -> Path:
@@ -140,6 +140,6 @@ def _newest_model_file(folder: Path) -> Path:
     found = sorted(path for path in folder.iterdir() if re.fullmatch(r"model_\d+\.pt", path.name))
     if not found:
         raise WhetError(
-            f"{folder}: no file model_NNNNNN.pt there. Give the folder of one model, such as chatsft_checkpoints/d20"
+            f"{folder}: no file model_NNNNNN.pt. Give the folder of one model, such as chatsft_checkpoints/d20"
         )
     return found[-1]

@@ -1,4 +1,10 @@
-"""Files and settings of a GPT-NeoX checkpoint: tensors by layer and tensor-parallel rank, YAML to transformers config."""
+"""Files and settings of a GPT-NeoX checkpoint: tensors by layer and tensor-parallel rank, YAML to transformers config.
+
+gpt-neox has two layouts (tools/ckpts/convert_neox_to_hf.py): with pipeline parallelism a file for each layer and rank,
+`layer_05-model_01-model_states.pt`; without it a file for each rank, `mp_rank_01_model_states.pt`, whose `module` names
+tensors `sequential.5.…`. Layer 0 is the embedding, 1 is empty, then come L transformer layers, an empty one, the final
+norm (L + 3) and the output (L + 4).
+"""
 
 from __future__ import annotations
 
@@ -10,28 +16,20 @@ from typing import Any
 from torch import Tensor
 
 from whet.convert.foreign_checkpoint import load_pt, malformed_file_errors
-from whet.core.errors import WhetError, first_line
-from whet.core.files import read_json
+from whet.core.errors import WhetError
 from whet.core.yaml import read_yaml
 
-# The files of a GPT-NeoX checkpoint: every tensor of a layer, from every tensor-parallel rank.
-#
-# Two layouts, as gpt-neox's tools/ckpts/convert_neox_to_hf.py describes them: with a pipeline, a file for each layer and
-# rank (`layer_05-model_01-model_states.pt`); without one, a file for each rank (`mp_rank_01_model_states.pt`) whose
-# `module` names tensors `sequential.5.…`. Layer 0 is the embedding, 1 nothing, then L transformer layers, nothing, the
-# last norm (L + 3) and the output (L + 4).
-
 MLP_UP_NAMES, MLP_DOWN_NAMES = ("mlp.linear1", "mlp.dense_h_to_4h"), ("mlp.linear2", "mlp.dense_4h_to_h", "mlp.w2")
-"""The MLP's matrices by their newer and older names."""
+"""Newer and older names of the MLP's matrices."""
 INV_FREQ = "attention.rotary_emb.inv_freq"
-"""Kept by some versions, and no weight."""
+"""Saved by some versions; not a weight."""
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _SEQUENTIAL_NAME = re.compile(r"(?:.*\.)?sequential\.(\d+)\.(.+)")
 
 
 class NeoXFiles:
-    """By layer and name, the tensors of all ranks."""
+    """The tensors of all ranks, by layer and name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = _newest_step_folder(folder)
@@ -45,8 +43,8 @@ class NeoXFiles:
             ranks = {(0, rank): path for (rank,), path in _numbered_files(self.folder, _RANK_FILE).items()}
             if not ranks:
                 raise WhetError(
-                    f"{folder}: no files layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt there: it is "
-                    "no checkpoint of GPT-NeoX. Give the folder global_stepN, or the one above it with the file latest"
+                    f"{folder}: not a GPT-NeoX checkpoint, it has no layer_XX-model_YY-model_states.pt and no "
+                    "mp_rank_XX_model_states.pt. Give the folder global_stepN, or its parent with the file latest"
                 )
             self.ranks = 1 + max(rank for _, rank in ranks)
             self.files = self._of_ranks(ranks, 0)
@@ -58,15 +56,15 @@ class NeoXFiles:
         if missing:
             name = f"layer_{layer:02d}-model_{missing[0]:02d}-" if self._by_layer else f"mp_rank_{missing[0]:02d}_"
             raise WhetError(
-                f"{self.folder}/{name}model_states.pt: missing, though there are files of rank {self.ranks - 1}. Copy "
-                "the files of all ranks"
+                f"{self.folder}/{name}model_states.pt: missing, but files of rank {self.ranks - 1} exist. Copy the "
+                "files of all ranks"
             )
         return [found[layer, rank] for rank in range(self.ranks)]
 
     def _read(self, path: Path) -> dict[tuple[int, str], Tensor]:
-        """(layer, name) → tensor; mapped, so this costs no memory."""
+        """(layer, name) → tensor, memory-mapped."""
         content = load_pt(path)
-        with malformed_file_errors(path, "the dictionary of tensors"):
+        with malformed_file_errors(path, "the state dict"):
             if self._by_layer:
                 layer = int(_LAYER_FILE.fullmatch(path.name)[1])  # type: ignore[index]
                 return {(layer, name): value for name, value in content.items() if isinstance(value, Tensor)}
@@ -74,7 +72,7 @@ class NeoXFiles:
             for name, value in content["module"].items():
                 match = _SEQUENTIAL_NAME.fullmatch(name)
                 if match is None:
-                    raise WhetError(f"{path}: the tensor {name} has no place in GPT-NeoX's sequence of layers")
+                    raise WhetError(f"{path}: the tensor {name} is not part of GPT-NeoX's `sequential` layers")
                 if isinstance(value, Tensor):
                     found[int(match[1]), match[2]] = value
             return found
@@ -90,35 +88,38 @@ class NeoXFiles:
         return self._paths[layer] if self._by_layer else self.files
 
     def tensors(self, layer: int, name: str) -> list[Tensor]:
-        """Of each rank."""
+        """The tensor of each rank."""
         found = []
         for path in self.paths(layer):
             tensor = self._open(path).get((layer, name))
             if tensor is None:
                 raise WhetError(
-                    f"{path}: the tensor {name} of layer {layer} is missing there, though other ranks have it"
+                    f"{path}: {name} of layer {layer} is missing, but other ranks have it. Copy the file again"
                 )
             found.append(tensor)
         shapes = {tuple(tensor.shape) for tensor in found}
         if len(shapes) > 1:
-            raise WhetError(f"{self.folder}: {name} of layer {layer} has other shapes on other ranks: {sorted(shapes)}")
+            raise WhetError(f"{self.folder}: {name} of layer {layer} has different shapes on ranks: {sorted(shapes)}")
         return found
 
     def describe(self, layer: int, name: str) -> tuple[str, ...]:
+        """FILE:NAME on each rank."""
         return tuple(
             f"{path.name}:{name if self._by_layer else f'sequential.{layer}.{name}'}" for path in self.paths(layer)
         )
 
 
 def _newest_step_folder(folder: Path) -> Path:
-    """A step's folder, or the one that `latest` names."""
+    """The folder itself, or the subfolder that its file `latest` names."""
     if not folder.is_dir():
         raise WhetError(f"{folder}: no such folder")
     latest = folder / "latest"
     if latest.is_file():
         inner = folder / latest.read_text(errors="replace").strip()
         if not inner.is_dir():
-            raise WhetError(f"{latest}: it names {inner.name}, which is not there. Give the folder of a step that is")
+            raise WhetError(
+                f"{latest}: it names {inner.name}, which does not exist. Give the folder of an existing step"
+            )
         return inner
     return folder
 
@@ -128,8 +129,8 @@ def _numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, .
     return {tuple(map(int, match.groups())): path for match, path in found if match}
 
 
-# The settings of a GPT-NeoX run as a transformers configuration. Sizes are read from the tensors: files called alike
-# compute them differently from version to version.
+# Settings to transformers config. Sizes are read from the tensors, because the same settings mean different sizes in
+# different versions of gpt-neox.
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_mup": (None, False),
@@ -140,19 +141,18 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window_width": (None,),
     "use_qk_layernorm": (None, False),
 }
-"""Settings that change what is computed in a way that neither Llama nor GPT-NeoX of transformers has, with what they
-may be."""
+"""Settings that Llama and GPT-NeoX of transformers do not implement → values that leave the feature off."""
 
 _NEOX_DEFAULTS = {"pos_emb": "learned", "activation": "gelu"}
-"""What NeoX takes where these are not set; the others are off."""
+"""Defaults of gpt-neox; all other settings are off."""
 
 
 def read_settings(folder: Path, file: Path | None) -> dict[str, Any]:
-    """Of the YAML that --config names, or of those that NeoX keeps beside the weights; keys with underscores."""
+    """The settings in the YAML file of --config, or in those beside the weights; dashes in keys become underscores."""
     files = [file] if file else sorted((folder / "configs").glob("*.y*ml"))
     if not files:
         raise WhetError(
-            f"{folder}: there is no folder configs with the settings of the run. Give the YAML file: --config FILE"
+            f"{folder}: the folder configs with the settings of the run is missing. Give the YAML file: --config FILE"
         )
     settings: dict[str, Any] = {}
     for each in files:
@@ -162,7 +162,7 @@ def read_settings(folder: Path, file: Path | None) -> dict[str, Any]:
 
 
 def llama_config(settings: dict[str, Any], sizes: dict[str, Any], source: Path) -> Any:
-    """For RMSNorm and a gated MLP."""
+    """The config of a model with RMSNorm and a gated MLP."""
     from transformers import LlamaConfig
 
     _require_supported(settings, source, activation=("swiglu", "silu", "swish"))
@@ -179,7 +179,7 @@ def llama_config(settings: dict[str, Any], sizes: dict[str, Any], source: Path) 
 
 
 def neox_config(settings: dict[str, Any], sizes: dict[str, Any], source: Path) -> Any:
-    """For LayerNorm and a plain MLP."""
+    """The config of a model with LayerNorm and a plain MLP."""
     from transformers import GPTNeoXConfig
 
     _require_supported(settings, source, activation=("gelu",), num_kv_heads=(None, settings.get("num_attention_heads")))
@@ -195,26 +195,11 @@ def neox_config(settings: dict[str, Any], sizes: dict[str, Any], source: Path) -
     )
 
 
-def read_hf_config(file: Path) -> Any:
-    """A transformers config.json, as it is."""
-    from transformers import AutoConfig
-
-    described = read_json(file)
-    kind = described.get("model_type") if isinstance(described, dict) else None
-    if kind is None:
-        raise WhetError(f"--config {file}: no model_type in it, so it is no config.json of transformers")
-    try:
-        return AutoConfig.for_model(**described)
-    except (ValueError, TypeError, KeyError) as error:
-        first = first_line(error)
-        raise WhetError(f"--config {file}: transformers does not take it: {first}") from None
-
-
 def _common_fields(settings: dict[str, Any], sizes: dict[str, Any], source: Path) -> dict[str, Any]:
     length = settings.get("max_position_embeddings") or settings.get("seq_length")
     if length is None:
         raise WhetError(
-            f"{source}: its settings name neither max_position_embeddings nor seq_length. Add one: --config"
+            f"{source}: its settings have neither max_position_embeddings nor seq_length. Add one: --config FILE"
         )
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the tokenizer's, or unknown
     return {
@@ -232,7 +217,7 @@ def _common_fields(settings: dict[str, Any], sizes: dict[str, Any], source: Path
 def _require_int(settings: dict[str, Any], key: str, source: Path) -> int:
     value = settings.get(key)
     if not isinstance(value, int):
-        raise WhetError(f"{source}: its settings do not name {key}, a whole number. Give the YAML file: --config FILE")
+        raise WhetError(f"{source}: its settings lack {key}, an integer. Give the complete YAML file: --config FILE")
     return value
 
 
@@ -240,8 +225,8 @@ def _require_supported(settings: dict[str, Any], source: Path, **more: tuple[Any
     for key, allowed in {**_SUPPORTED_VALUES, **more}.items():
         value = settings.get(key, _NEOX_DEFAULTS.get(key))
         if value not in allowed:
-            served = ", ".join(str(option) for option in allowed if option is not None)
+            supported = ", ".join(str(option) for option in allowed if option is not None)
             raise WhetError(
-                f"{source}: {key} is {value!r} in its settings, which no model of transformers that whet imports to "
-                f"computes ({served or 'none'} is served). If it does not matter, give a config.json: --config FILE"
+                f"{source}: {key} is {value!r} in its settings, which Llama and GPT-NeoX of transformers do not "
+                f"implement (supported: {supported or 'unset'}). If it has no effect, give a config.json: --config FILE"
             )

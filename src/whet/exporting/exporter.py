@@ -12,16 +12,14 @@ from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
 from whet.exporting.peft_adapter import PeftAdapterFormat
 from whet.exporting.spec import (
-    EXPORT_DTYPES,
     Certificate,
-    ExportDtype,
     ExportFindings,
     ExportFormat,
     ExportMismatchError,
     ExportSpec,
-    compare_logits,
     export_dtype_of,
 )
+from whet.exporting.verification import compare_logits
 
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     "merged": HFFolderFormat(),
@@ -32,49 +30,44 @@ EXPORT_FORMATS: dict[str, ExportFormat] = {
 _WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "**/*.pt")
 
 
-def write_export(order: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
-    """Write the trained model as `kind` to `folder`, which appears only if it passes.
+def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
+    """Export the trained model as `kind` to `folder`, which is created only if verification succeeds.
 
-    `probes` are conversations as ids; the exported model must give the logits of the trained one on them.
+    `probes` are token ids of conversations on which the logits of both models are compared.
     """
-    form = EXPORT_FORMATS[kind]
+    export_format = EXPORT_FORMATS[kind]
     try:
-        require_disk_space(folder, form.size(order), "the export")
+        export_format.require_supported(spec)
+        require_disk_space(folder, export_format.estimate_bytes(spec), "the export")
         with atomic_dir(folder) as temporary:
-            form.write(order, temporary)
-            certificate = verify_export(order, kind, temporary, probes)
+            export_format.write(spec, temporary)
+            certificate = verify_export(spec, kind, temporary, probes)
             write_json(temporary / "certificate.json", certificate.as_dict())
             if not certificate.verified:
                 raise ExportMismatchError(
-                    f"{folder}: the exported model is not the trained one: {'; '.join(certificate.reasons)}. Nothing "
-                    "was exported; the checkpoints are untouched"
+                    f"{folder}: the exported model does not match the trained one: {'; '.join(certificate.reasons)}. "
+                    "Nothing was exported; the checkpoints are untouched"
                 )
     except Exception as error:
         raise disk_error(error, "exporting", folder) or error from None
     return certificate
 
 
-def verify_export(order: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
-    """Load an export back and compare it; what is wrong with it is in the certificate."""
-    form, findings = EXPORT_FORMATS[kind], ExportFindings()
-    wanted = order.trained.logits(probes)
-    found = form.look(order, folder, probes, findings)
-    if found is not None:
-        compare_logits(found, wanted, _coarser_dtype(order), findings)
+def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
+    """Load an export and compare it with the trained model; the certificate lists the mismatches."""
+    export_format, findings = EXPORT_FORMATS[kind], ExportFindings()
+    trained = spec.model.logits(probes)
+    exported = export_format.load_and_verify(spec, folder, probes, findings)
+    if exported is not None:
+        # Both sides round: the export to its dtype, the trained model to that of its weights. The coarser one counts.
+        dtypes = (spec.dtype, export_dtype_of(spec.model.weight_dtype))
+        compare_logits(exported, trained, max(dtypes, key=lambda dtype: dtype.max_logit_difference), findings)
     files = sorted({file for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern)})
     return Certificate(
-        kind=kind, step=order.step, verified=not findings.reasons, reasons=findings.reasons, dtype=order.numbers.name,
-        loaded_by=form.loaded_by, conversations=len(probes), tokens=len(wanted),
-        max_logit_difference=findings.difference, kl=findings.kl, same_next_token=findings.agreement,
+        kind=kind, step=spec.step, verified=not findings.reasons, reasons=findings.reasons, dtype=spec.dtype.name,
+        loaded_by=export_format.loaded_by, conversations=len(probes), tokens=len(trained),
+        max_logit_difference=findings.max_logit_difference, kl=findings.kl, same_next_token=findings.same_next_token,
         same_ids=findings.same_ids, stops=findings.stops,
         files={str(file.relative_to(folder)): hash_file(file) for file in files},
-        quantize="nf4" if order.trained.is_packed else None,
+        quantize="nf4" if spec.model.is_quantized else None,
     )  # fmt: skip
-
-
-def _coarser_dtype(order: ExportSpec) -> ExportDtype:
-    """Both sides round: the export by the type it is written in, the trained model by the one it is kept in."""
-    return max(
-        (order.numbers, export_dtype_of(order.trained.kept_in)),
-        key=lambda numbers: EXPORT_DTYPES[numbers.name].difference,
-    )

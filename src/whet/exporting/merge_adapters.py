@@ -1,66 +1,178 @@
-"""Merge a base model and weighted LoRA adapters into one plain model (peft's `cat` and `linear`)."""
+"""`whet merge`: merge weighted LoRA adapters into their base and write a plain model folder.
+
+`cat` adds Σ weight · scale · B·A, whatever the ranks are. `linear` averages the matrices A and B themselves, as peft
+does: the product then mixes B of one adapter with A of another, which is not the sum of what the adapters do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, disk_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, write_json
-from whet.exporting.verification import compare_to_reference, compute_all_logits, hash_safetensors
+from whet.exporting.spec import ExportFindings, export_dtype_of
+from whet.exporting.trained_model import compute_logits
+from whet.exporting.verification import compare_logits, hash_safetensors
+from whet.model.config import ModelConfig
+from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
+from whet.model.load.weight_files import locate_model, weights_hash
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, unwrap_peft
 
-# One plain model of a base and adapters, each with a weight.
-#
-# `cat` adds Σ weight · scale · B·A, whatever the ranks are. `linear` averages the small matrices themselves, as peft does
-# it: their products then mix, B of one with A of another, which is not the sum of what the adapters do.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CombinationType = Literal["cat", "linear"]
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, _WEIGHTS, _CERTIFICATE = "adapter_config.json", "adapter_model.safetensors", "certificate.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_RELATIVE_ERROR = 1e-4
-"""Part of an adapter's change that rounding may take while matrices are put together."""
+"""Largest part of an adapter's update that rounding may change when adapters are combined."""
+_MIN_SAME_NEXT_TOKEN = 0.95
+_PROBE_TEXTS = (
+    "The model that ships is the model that was trained: one way to see that is to ask it.",
+    'Please send three red lamps to Anna in Riga by Friday. {"item": "lamp", "amount": 3}',
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedAdapter:
-    """An adapter and how much of it is wanted."""
+    """An adapter folder and its weight in the sum."""
 
     folder: Path
     weight: float = 1.0
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         return dict(read_json(self.folder / _CONFIG))
 
 
+def merge_adapter_folders(base: str, adapters: Sequence[str], how: CombinationType, out: Path) -> dict[str, Any]:
+    """Merge adapters, each FOLDER or FOLDER=WEIGHT, into `base` and write a model folder."""
+    silence_libraries()
+    if (out / "config.json").exists() or (out.exists() and any(out.iterdir())):
+        raise WhetError(f"--out {out}: this folder is not empty. Choose another one")
+    parts = [_parse_adapter(text) for text in adapters]
+    require_mergeable(parts)
+    config = ModelConfig(path=base)
+    for part in parts:
+        _require_same_base(config, part)
+    model = load_model(config, "auto")
+    tokenizer = _common_tokenizer(config, parts, embedding_rows(model))
+    probes = [tokenizer.encode(text) for text in _PROBE_TEXTS]
+    certificate = merge_adapters(model, parts, probes, tokenizer, how, out)
+    info(
+        f"merged to {out}: loaded back and verified, largest logit difference {certificate['max_logit_difference']:.1e}"
+    )
+    return {"merged": str(out), "certificate": certificate}
+
+
+def _parse_adapter(text: str) -> WeightedAdapter:
+    folder, equals, weight = text.rpartition("=")
+    if not equals or Path(text).expanduser().is_dir():
+        return WeightedAdapter(_adapter_folder(Path(text).expanduser()))
+    try:
+        number = float(weight)
+    except ValueError:
+        raise WhetError(f"--adapter {text}: {weight!r} is not a number. Write FOLDER or FOLDER=WEIGHT") from None
+    if not abs(number) < 1e6 or number == 0:
+        raise WhetError(f"--adapter {text}: the weight {weight} is not usable. Use a finite number other than 0")
+    return WeightedAdapter(_adapter_folder(Path(folder).expanduser()), number)
+
+
+def _adapter_folder(folder: Path) -> Path:
+    """The adapter export of a run folder; any other folder as it is."""
+    exported = folder / "exports" / "adapter"
+    return exported if (folder / "config.yaml").is_file() and exported.is_dir() else folder
+
+
 def require_mergeable(parts: Sequence[WeightedAdapter]) -> None:
-    """Refuse what is no adapter, and what cannot be weighed or added, before anything is loaded."""
+    """Raise before anything is loaded if a folder is not a LoRA adapter, or cannot be weighted or summed."""
     for part in parts:
         missing = [name for name in (_CONFIG, _WEIGHTS) if not (part.folder / name).is_file()]
         if missing:
             raise WhetError(
-                f"--adapter {part.folder}: no {missing[0]} there, so it is not an adapter. Give a folder that peft "
-                "wrote; of a run: whet export RUN --to adapter, then RUN/exports/adapter"
+                f"--adapter {part.folder}: not an adapter folder, {missing[0]} is missing. Give a folder that peft "
+                "wrote; for a run: whet export RUN --to adapter, then RUN/exports/adapter"
             )
-        settings = part.settings
-        if settings.get("peft_type") != "LORA":
+        config = part.config
+        if config.get("peft_type") != "LORA":
             raise WhetError(
-                f"--adapter {part.folder}: of the kind {settings.get('peft_type')}; only LoRA's can be merged"
+                f"--adapter {part.folder}: peft_type {config.get('peft_type')}, but only LORA can be merged"
             )
-        whole = "DoRA" if settings.get("use_dora") else None
-        whole = whole or ("trained modules" if settings.get("modules_to_save") else None)
-        whole = whole or ("trained tokens" if settings.get("trainable_token_indices") else None)
-        if whole and (len(parts) > 1 or part.weight != 1):
+        features = {
+            "DoRA": config.get("use_dora"),
+            "modules_to_save": config.get("modules_to_save"),
+            "trainable_token_indices": config.get("trainable_token_indices"),
+        }
+        unweightable = next((name for name, value in features.items() if value), None)
+        if unweightable and (len(parts) > 1 or part.weight != 1):
             raise WhetError(
-                f"--adapter {part.folder}: it has {whole}, which can neither be added to another adapter nor be given "
-                "a weight. Merge it alone, and train the other one over the result"
+                f"--adapter {part.folder}: it has {unweightable}, which can be neither added to another adapter nor "
+                "weighted. Merge it alone, and train the other adapter on the result"
             )
+
+
+def _require_same_base(base: ModelConfig, part: WeightedAdapter) -> None:
+    """Raise if the adapter was trained on other weights, wherever they are stored now."""
+    certificate = part.folder / _CERTIFICATE
+    if certificate.is_file() and read_json(certificate).get("quantize"):
+        warn(
+            f"--adapter {part.folder}: trained on a base in 4 bits, but merged into the unquantized one: answers may "
+            "differ from those of the run. `whet export RUN --to merged` merges into the quantized base"
+        )
+    trained_on = str(part.config.get("base_model_name_or_path") or "")
+    folder = locate_model(base.path)
+    is_same_path = Path(trained_on).is_dir() and Path(trained_on).resolve() == Path(folder).resolve()
+    if trained_on in (folder, base.path) or is_same_path:
+        return
+    try:
+        then, now = weights_hash(ModelConfig(path=trained_on)), weights_hash(base)
+    except (WhetError, OSError, ValueError):  # a deleted folder, or a hub that cannot be reached
+        then = now = None
+    if then is None or now is None:
+        name = trained_on or "an unnamed model"
+        warn(f"--adapter {part.folder}: cannot check that {base.path} is its base: it was trained on {name}")
+    elif then != now:
+        raise WhetError(
+            f"--adapter {part.folder}: trained on other weights than {base.path}: on {trained_on}. Give that as BASE"
+        )
+
+
+def _common_tokenizer(base: ModelConfig, parts: Sequence[WeightedAdapter], rows: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of the base, or the extended one that all adapters with a tokenizer of their own share. `rows` is
+    the size of the model's embedding."""
+    own = load_tokenizer(base)
+    chosen, owner = own, base.path
+    for part in parts:
+        trained = part.config.get("trainable_token_indices") or []
+        per_module = trained.values() if isinstance(trained, dict) else [trained]
+        highest = max((i for ids in per_module for i in ids), default=0)
+        if not (part.folder / "tokenizer_config.json").exists():
+            if highest >= max(rows, len(chosen)):
+                raise WhetError(
+                    f"--adapter {part.folder}: it trained token {highest}, the model has {rows} tokens, and the folder "
+                    "has no tokenizer. Copy the tokenizer of its training there"
+                )
+            continue
+        brought = load_tokenizer(ModelConfig(path=base.path, tokenizer=str(part.folder)))
+        vocabulary = brought.get_vocab()
+        if vocabulary == chosen.get_vocab():
+            chosen = brought if chosen is own else chosen  # for the chat template of its training
+            continue
+        if chosen is not own or not own.get_vocab().items() <= vocabulary.items():
+            raise WhetError(
+                f"--adapter {part.folder}: its vocabulary of {len(vocabulary):,} tokens differs from that of {owner} "
+                f"({len(chosen):,}), so token ids mean different texts. Merge only adapters of one vocabulary"
+            )
+        chosen, owner = brought, str(part.folder)
+    return chosen
 
 
 def merge_adapters(
@@ -71,22 +183,23 @@ def merge_adapters(
     how: CombinationType,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write the merged model to `folder`, loaded back and compared with the adapters at work on `probes`."""
-    room = embedding_rows(base)
-    if len(tokenizer) > room:
+    """Write the merged model to `folder`, after comparing it on `probes` with the base and its adapters. Returns the
+    certificate."""
+    if len(tokenizer) > embedding_rows(base):
         base.resize_token_embeddings(len(tokenizer))  # type: ignore[operator]
     model = _attach_adapters(base, parts)
-    lost = _combine_adapters(model, parts, how)
+    relative_error = _combine_adapters(model, parts, how)
     cast_trained_modules_(model)
     try:
         require_disk_space(folder, sum(weight.nbytes for weight in base.parameters()), "the merged model")
         with atomic_dir(folder) as temporary:
-            wanted = compute_all_logits(unwrap_peft(model), probes)
+            expected, findings = compute_logits(unwrap_peft(model), probes), ExportFindings()
             dtype = next(base.parameters()).dtype
             model.merge_and_unload().save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             _write_stop_tokens(temporary, parts)
-            found = compare_to_reference(wanted, compute_all_logits(_load_back(temporary, dtype), probes), dtype)
+            found = compute_logits(_load_back(temporary, dtype), probes)
+            compare_logits(found, expected, export_dtype_of(dtype), findings, _MIN_SAME_NEXT_TOKEN)
             certificate = {
                 "kind": "merged-adapters",
                 "how": how,
@@ -94,32 +207,34 @@ def merge_adapters(
                     {"folder": str(part.folder), "weight": part.weight, "hash": hash_file(part.folder / _WEIGHTS)}
                     for part in parts
                 ],
-                "part_lost": lost,
-                **found,
+                "part_lost": relative_error,
+                "verified": not findings.reasons,
+                "tokens": len(expected),
+                "max_logit_difference": findings.max_logit_difference,
+                "same_next_token": findings.same_next_token,
                 "files": hash_safetensors(temporary),
             }
-            if not found["verified"]:
+            if findings.reasons:
                 raise RunFailedError(
-                    f"{folder}: the merged model is not the base with its adapters: logits differ by "
-                    f"{found['max_logit_difference']:.3g}. Nothing was written"
+                    f"{folder}: the merged model does not match the base with its adapters: {findings.reasons[0]}. "
+                    "Nothing was written"
                 )
-            write_json(temporary / "certificate.json", certificate)
+            write_json(temporary / _CERTIFICATE, certificate)
     except Exception as error:
         raise disk_error(error, "merging", folder) or error from None
     return certificate
 
 
 def _write_stop_tokens(folder: Path, parts: Sequence[WeightedAdapter]) -> None:
-    """What ends an answer: of the base, and what the adapters learned to end one with."""
+    """Set eos_token_id of the generation config to the stop tokens of the base and of all adapters."""
     file = folder / _GENERATION_CONFIG
-    settings = dict(read_json(file)) if file.exists() else {}
-    brought = [
-        read_json(part.folder / _GENERATION_CONFIG) for part in parts if (part.folder / _GENERATION_CONFIG).exists()
-    ]
-    ends = [each.get("eos_token_id") for each in (settings, *brought)]
-    stops = {stop for end in ends if end is not None for stop in (end if isinstance(end, list) else [end])}
-    if brought and stops:
-        write_json(file, {**settings, "eos_token_id": sorted(stops)})
+    config = dict(read_json(file)) if file.exists() else {}
+    paths = [part.folder / _GENERATION_CONFIG for part in parts]
+    brought = [read_json(path) for path in paths if path.exists()]
+    ends = [each.get("eos_token_id") for each in (config, *brought)]
+    stop_ids = {stop for end in ends if end is not None for stop in (end if isinstance(end, list) else [end])}
+    if brought and stop_ids:
+        write_json(file, {**config, "eos_token_id": sorted(stop_ids)})
 
 
 def _load_back(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -130,7 +245,7 @@ def _load_back(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _attach_adapters(base: nn.Module, parts: Sequence[WeightedAdapter]) -> Any:
-    """The base with every adapter in place, by the numbers 0, 1, …"""
+    """The base with all adapters attached, named "0", "1", …"""
     from peft import PeftModel
 
     model: Any = None
@@ -141,35 +256,36 @@ def _attach_adapters(base: nn.Module, parts: Sequence[WeightedAdapter]) -> Any:
             else:
                 model.load_adapter(part.folder, adapter_name=str(number))
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
-            first = next((line.strip() for line in str(error).splitlines() if "size mismatch" in line), str(error))
+            reason = next((line.strip() for line in str(error).splitlines() if "size mismatch" in line), str(error))
             raise WhetError(
-                f"--adapter {part.folder}: it does not fit the base ({first}). It was trained on "
-                f"{part.settings.get('base_model_name_or_path')}"
+                f"--adapter {part.folder}: it does not fit the base ({reason}). It was trained on "
+                f"{part.config.get('base_model_name_or_path')}"
             ) from None
     return model.eval()
 
 
 def _combine_adapters(model: Any, parts: Sequence[WeightedAdapter], how: CombinationType) -> float:
-    """Make one adapter of all. Gives the largest part of a layer's change that was lost: none by mathematics, with
-    cat."""
+    """Combine all adapters into one. Returns the largest relative error of a layer's update; `cat` is exact but for
+    rounding."""
     if len(parts) == 1 and parts[0].weight == 1:
         return 0.0
     names = [str(number) for number in range(len(parts))]
     try:
         model.add_weighted_adapter(names, [part.weight for part in parts], "all", combination_type=how)
     except ValueError as error:
-        raise WhetError(f"--how {how}: peft cannot put these adapters together: {error}. Use --how cat") from None
+        raise WhetError(f"--how {how}: peft cannot combine these adapters: {error}. Use --how cat") from None
     model.set_adapter("all")
     if how == "linear" and len(parts) > 1:
         return 0.0
-    lost = 0.0
+    worst = 0.0
     layers: list[Any] = list(unwrap_peft(model).modules())
     for layer in layers:
         if hasattr(layer, "get_delta_weight") and "all" in getattr(layer, "lora_A", {}):
-            known = [number for number, name in enumerate(names) if name in layer.lora_A]
-            wanted = torch.stack([parts[i].weight * layer.get_delta_weight(names[i]).float() for i in known]).sum(dim=0)
+            present = [number for number, name in enumerate(names) if name in layer.lora_A]
+            updates = [parts[i].weight * layer.get_delta_weight(names[i]).float() for i in present]
+            expected = torch.stack(updates).sum(dim=0)
             found = layer.get_delta_weight("all").float()
-            lost = max(lost, ((found - wanted).norm() / wanted.norm().clamp_min(torch.finfo().tiny)).item())
-    if lost > _MAX_RELATIVE_ERROR:
-        raise RunFailedError(f"--how {how}: peft's sum of these adapters is off by {lost:.2%}. Please report it")
-    return lost
+            worst = max(worst, ((found - expected).norm() / expected.norm().clamp_min(torch.finfo().tiny)).item())
+    if worst > _MAX_RELATIVE_ERROR:
+        raise RunFailedError(f"--how {how}: peft's sum of these adapters is off by {worst:.2%}. Please report this")
+    return worst

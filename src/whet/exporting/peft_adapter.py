@@ -25,35 +25,35 @@ from whet.model.quantize import quantize_
 
 
 class PeftAdapterFormat:
-    """What `PeftModel.from_pretrained` loads over its base."""
+    """A folder for `PeftModel.from_pretrained`."""
 
     loaded_by = "peft"
 
-    def size(self, order: ExportSpec) -> int:
-        if not order.trained.has_adapter:
-            raise WhetError("export: this run trained the whole model, so there is no adapter; use --to merged")
-        return 2**26 + sum(weight.nbytes for weight in order.trained.model.parameters() if weight.requires_grad)
+    def require_supported(self, spec: ExportSpec) -> None:
+        if not spec.model.has_adapter:
+            raise WhetError("--to adapter: this run has no adapter, it trained the whole model. Use --to merged")
 
-    def write(self, order: ExportSpec, folder: Path) -> None:
-        # peft would add the whole embedding where tokens were added; the rows that are new are trained, and there
-        order.trained.model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
-        order.speech.tokenizer.save_pretrained(folder)
-        write_generation_config(order.speech, folder)
-        if order.trained.is_packed:
-            add_quantization_note(folder, "adapter", str(order.trained.kept_in).removeprefix("torch."))
+    def estimate_bytes(self, spec: ExportSpec) -> int:
+        return 2**26 + sum(weight.nbytes for weight in spec.model.model.parameters() if weight.requires_grad)
 
-    def look(
-        self, order: ExportSpec, folder: Path, probes: Sequence[Sequence[int]], findings: ExportFindings
+    def write(self, spec: ExportSpec, folder: Path) -> None:
+        # By default peft adds the whole embedding if it was resized. The new rows are trained, so the adapter has them.
+        spec.model.model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        spec.generation.tokenizer.save_pretrained(folder)
+        write_generation_config(spec.generation, folder)
+        if spec.model.is_quantized:
+            add_quantization_note(folder, "adapter", str(spec.model.weight_dtype).removeprefix("torch."))
+
+    def load_and_verify(
+        self, spec: ExportSpec, folder: Path, probes: Sequence[Sequence[int]], findings: ExportFindings
     ) -> Tensor | None:
-        """The whole base is in memory for it. It is loaded in the type that was trained in: an adapter does not carry
-        that."""
+        """Loads the whole base into memory, in the dtype of training: the adapter folder does not record it."""
         try:
-            model = _load_back(folder, order.trained, order.trust_remote_code)
+            model = _load_back(folder, spec.model, spec.trust_remote_code)
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-            first = first_line(error)
-            findings.blame(f"peft cannot load it over {_base_model_name(folder)}: {first}")
+            findings.reasons.append(f"peft cannot load it over {_base_model_name(folder)}: {first_line(error)}")
             return None
-        verify_tokenizer_and_stops(order.speech, folder, None, probes, findings)
+        verify_tokenizer_and_stops(spec.generation, folder, None, probes, findings)
         return compute_logits(to_gpu_if_it_fits(model), probes)
 
 
@@ -63,25 +63,22 @@ def _base_model_name(folder: Path) -> str:
     try:
         return str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
     except (OSError, ValueError, KeyError, TypeError):
-        return "a base that it does not name"
+        return "an unnamed base model"
 
 
 def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> nn.Module:
-    how: dict[str, Any] = {"dtype": trained.kept_in, "trust_remote_code": trust_remote_code}
-    if trained.is_packed:
-        return _load_over_nf4_base(folder, how)
-    from peft import AutoPeftModelForCausalLM
+    options: dict[str, Any] = {"dtype": trained.weight_dtype, "trust_remote_code": trust_remote_code}
+    if not trained.is_quantized:
+        from peft import AutoPeftModelForCausalLM
 
-    return set_experts_for_dtype(unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **how)), trained.kept_in)
-
-
-def _load_over_nf4_base(folder: Path, how: dict[str, Any]) -> nn.Module:
+        model = unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **options))
+        return set_experts_for_dtype(model, trained.weight_dtype)
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **how)
-    known = len(AutoTokenizer.from_pretrained(folder))
-    if known > embedding_rows(base):  # tokens were added; the adapter has their rows
-        base.resize_token_embeddings(known)
+    base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **options)
+    vocabulary = len(AutoTokenizer.from_pretrained(folder))
+    if vocabulary > embedding_rows(base):  # for added tokens; the adapter has their rows
+        base.resize_token_embeddings(vocabulary)
     quantize_(base.requires_grad_(False), torch.device("cpu"))
     return unwrap_peft(PeftModel.from_pretrained(base, folder))

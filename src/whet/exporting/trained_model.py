@@ -21,37 +21,15 @@ from whet.model.load.placeholder import is_placeholder
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.quantize import count_weights, dequantize_linear, is_quantized
 
-# Memory that was freed goes back to the system now: glibc keeps blocks of up to 32 MB for later, in every thread.
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # another C library
-        return None
-
-
-def trim_heap() -> None:
-    trimmer = _malloc_trim()
-    if trimmer is not None:
-        trimmer(0)
-
-
-# The trained model as an export needs it: its logits, and its weights one at a time with adapters merged in.
-#
-# Weights may be hollow (see model/hollow.py): then they are read where and while they are needed, a layer at a time for
-# the logits, a matrix at a time for the files. So an export needs little memory, whatever the size of the model.
-
 ReadWeight = Callable[[str, torch.dtype], Tensor]
-"""(name inside the language model, type) → a weight."""
+"""(name inside the language model, dtype) → weight."""
 
 _MAX_POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class MergedWeight:
-    """One weight of the merged model; `read` gives it on the host, as exact as it can be had."""
+    """One weight of the merged model. `read` returns it in host memory, unrounded."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,72 +37,76 @@ class MergedWeight:
 
 
 class TrainedModel:
-    """A model with its adapters in place, which this class leaves as it was."""
+    """A trained model with its adapters attached. Nothing here changes it.
 
-    def __init__(self, model: nn.Module, read: ReadWeight | None = None, room: int = 5 * 10**9) -> None:
-        """`read` gives hollow weights. `room`: bytes that may be in memory at once; a model that is larger is computed
-        layer by layer."""
+    Weights may be placeholders (model/load/placeholder.py), which are read where and while they are needed: one decoder
+    layer at a time for logits, one matrix at a time for files. So an export needs little memory for a model of any
+    size.
+    """
+
+    def __init__(self, model: nn.Module, read: ReadWeight | None = None, max_bytes: int = 5 * 10**9) -> None:
+        """`read` returns the weights of placeholders. A model larger than `max_bytes` is computed layer by layer."""
         self.model = model.eval()
         self.language_model = unwrap_peft(model)
-        self._read, self._room = read, room
+        self._read, self._max_bytes = read, max_bytes
         self._names = {id(weight): name for name, weight in self.language_model.named_parameters()}
-        """By weight: tied ones have one name."""
+        """By identity: tied weights have one name."""
 
     @property
     def has_adapter(self) -> bool:
         return hasattr(self.model, "peft_config")
 
     @property
-    def is_packed(self) -> bool:
-        """Whether its base is in 4 bits."""
+    def is_quantized(self) -> bool:
+        """Whether the base is in 4 bits."""
         return any(map(is_quantized, self.model.modules()))
 
     @property
-    def numbers(self) -> int:
-        """Of the merged model, about: adapters count too."""
+    def num_parameters(self) -> int:
+        """Of the merged model, approximately: adapters are counted, too."""
         return sum(map(count_weights, self.language_model.parameters()))
 
     @property
-    def kept_in(self) -> torch.dtype:
+    def weight_dtype(self) -> torch.dtype:
         return self.language_model.get_input_embeddings().weight.dtype  # type: ignore[operator]
 
     @property
-    def adapter_in(self) -> torch.dtype:
-        """The type of the adapter's numbers; of the model's, if it has none."""
-        learned = [weight.dtype for weight in self.language_model.parameters() if weight.requires_grad]
-        return learned[0] if learned else self.kept_in
+    def adapter_dtype(self) -> torch.dtype:
+        """The dtype of the adapter, or of the model if it has none."""
+        trainable = [weight.dtype for weight in self.language_model.parameters() if weight.requires_grad]
+        return trainable[0] if trainable else self.weight_dtype
 
     @property
-    def learned_in(self) -> torch.dtype:
-        """In which no bit of what was learned is lost."""
-        return torch.promote_types(self.kept_in, self.adapter_in)
+    def lossless_dtype(self) -> torch.dtype:
+        """The smallest dtype that holds base and adapter without rounding."""
+        return torch.promote_types(self.weight_dtype, self.adapter_dtype)
 
     @torch.inference_mode()
     def logits(self, probes: Sequence[Sequence[int]]) -> Tensor:
-        """At the last positions of each probe, on the host."""
+        """compute_logits of this model."""
         with contextlib.ExitStack() as stack:
-            for unit, parts in self._units():
-                stack.enter_context(self._filled_to_compute(unit, parts))
+            for unit, modules in self._materialization_units():
+                stack.enter_context(self._materialized_for_forward(unit, modules))
             return compute_logits(self.language_model, probes)
 
     def weights(self) -> Iterator[MergedWeight]:
-        """Every weight of the merged model, by its name in memory, in the model's order; tied ones once."""
-        rows, layers, copies = _peft_wrapper_types() if self.has_adapter else ((), (), ())
+        """Every weight of the merged model, by its name in memory, in the model's order; tied weights once."""
+        token_wrappers, adapted_layers, saved_copies = _peft_wrapper_types() if self.has_adapter else ((), (), ())
         seen: set[int] = set()
-        inside: list[str] = []
+        handled: list[str] = []  # modules whose children belong to them
         for name, module in self.language_model.named_modules():
-            if any(name.startswith(f"{outer}.") for outer in inside):
+            if any(name.startswith(f"{outer}.") for outer in handled):
                 continue
-            if isinstance(module, rows):  # rows of an embedding, or of a head, are trained
-                inside.append(name)
-                kept = module.token_adapter.get_base_layer().weight
-                if id(kept) not in seen:
-                    seen.add(id(kept))
-                    yield from self._merged(name, module.token_adapter)
+            if isinstance(module, token_wrappers):  # trained rows of the embedding or of the head
+                handled.append(name)
+                embedding = module.token_adapter.get_base_layer().weight
+                if id(embedding) not in seen:
+                    seen.add(id(embedding))
+                    yield from self._merged_layer(name, module.token_adapter)
                 continue
-            if isinstance(module, layers):
-                inside.append(name)
-                yield from self._merged(name, module)
+            if isinstance(module, adapted_layers):
+                handled.append(name)
+                yield from self._merged_layer(name, module)
                 continue
             if is_quantized(module):  # in 4 bits without an adapter
                 yield from (
@@ -132,47 +114,50 @@ class TrainedModel:
                     for key, shape in _dequantized_shapes(module)
                 )
                 continue
-            chosen = module
-            if isinstance(module, copies):
-                inside.append(name)
+            owner = module
+            if isinstance(module, saved_copies):  # adapter.also_train
+                handled.append(name)
                 (adapter,) = module.active_adapters
-                chosen = module.modules_to_save[adapter]
-            for key, tensor in _own_tensors(chosen, deep=chosen is not module):
+                owner = module.modules_to_save[adapter]
+            for key, tensor in _own_tensors(owner, deep=owner is not module):
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield MergedWeight(f"{name}.{key}".lstrip("."), tuple(tensor.shape), self._reading(tensor))
+                    yield MergedWeight(f"{name}.{key}".lstrip("."), tuple(tensor.shape), self._reader(tensor))
 
-    def _reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _reader(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: self._value(tensor).cpu()
 
     def _value(self, tensor: Tensor) -> Tensor:
         if not is_placeholder(tensor):
             return tensor.detach()
-        assert self._read is not None, "hollow weights need someone who reads them"
+        assert self._read is not None, "a model with placeholder weights needs `read`"
         return self._read(self._names[id(tensor)], tensor.dtype)
 
-    def _merged(self, name: str, layer: Any) -> Iterator[MergedWeight]:
+    def _merged_layer(self, name: str, layer: Any) -> Iterator[MergedWeight]:
         base = layer.get_base_layer()
-        plain_ones = [(key, tuple(tensor.shape)) for key, tensor in base.named_parameters()]
-        for key, shape in _dequantized_shapes(base) if is_quantized(base) else plain_ones:
-            yield MergedWeight(f"{name}.{key}", shape, self._merging(layer, key))
+        plain = [(key, tuple(tensor.shape)) for key, tensor in base.named_parameters()]
+        for key, shape in _dequantized_shapes(base) if is_quantized(base) else plain:
+            yield MergedWeight(f"{name}.{key}", shape, self._merged_reader(layer, key))
 
-    def _merging(self, layer: Any, key: str) -> Callable[[], Tensor]:
-        """peft's own merge, in fp32 or better whatever the weight is kept in: it is rounded once, when written."""
+    def _merged_reader(self, layer: Any, key: str) -> Callable[[], Tensor]:
+        """peft's own merge, but in fp32 or better: the result is rounded once, when it is written."""
 
         @torch.no_grad()
-        def merge() -> Tensor:
+        def read() -> Tensor:
             base = layer.get_base_layer()
-            packed = is_quantized(base)
-            work = dequantize_linear(base) if packed else base
-            if packed:
+            quantized = is_quantized(base)
+            work = dequantize_linear(base) if quantized else base
+            if quantized:
                 layer.base_layer = work
             before = dict(work.named_parameters(recurse=False))
-            device = _adapter_device(layer)
+            # A base read from files is in host memory; merge on the device of the adapter.
+            device = next(
+                weight.device for path, weight in layer.named_parameters() if not path.startswith("base_layer.")
+            )
             try:
                 for inner, tensor in before.items():
-                    exact = torch.promote_types(tensor.dtype, torch.float32)
-                    value = self._value(tensor).to(device, exact, copy=True)
+                    dtype = torch.promote_types(tensor.dtype, torch.float32)
+                    value = self._value(tensor).to(device, dtype, copy=True)
                     work.register_parameter(inner, nn.Parameter(value, requires_grad=False))
                 layer.merge()
                 return work.get_parameter(key).detach().cpu()
@@ -182,14 +167,14 @@ class TrainedModel:
                     work.register_parameter(inner, tensor)
                 layer.base_layer = base
 
-        return merge
+        return read
 
-    def _units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Whose weights are filled at once: everything if there is room, else a layer at a time."""
-        hollow = [weight for weight in self.language_model.parameters() if is_placeholder(weight)]
-        if not hollow:
+    def _materialization_units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """(module, its submodules) whose placeholders are read together: the whole model if it fits, else by layer."""
+        placeholders = [weight for weight in self.language_model.parameters() if is_placeholder(weight)]
+        if not placeholders:
             return []
-        if sum(weight.nbytes for weight in hollow) <= self._room:
+        if sum(weight.nbytes for weight in placeholders) <= self._max_bytes:
             return [(self.language_model, list(self.language_model.modules()))]
         layers = decoder_layers(self.language_model)
         inside = {module for layer in layers for module in layer.modules()}
@@ -197,54 +182,52 @@ class TrainedModel:
         return [*((layer, list(layer.modules())) for layer in layers), *((module, [module]) for module in rest)]
 
     @contextlib.contextmanager
-    def _filled_to_compute(self, unit: nn.Module, parts: list[nn.Module]) -> Iterator[None]:
-        """While this lasts, the unit reads its weights before it computes and lets go of them after."""
-        whole = unit is self.language_model
-        hollow = [(module, key, weight) for module in parts for key, weight in _placeholders_in(module)]
+    def _materialized_for_forward(self, unit: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+        """Inside this context the unit reads its weights before its forward pass and frees them afterwards."""
+        is_whole_model = unit is self.language_model
+        placeholders = [(module, key, weight) for module in modules for key, weight in _placeholders_in(module)]
 
-        def fill(*_: object) -> None:
+        def materialize(*_: object) -> None:
             made: dict[int, nn.Parameter] = {}
-            for module, key, weight in hollow:
+            for module, key, weight in placeholders:
                 if id(weight) not in made:
                     value = self._value(weight).to(self._device, weight.dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
-                    trim_heap()  # what reading it took besides
+                    trim_heap()  # buffers of the reader
                 module.register_parameter(key, made[id(weight)])
 
-        def empty(*_: object) -> None:
-            for module, key, weight in hollow:
+        def free(*_: object) -> None:
+            for module, key, weight in placeholders:
                 module.register_parameter(key, weight)
             trim_heap()
 
-        handles = [] if whole else [unit.register_forward_pre_hook(fill), unit.register_forward_hook(empty)]
-        if whole:
-            fill()
+        hooks = (
+            [] if is_whole_model else [unit.register_forward_pre_hook(materialize), unit.register_forward_hook(free)]
+        )
+        if is_whole_model:
+            materialize()
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-            empty()
+            for hook in hooks:
+                hook.remove()
+            free()
 
     @property
     def _device(self) -> torch.device:
-        """Where it computes: what is in no file (adapters, positions) was placed there."""
+        """The device of the tensors that are in no file: adapters and RoPE buffers."""
         everything = (*self.language_model.parameters(), *self.language_model.buffers())
         return next((tensor.device for tensor in everything if not is_placeholder(tensor)), torch.device("cpu"))
 
 
 def _peft_wrapper_types() -> tuple[Any, Any, Any]:
-    """Of trained rows, of layers, and of whole copies. Who has none does not wait for peft."""
+    """peft's wrappers of trained tokens, of adapted layers and of modules_to_save. Importing peft takes seconds, so
+    models without adapters do without."""
     return trainable_tokens_type(), tuner_layer_type(), modules_to_save_type()
 
 
-def _adapter_device(layer: nn.Module) -> torch.device:
-    """A base that is read from files, to the host, must meet its adapter there."""
-    return next(weight.device for name, weight in layer.named_parameters() if not name.startswith("base_layer."))
-
-
 def _dequantized_shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """The shapes of what a 4-bit layer stands for."""
+    """(name, shape) of the parameters of a 4-bit layer after dequantization."""
     found: list[tuple[str, tuple[int, ...]]] = [("weight", (layer.out_features, layer.in_features))]
     return found if layer.bias is None else [*found, ("bias", tuple(layer.bias.shape))]
 
@@ -259,7 +242,7 @@ def _placeholders_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _own_tensors(module: nn.Module, deep: bool) -> list[tuple[str, Tensor]]:
-    """Parameters and saved buffers, those of inner modules only if `deep`."""
+    """Parameters and persistent buffers; those of submodules only if `deep`."""
     if deep:
         return list(module.state_dict(keep_vars=True).items())
     return [*module.named_parameters(recurse=False, remove_duplicate=False), *persistent_buffers(module)]
@@ -267,16 +250,32 @@ def _own_tensors(module: nn.Module, deep: bool) -> list[tuple[str, Tensor]]:
 
 @torch.inference_mode()
 def compute_logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
-    """[N, V] at the last positions of each probe, one conversation at a time, with transformers' own attention, on the
-    host."""
+    """Logits [N, V] in host memory at the last positions of each probe (512 in all), with transformers' own
+    attention."""
     model.eval()
-    places = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"]
-    device = next((found for found in places if found.type != "cpu"), torch.device("cpu"))
-    each = max(1, _MAX_POSITIONS // max(1, len(probes)))
-    few = {"logits_to_keep": each} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"]
+    device = next((found for found in devices if found.type != "cpu"), torch.device("cpu"))
+    positions = max(1, _MAX_POSITIONS // max(1, len(probes)))
+    has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": positions} if has_option else {}
     with native_attention(model):
         rows = []
         for ids in probes:
-            found = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False, **few)
-            rows.append(found.logits[0, -each:].float().cpu())
+            output = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False, **options)
+            rows.append(output.logits[0, -positions:].float().cpu())
     return torch.cat(rows)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # not glibc
+        return None
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system: glibc keeps blocks of up to 32 MB for reuse, in every thread."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)

@@ -1,4 +1,4 @@
-"""Comparison of a reloaded export with the trained model: logits, token ids, chat template, stop tokens."""
+"""Compare a reloaded export with the trained model: logits, token ids, chat template, stop tokens."""
 
 from __future__ import annotations
 
@@ -7,135 +7,146 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whet.core.files import hash_file
-from whet.exporting.spec import ExportFindings, GenerationSettings
-
-# Whether two ways to the same logits agree, as far as rounding allows.
-
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of a logit, relative to the largest logit, that rounding explains."""
-
-
-@torch.inference_mode()
-def compute_all_logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
-    """[N, V] of every position of every probe, one probe at a time."""
-    model.eval()
-    device = next(model.parameters()).device
-    return torch.cat([model(input_ids=torch.tensor([list(ids)], device=device)).logits[0].float() for ids in probes])
-
-
-def compare_to_reference(wanted: Tensor, found: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """What a certificate says of them. A greedy answer may differ where two logits are as good as equal."""
-    difference = (found - wanted).abs().max().item()
-    agree = (found.argmax(dim=-1) == wanted.argmax(dim=-1)).double().mean().item()
-    allowed = _TOLERANCE.get(dtype, 0.1) * max(1.0, wanted.abs().max().item())
-    return {
-        "verified": difference <= allowed and agree > 0.95,  # false for NaN too
-        "tokens": len(wanted),
-        "max_logit_difference": difference,
-        "same_next_token": agree,
-    }
-
-
-def hash_safetensors(folder: Path) -> dict[str, str]:
-    """Of the files with weights."""
-    return {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))}
-
-
-# Whether what was loaded back is spoken to like the trained model, and ends its answers.
+from whet.exporting.spec import ExportDtype, ExportFindings, GenerationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_ROWS_AT_A_TIME = 64
 _HARD_TEXT = "Größe: 1234567,89 €\n\n\tThe 2nd line's   gap; <b>tag</b> 漢字 🙂 don't WE'LL x=3.14"
-"""Digits, gaps, cases and scripts on which tokenizers that look alike differ."""
-
-
+"""Digits, whitespace, contractions and scripts on which similar tokenizers differ."""
 _GREEDY_RELEVANT_KEYS = (
     "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_bos_token_id",
     "forced_eos_token_id", "min_length", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size",
     "exponential_decay_length_penalty",
 )  # fmt: skip
-"""Settings that change even the likeliest answer; those of sampling are the user's to choose."""
+"""Settings that also change greedy answers. Sampling settings are for the user to choose."""
 _EQUIVALENT_DEFAULTS = ((0, None), (1.0, None), (None, 0), (None, 1.0))
-"""What transformers fills in where nothing is said."""
+"""(exported, trained) pairs where transformers fills in a default."""
+
+
+def compare_logits(
+    found: Tensor,
+    expected: Tensor,
+    dtype: ExportDtype,
+    findings: ExportFindings,
+    min_same_next_token: float | None = None,
+) -> None:
+    """Compare logits [N, V] of the reloaded and of the trained model, within the tolerances of `dtype`."""
+    if found.shape != expected.shape:
+        findings.reasons.append(
+            f"its vocabulary has {found.shape[-1]} tokens, the trained model's {expected.shape[-1]}"
+        )
+        return
+    if not bool(expected.isfinite().all()):
+        findings.reasons.append("the logits of the trained model are not finite")
+        return
+    if not bool(found.isfinite().all()):
+        findings.reasons.append(f"its logits are not finite: weights may overflow {dtype.name}")
+        return
+    chunks = list(zip(found.split(_ROWS_AT_A_TIME), expected.split(_ROWS_AT_A_TIME), strict=True))
+    difference = max((a - b).abs().max().item() for a, b in chunks)
+    same = (found.argmax(dim=-1) == expected.argmax(dim=-1)).double().mean().item()
+    kl = max(0.0, sum(_kl_divergence(b, a) for a, b in chunks) / len(expected))  # rounding can make it negative
+    findings.max_logit_difference, findings.same_next_token, findings.kl = difference, same, kl
+    allowed = dtype.max_logit_difference * max(1.0, expected.abs().max().item())
+    if difference > allowed:
+        findings.reasons.append(
+            f"its logits differ by up to {difference:.3g}; rounding to {dtype.name} explains {allowed:.3g}"
+        )
+    elif same < (dtype.min_same_next_token if min_same_next_token is None else min_same_next_token):
+        findings.reasons.append(f"it predicts the same next token at only {same:.1%} of positions")
+    elif kl > dtype.max_kl:
+        findings.reasons.append(f"its predictions have a KL divergence of {kl:.3g} nats from the trained model's")
+
+
+def _kl_divergence(p: Tensor, q: Tensor) -> float:
+    """Summed over rows."""
+    log_p, log_q = (torch.log_softmax(logits.double(), dim=-1) for logits in (p, q))
+    return float((log_p.exp() * (log_p - log_q)).sum())
+
+
+def hash_safetensors(folder: Path) -> dict[str, str]:
+    """File name → hash of every weights file."""
+    return {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def compare_tokenizers(
-    speech: GenerationSettings, loaded: PreTrainedTokenizerFast, texts: Sequence[str], findings: ExportFindings
+    settings: GenerationSettings, loaded: PreTrainedTokenizerFast, texts: Sequence[str], findings: ExportFindings
 ) -> None:
-    """`texts` are what is said in the comparison, beside a text that is hard on tokenizers."""
-    before = len(findings.reasons)
-    own = speech.tokenizer
+    """Compare chat template, token ids of `texts` and of a hard one, and eos token. Sets findings.same_ids."""
+    count = len(findings.reasons)
+    own = settings.tokenizer
     if own.chat_template != loaded.chat_template:
-        findings.blame("its chat template is not the one that was trained with")
+        findings.reasons.append("its chat template is not the one used in training")
     for text in (*texts, _HARD_TEXT):
         if own.encode(text, add_special_tokens=False) != loaded.encode(text, add_special_tokens=False):
-            findings.blame(f"its tokenizer cuts {text[:60]!r} into other tokens")
+            findings.reasons.append(f"its tokenizer splits {text[:60]!r} differently")
             break
     else:
-        if own.chat_template is not None and len(findings.reasons) == before:
+        if own.chat_template is not None and len(findings.reasons) == count:
             _compare_rendered_ids(own, loaded, [*texts, _HARD_TEXT], findings)
     if own.eos_token_id != loaded.eos_token_id:
-        findings.blame(f"its tokenizer's eos token is {loaded.eos_token!r} and was {own.eos_token!r}")
-    findings.same_ids = len(findings.reasons) == before
+        findings.reasons.append(f"the eos token of its tokenizer is {loaded.eos_token!r} instead of {own.eos_token!r}")
+    findings.same_ids = len(findings.reasons) == count
 
 
 def _compare_rendered_ids(own: Any, loaded: Any, texts: Sequence[str], findings: ExportFindings) -> None:
-    """Question, answer and question again, and the beginning of an answer."""
+    """Render user, assistant, user and the generation prompt with both tokenizers."""
     for first, second in zip(texts, [*texts[1:], texts[0]], strict=True):
         turns = [("user", first), ("assistant", second), ("user", first)]
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            wanted = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception:  # a template may refuse such a conversation, which then says nothing about the export
+            expected = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception:  # a template may refuse such a conversation, which says nothing about the export
             continue
-        if loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) != wanted:
-            findings.blame(f"rendered by its chat template, {first[:60]!r} has other ids")
+        if loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) != expected:
+            findings.reasons.append(f"its chat template renders {first[:60]!r} to other token ids")
             return
 
 
-def compare_stop_tokens(speech: GenerationSettings, settings: Any, findings: ExportFindings) -> None:
-    """`settings`: the generation settings that came with the export."""
-    found = settings.eos_token_id
-    ends = set() if found is None else {found} if isinstance(found, int) else set(found)
-    missing = sorted(set(speech.stops) - ends)
-    if missing:
-        words = ", ".join(repr(speech.tokenizer.convert_ids_to_tokens(number)) for number in missing)
-        findings.blame(f"its generation settings do not stop at {words}")
-    more = sorted(ends - set(speech.stops))
-    if more:
-        words = ", ".join(repr(speech.tokenizer.convert_ids_to_tokens(number)) for number in more)
-        findings.blame(f"its generation settings stop at {words}, which ends no answer")
+def compare_stop_tokens(settings: GenerationSettings, config: Any, findings: ExportFindings) -> None:
+    """Compare the generation config of the export with the trained model's."""
+    eos = config.eos_token_id
+    exported = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    trained = set(settings.stop_ids)
+    name = settings.tokenizer.convert_ids_to_tokens
+    if missing := sorted(trained - exported):
+        findings.reasons.append(f"its generation config does not stop at {', '.join(repr(name(i)) for i in missing)}")
+    if extra := sorted(exported - trained):
+        findings.reasons.append(
+            f"its generation config stops at {', '.join(repr(name(i)) for i in extra)}, which does not end an answer"
+        )
     for key in _GREEDY_RELEVANT_KEYS:
-        found, own = getattr(settings, key, None), speech.generation.get(key)
+        found, own = getattr(config, key, None), settings.base_config.get(key)
         if found != own and (found, own) not in _EQUIVALENT_DEFAULTS:
-            findings.blame(f"its generation settings have {key} = {found!r}, and the trained model's {own!r}")
+            findings.reasons.append(f"its generation config has {key} = {found!r} instead of {own!r}")
 
 
 @torch.inference_mode()
 def check_generation_stops(
-    speech: GenerationSettings, model: Any, prompt: Sequence[int], findings: ExportFindings
+    settings: GenerationSettings, model: Any, prompt: Sequence[int], findings: ExportFindings
 ) -> None:
-    """Let the loaded model generate, put the end of turn into its mouth, and see whether it falls silent."""
+    """Force the reloaded model to generate the end of its turn, and check that generation stops there."""
     from transformers import LogitsProcessor, LogitsProcessorList
 
-    end = speech.end_of_turn if speech.end_of_turn is not None else next(iter(speech.stops), None)
+    end = settings.end_of_answer_id
     if end is None:
         return
 
-    class SayEnd(LogitsProcessor):
+    class ForceEnd(LogitsProcessor):
         def __call__(self, ids: Any, scores: torch.Tensor) -> torch.Tensor:
             forced = torch.full_like(scores, float("-inf"))
             forced[:, end] = 0
             return forced
 
     ids = torch.tensor([list(prompt)], device=model.device)
-    said = model.generate(
+    generated = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, num_beams=1,
-        logits_processor=LogitsProcessorList([SayEnd()]), pad_token_id=end,
+        logits_processor=LogitsProcessorList([ForceEnd()]), pad_token_id=end,
     )  # fmt: skip
-    if said.shape[1] != ids.shape[1] + 1:
-        findings.blame(f"it goes on after {speech.tokenizer.convert_ids_to_tokens(end)!r}, which ends an answer")
+    if generated.shape[1] != ids.shape[1] + 1:
+        findings.reasons.append(f"it does not stop after {settings.tokenizer.convert_ids_to_tokens(end)!r}")

@@ -21,25 +21,23 @@ from whet.data.render.renderer import Renderer
 from whet.exporting.exporter import verify_export, write_export
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings, choose_dtype
 from whet.exporting.trained_model import TrainedModel
-from whet.inference.inference_model import stop_token_ids
-from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model
+from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.assemble import build_model
 from whet.run.data import RunData, load_recorded_data, require_same_tokenizer
+from whet.inference.inference_model import stop_token_ids
+from whet.training.precision import PrecisionPolicy, resolve_precision
 from whet.run.load_models import load_checkpoint_model, read_run_config
 from whet.run.resume import require_same_base
-from whet.training.precision import PrecisionPolicy, resolve_precision
 
-_PROBE_COUNT = 4  # conversations that an export is compared on
+_PROBE_COUNT = 4  # conversations on which an export is compared with the trained model
 KIND_ALIASES = {"hf": "merged"}
-"""Other names of the same thing: without adapters there is nothing to merge, and it is a Hugging Face folder all the
-same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What a user may say about an export."""
+    """The options of `whet export`."""
 
     kind: str = "merged"
     dtype: str | None = None
@@ -49,27 +47,28 @@ class ExportRequest:
 
 
 def export_model(
-    config: Config, data: RunData, wish: ExportRequest, step: int, ranks: Ranks, is_final: bool
+    config: Config, data: RunData, request: ExportRequest, step: int, ranks: Ranks, is_final: bool
 ) -> tuple[Path, Certificate]:
-    """Ship a run's model after `step` and compare it on a few of its own conversations. Only a finished run's last
-    state is called plainly by its kind."""
-    kind = KIND_ALIASES.get(wish.kind, wish.kind)
-    order = _build_spec(config, data, wish, kind, step, ranks)
-    name = kind if wish.dtype is None else f"{kind}-{wish.dtype}"
-    folder = wish.out or config.folder / "exports" / (name if is_final else f"{name}-{directory.checkpoint_name(step)}")
-    if wish.out is not None:
-        _require_replaceable(wish.out)
-    certificate = write_export(order, kind, folder, _probe_conversations(data))
+    """Export the checkpoint of `step`, verified on a few conversations of the run. Unless it is the last one of a
+    finished run, the name of the folder ends with the step."""
+    kind = KIND_ALIASES.get(request.kind, request.kind)
+    spec = _build_spec(config, data, request, kind, step, ranks)
+    name = kind if request.dtype is None else f"{kind}-{request.dtype}"
+    name = name if is_final else f"{name}-{directory.checkpoint_name(step)}"
+    folder = request.out or config.folder / "exports" / name
+    if request.out is not None:
+        _require_replaceable(request.out)
+    certificate = write_export(spec, kind, folder, _probe_conversations(data))
     info(
-        f"exported to {folder} in {certificate.dtype}: loaded back by {certificate.loaded_by} and compared on "
-        f"{certificate.conversations} conversations, largest difference of a logit "
-        f"{certificate.max_logit_difference:.1e}, the same next token in {certificate.same_next_token:.1%} of places"
+        f"exported to {folder} in {certificate.dtype}: loaded back by {certificate.loaded_by} and verified on "
+        f"{certificate.conversations} conversations, largest logit difference {certificate.max_logit_difference:.1e}, "
+        f"same next token at {certificate.same_next_token:.1%} of positions"
     )
     return folder, certificate
 
 
-def export_run(reference: str, wish: ExportRequest) -> tuple[Path, Certificate]:
-    """Export a run's newest, or a named, checkpoint."""
+def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificate]:
+    """Export a checkpoint of a run: RUN, RUN@STEP, RUN@best or RUN@latest."""
     silence_libraries()
     path, which = parse_run_reference(reference)
     config = read_run_config(path)
@@ -77,68 +76,71 @@ def export_run(reference: str, wish: ExportRequest) -> tuple[Path, Certificate]:
     require_same_tokenizer(config, path / "ledger.json")
     data = load_recorded_data(config, path / "ledger.json")
     is_final = step == read_status(path).get("steps")
-    return export_model(config, data, wish, step, init_distributed(), is_final)
+    return export_model(config, data, request, step, init_distributed(), is_final)
 
 
 def check_export(reference: str, folder: Path) -> Certificate:
-    """Load an export of a run back and compare it again, as when it was made; its certificate is written anew."""
+    """Load an existing export, compare it with the run again, and rewrite its certificate."""
     silence_libraries()
     path, _ = parse_run_reference(reference)
     config = read_run_config(path)
-    said = read_json(folder / "certificate.json")
-    missing = [key for key in ("kind", "step", "dtype", "files") if key not in said]
+    recorded = read_json(folder / "certificate.json")
+    missing = [key for key in ("kind", "step", "dtype", "files") if key not in recorded]
     if missing:
-        raise WhetError(f"{folder / 'certificate.json'}: it has no {missing[0]}; export again: whet export {reference}")
-    step = directory.resolve_step(path / "checkpoints", str(said["step"]))
+        raise WhetError(
+            f"{folder / 'certificate.json'}: the key {missing[0]} is missing. Export again: whet export {reference}"
+        )
+    kind = recorded["kind"]
+    step = directory.resolve_step(path / "checkpoints", str(recorded["step"]))
     require_same_tokenizer(config, path / "ledger.json")
     data = load_recorded_data(config, path / "ledger.json")
-    dtype = None if said["kind"] == "adapter" else said["dtype"]
-    order = _build_spec(config, data, ExportRequest(said["kind"], dtype), said["kind"], step, init_distributed())
-    certificate = verify_export(order, said["kind"], folder, _probe_conversations(data))
-    changed = sorted(name for name, digest in said["files"].items() if certificate.files.get(name) != digest)
-    more = f" ({', '.join(changed)} changed since it was exported)" if changed and not certificate.verified else ""
-    if changed:  # a few conversations do not see every weight; and the next look must find it changed again
-        reasons = certificate.reasons or [f"{', '.join(changed)} changed since it was exported"]
-        certificate = dataclasses.replace(certificate, verified=False, reasons=reasons, files=said["files"])
+    request = ExportRequest(kind, None if kind == "adapter" else recorded["dtype"])
+    spec = _build_spec(config, data, request, kind, step, init_distributed())
+    certificate = verify_export(spec, kind, folder, _probe_conversations(data))
+    changed = sorted(name for name, digest in recorded["files"].items() if certificate.files.get(name) != digest)
+    if changed:  # a few conversations do not exercise every weight. The next check must find the change again.
+        reasons = [*certificate.reasons, f"{', '.join(changed)} changed since the export"]
+        certificate = dataclasses.replace(certificate, verified=False, reasons=reasons, files=recorded["files"])
     write_json(folder / "certificate.json", certificate.as_dict())
     if not certificate.verified:
         raise ExportMismatchError(
-            f"{folder}: this export is not what {path} trained: {'; '.join(certificate.reasons)}{more}. Export again: "
-            f"whet export {path}@{step} --to {said['kind']}"
+            f"{folder}: this export does not match {path}: {'; '.join(certificate.reasons)}. Export again: whet export "
+            f"{path}@{step} --to {kind}"
         )
-    info(f"{folder}: it is what {path} trained, after step {step}")
+    info(f"{folder}: matches {path} after step {step}")
     return certificate
 
 
 def _probe_conversations(data: RunData) -> list[list[int]]:
-    """Held-out conversations, or trained ones if there are no others."""
+    """Token ids of validation conversations, or of training conversations if there are none."""
     store, documents = data.train.store, data.train_documents
     if data.validation is not None:
         store, documents = data.validation, data.validation_documents
     return [store.ids(int(document)).tolist() for document in documents[:_PROBE_COUNT]]
 
 
-def _build_spec(config: Config, data: RunData, wish: ExportRequest, kind: str, step: int, ranks: Ranks) -> ExportSpec:
+def _build_spec(
+    config: Config, data: RunData, request: ExportRequest, kind: str, step: int, ranks: Ranks
+) -> ExportSpec:
     precision = resolve_precision(_with_recorded_precision(config), ranks.device, trains=False)
-    trained = _open_trained_model(config, precision, step, ranks, wish.shard_size)
+    trained = _open_trained_model(config, precision, step, ranks, request.shard_size)
     renderer = Renderer(data.tokenizer, config.data.train_on)
-    speech = GenerationSettings(
+    generation = GenerationSettings(
         data.tokenizer,
         stop_token_ids(renderer, config.model),
         renderer.end_of_turn(),
         load_generation_settings(config.model),
     )
-    computed_in = trained.adapter_in if kind == "adapter" else precision.compute
-    numbers = choose_dtype(kind, wish.dtype, computed_in, trained.learned_in)
+    compute = trained.adapter_dtype if kind == "adapter" else precision.compute
+    dtype = choose_dtype(kind, request.dtype, compute, trained.lossless_dtype)
     return ExportSpec(
-        trained, speech, numbers, step, wish.shard_size, wish.tensor_parallel,
-        config.model.trust_remote_code, config.folder.resolve().name,
+        trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
+        config.folder.resolve().name,
     )  # fmt: skip
 
 
 def _with_recorded_precision(config: Config) -> Config:
-    """With the precision that `auto` meant where it was trained: an export of the same run on another machine is the
-    same."""
+    """Replace train.precision = auto by its value in training, so that an export is the same on any machine."""
     plan = config.folder / "plan.json"
     precision = read_json(plan).get("precision") if plan.exists() else None
     if config.train.precision != "auto" or precision is None:
@@ -146,46 +148,39 @@ def _with_recorded_precision(config: Config) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
-def _open_trained_model(config: Config, precision: PrecisionPolicy, step: int, ranks: Ranks, room: int) -> TrainedModel:
-    """Without memory for its weights, which are read while they are needed; whole, if its base is in 4 bits or its
-    adapter is one that begins as a function of the weights."""
+def _open_trained_model(
+    config: Config, precision: PrecisionPolicy, step: int, ranks: Ranks, max_bytes: int
+) -> TrainedModel:
+    """The model of a checkpoint with placeholder weights, which are read when needed. It is loaded whole if its base is
+    quantized, if it has code of its own, or if its adapter is initialised from the weights."""
     alone = Ranks(0, 1, ranks.device)
     if config.quantize is not None or config.model.trust_remote_code or config.adapter_needs_weights:
-        whole = load_checkpoint_model(config, step, alone, precision)
-        cast_trained_modules_(whole)
-        return TrainedModel(whole, room=room)
+        model = load_checkpoint_model(config, step, alone, precision)
+        cast_trained_modules_(model)
+        return TrainedModel(model, max_bytes=max_bytes)
     path = config.folder / "checkpoints" / directory.checkpoint_name(step)
     require_same_base(config, verify_checkpoint(path, ["model"], alone), alone)
-    bare, source = load_placeholder_model(config.model, precision.weights)
+    bare, base_weights = load_placeholder_model(config.model, precision.weights)
     model = build_model(config, precision, ranks.device, 0, lambda: bare)
-    inner = unwrap_peft(model)
-    learned = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
-    saved = CheckpointWeights(path)
-    saved.require_fit({name: weight.detach() for name, weight in learned.items()})
-    held = {name: weight.detach() for name, weight in learned.items() if not is_placeholder(weight)}
-    if held:
-        saved.load_into(held)
-    return TrainedModel(model, _WeightReader(saved, source), room)
+    trained_weights = CheckpointWeights(path)
+    trainable = {name: weight for name, weight in unwrap_peft(model).named_parameters() if weight.requires_grad}
+    trained_weights.require_fit({name: weight.detach() for name, weight in trainable.items()})
+    in_memory = {name: weight.detach() for name, weight in trainable.items() if not is_placeholder(weight)}
+    if in_memory:
+        trained_weights.load_into(in_memory)
 
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        """Trained weights come from the checkpoint, frozen ones from the files of the base."""
+        if name in trained_weights:
+            return trained_weights.read(name, dtype)
+        base_name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        return base_weights.read_rows(base_name, 0, 2**62).to(dtype)
 
-class _WeightReader:
-    """Trained weights from the checkpoint, frozen ones from the files of the base."""
-
-    def __init__(self, saved: CheckpointWeights, source: WeightSource) -> None:
-        self._saved, self._source = saved, source
-
-    def __call__(self, name: str, dtype: torch.dtype) -> Tensor:
-        if name in self._saved:
-            return self._saved.read(name, dtype)
-        plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-        return self._source.read_rows(plain, 0, 2**62).to(dtype)
+    return TrainedModel(model, read, max_bytes)
 
 
 def _require_replaceable(folder: Path) -> None:
-    """Replace an older export, but nobody's own files."""
-    if (
-        folder.exists()
-        and (not folder.is_dir() or any(folder.iterdir()))
-        and not (folder / "certificate.json").exists()
-    ):
-        raise WhetError(f"--out: {folder} holds something else than an export. Give a folder that is new or empty")
+    """Raise if --out holds anything but an export."""
+    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty_folder and not (folder / "certificate.json").exists():
+        raise WhetError(f"--out: {folder} holds other files than an export. Give a new or an empty folder")
