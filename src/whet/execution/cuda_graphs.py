@@ -104,17 +104,17 @@ def compile_and_capture_count() -> int:
 
 
 class _GraphInputs(NamedTuple):
-    """The arguments of `LossModel.hidden`. Batches of one shape differ in the tensors' values and in `edges`."""
+    """The arguments of `LossModel.hidden`. Batches of one shape differ in the tensors' values and in `cu_seqlens_host`."""
 
     tokens: Tensor
     positions: Tensor
     cu_seqlens: Tensor
-    longest: int
-    edges: Sequence[int]
+    max_seqlen: int
+    cu_seqlens_host: Sequence[int]
 
     @property
     def shape(self) -> _ShapeKey:
-        return len(self.tokens), len(self.cu_seqlens), self.longest
+        return len(self.tokens), len(self.cu_seqlens), self.max_seqlen
 
     def copy(self) -> _GraphInputs:
         return self._replace(
@@ -157,9 +157,9 @@ class GraphedHidden:
         self._generation += 1
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int, edges: Sequence[int]
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int, cu_seqlens_host: Sequence[int]
     ) -> Tensor:
-        batch = _GraphInputs(tokens, positions, cu_seqlens, longest, edges)
+        batch = _GraphInputs(tokens, positions, cu_seqlens, max_seqlen, cu_seqlens_host)
         # a replay calls no module hooks
         if not (self._is_enabled and torch.is_grad_enabled()) or has_forward_hooks(self._base_model):
             return self._compute(*batch)
