@@ -66,7 +66,7 @@ def forbidden(mine: str, source: str) -> list[str]:
     for name in imported(source):
         parts = name.split(".")[1:]
         is_config = mine == "config" and len(parts) > 1 and parts[1] == "config"
-        if parts and parts[0] != mine and parts[0] not in MAY_IMPORT[mine] and not is_config:
+        if parts and parts[0] not in {mine, "__version__", *MAY_IMPORT[mine]} and not is_config:
             wrong.append(name)
     return wrong
 

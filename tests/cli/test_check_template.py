@@ -23,7 +23,7 @@ def good(check: Any, write: Any, template: Any) -> Any:
 def test_no_end_of_turn(check: Any, template: Any, good: Any) -> None:
     found = check(template(GOOD.replace("<|im_end|>", "")))
     found.fault("template", "no end-of-turn token after message 2", "data.template=FILE.jinja")
-    found.fault("bad lines", f"{good}:1: ", "never learn to stop")
+    found.fault("bad lines", f"{good}:1: ", "could not learn to stop")
     found.fault("data", "40 no end of turn")
 
 
@@ -37,9 +37,9 @@ def test_an_unsupervised_end_of_turn_is_a_fault(check: Any, template: Any, good:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("m['content']", "m['content'][:5]"), "leaves out message 1 (role 'user') or part of it"),
-        (("m['content']", "m['content']|upper"), "changes the text itself"),
-        (("m['content']", "m['content'] + m['content']"), "repeats a message"),
+        (("m['content']", "m['content'][:5]"), "drops text, reasoning or tool calls of message 1 (role 'user')"),
+        (("m['content']", "m['content']|upper"), "changes the text of a message"),
+        (("m['content']", "m['content'] + m['content']"), "repeats the text of a message"),
     ],
     ids=["drops", "rewrites", "repeats"],
 )
@@ -57,13 +57,13 @@ def test_a_message_without_a_place_in_the_template(check: Any, write: Any, talk:
     check(template(GOOD)).passed()
     without = GOOD.replace(TURN, "{% if m['role'] != 'system' %}" + TURN + "{% endif %}")
     found = check(template(without))
-    found.fault("bad lines", f"{good}:1: ", "leaves out message 1 (role 'system')")
+    found.fault("bad lines", f"{good}:1: ", "drops text, reasoning or tool calls of message 1 (role 'system')")
     found.texts("template", "ok")  # the other conversations have no system message
 
 
-def test_the_prompt_opens_the_answer_otherwise(check: Any, template: Any, good: Any) -> None:
+def test_the_generation_prompt_differs_from_the_answer(check: Any, template: Any, good: Any) -> None:
     found = check(template(GOOD.replace("<|im_start|>assistant", "<|im_start|>bot")))
-    found.fault("template", "opens message 2 otherwise than its generation prompt does")
+    found.fault("template", "starts message 2 differently from its generation prompt")
     found.fault("bad lines", f"{good}:1: ", "generation prompt")
 
 
