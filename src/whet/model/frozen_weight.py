@@ -16,16 +16,15 @@ from whet.compat.bitsandbytes_private import dequantize_nf4, is_double_quantized
 from whet.model.fp8.casting import E4M3, E5M2, cast_to_fp8_eager, cast_to_fp8_transposed, compute_amax, scale_from_amax
 from whet.model.fp8.linear import FP8Linear, scaled_matmul
 
-# The frozen matrix of a linear layer, as the tensors it is kept in: itself, itself and the scale that it gets in 8
-# bits, or 4-bit numbers and their scales.
+# A frozen weight as a list of tensors: [weight], [weight, fp8 scale], or NF4 values with their scales
 #
-# A fused operator takes the tensors and makes the matrix inside, in the forward and again in the backward pass, so that
-# the matrix of a 4-bit layer is never kept and the compiler sees the same operator for every layer.
+# Fused operators take these tensors and dequantize inside, in the forward and again in the backward pass. So a
+# dequantized weight is never saved, and torch.compile sees the same operator for every layer.
 
 
 def is_supported_linear(layer: nn.Module) -> bool:
-    """Whether it is an ordinary linear layer, in 16 bits and more or in NF4, or multiplies in 8 bits with one scale for
-    each matrix; other subclasses compute something else."""
+    """Whether it is a plain nn.Linear, an FP8Linear, or double-quantized NF4; other subclasses may compute something
+    else."""
     if type(layer) is nn.Linear or isinstance(layer, FP8Linear):
         return True
     state = quant_state(getattr(layer, "weight", None))
@@ -33,41 +32,38 @@ def is_supported_linear(layer: nn.Module) -> bool:
 
 
 def is_fp8_weight(parts: Sequence[Tensor]) -> bool:
-    """Whether the matrix is to be multiplied in 8 bits."""
+    """Whether the weight is to be multiplied in fp8."""
     return len(parts) == 2
 
 
 def weight_parts(layer: Any) -> list[Tensor]:
-    """What the matrix is kept in. A layer that multiplies in 8 bits does so while it is trained only."""
+    """The tensors of the weight; with an fp8 scale in training mode only: FP8Linear evaluates in 16 bits."""
     if isinstance(layer, FP8Linear) and layer.training:
         return [layer.weight, scale_from_amax(compute_amax(layer.weight), E4M3)]
     return [layer.weight] if quant_state(layer.weight) is None else nf4_parts(layer.weight)
 
 
 def weight_compute_dtype(layer: Any) -> torch.dtype:
-    """The type of its matrix."""
+    """The dtype that the layer's weight is multiplied in."""
     state = quant_state(layer.weight)
     return layer.weight.dtype if state is None else (layer.compute_dtype or state.dtype)
 
 
 def materialize_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """[out, in] in `dtype`, of one that is not for 8 bits; a matrix that has that type already is not copied."""
+    """The weight [out, in] in `dtype`, not for fp8. Not copied if it has that dtype already."""
     if len(parts) == 1:
         return parts[0].to(dtype)
     return dequantize_nf4(parts, (out_features, in_features), dtype)
 
 
-# Products with frozen matrices, in whatever they are kept, and with what adapters add to them.
-#
-# Shape letters: T tokens, I features in, O features out, R rank.
+# Matrix products with frozen weights
 
 MATMUL_CHUNK = 4096
-"""Tokens that are multiplied with a large matrix at a time: with 16 384 tokens and a matrix as large as those of an MLP
-it is a few hundredths faster so, because more of what is read stays in the cache."""
+"""Tokens at a time in products with MLP-sized weights: a few percent faster than 16 384 at once (L2 cache reuse)."""
 
 
 class FrozenMatrix:
-    """A frozen matrix [O, I], as high and wide as the adapter beside it says; made from its parts when it is needed."""
+    """A frozen weight [O, I], dequantized or cast on first use. Its shape comes from the adapter's A and B."""
 
     def __init__(self, parts: Sequence[Tensor], a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
         self._parts = parts
@@ -88,23 +84,23 @@ class FrozenMatrix:
 
     @functools.cached_property
     def fp8_for_forward(self) -> Tensor:
-        """[I, O] in 8 bits, column by column."""
+        """[I, O] fp8, column-major."""
         return cast_to_fp8_eager(self._parts[0], self.scale, E4M3).t()
 
     @functools.cached_property
     def fp8_for_backward(self) -> Tensor:
-        """[O, I] in 8 bits, column by column."""
+        """[O, I] fp8, column-major."""
         return cast_to_fp8_transposed(self._parts[0], self.scale, E4M3).t()
 
 
 def split_parts(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """The parts of each of several matrices."""
+    """Split a flat list of tensors into those of each weight."""
     ends = list(itertools.accumulate(sizes))
     return [list(parts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 class MatmulOperand:
-    """An input, to meet frozen matrices. For those that are multiplied in 8 bits it is rounded once."""
+    """An input of products with frozen weights, cast to fp8 once, if at all."""
 
     is_gradient = False
 
@@ -113,32 +109,30 @@ class MatmulOperand:
 
     @functools.cached_property
     def fp8(self) -> tuple[Tensor, Tensor]:
-        """In 8 bits, and its scale."""
-        kind = E5M2 if self.is_gradient else E4M3
-        scale = scale_from_amax(compute_amax(self.matrix), kind)
-        return cast_to_fp8_eager(self.matrix, scale, kind), scale
+        """Cast to fp8, and its scale."""
+        dtype = E5M2 if self.is_gradient else E4M3
+        scale = scale_from_amax(compute_amax(self.matrix), dtype)
+        return cast_to_fp8_eager(self.matrix, scale, dtype), scale
 
 
 class GradientOperand(MatmulOperand):
-    """The gradient of an output, to meet the same matrices from the other side."""
+    """The gradient of an output, to be multiplied with W instead of Wᵀ."""
 
     is_gradient = True
 
 
 MatmulTerm = tuple[MatmulOperand, FrozenMatrix]
-"""x [T, I] · Wᵀ, or of a gradient d [T, O] · W."""
+"""x [T, I] · Wᵀ, or for a gradient d [T, O] · W."""
 
 
 def sum_of_matmuls(
     terms: Iterable[MatmulTerm], low_rank: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, *,
     chunk: int | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum of `terms`, of the product of two `thin` matrices [T, R] and [R, …] and of a bias; by so many tokens at a
-    time, and into `out`, if given.
+    """The sum of `terms`, a low-rank product [T, R] · [R, …] and a bias, `chunk` tokens at a time, into `out` if given.
 
-    A product can be added to what is there at no further pass over memory, so the thin one is made first; but not one
-    in 8 bits, so those come before it. What is made of one term is gone before the next one's is made, if nobody else
-    holds it.
+    addmm accumulates without another pass over memory, so the low-rank product comes before the full ones; fp8 products
+    cannot accumulate, so they come first. A dequantized weight is freed before the next one is made.
     """
     y, later = None, []
     for x, frozen in terms:
@@ -160,7 +154,7 @@ def sum_of_matmuls(
 def _add_matmul(
     y: Tensor | None, left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor | None, chunk: int | None = None
 ) -> Tensor:
-    """y + left · right in y's place; if there is none yet, bias + left · right."""
+    """y + left · right in place; without y, bias + left · right."""
     if y is None:
         if bias is None:
             return torch.mm(left, right, out=out)
@@ -172,7 +166,7 @@ def _add_matmul(
 
 
 def _fp8_matmul(x: MatmulOperand, frozen: FrozenMatrix, out: Tensor | None = None) -> Tensor:
-    """By the rules of `fp8_linear`; elsewhere than on CUDA emulated."""
+    """fp8 product by the rules of `whet.model.fp8.linear`; emulated except on CUDA."""
     left, scale = x.fp8
     right = frozen.fp8_for_backward if x.is_gradient else frozen.fp8_for_forward
     return scaled_matmul(

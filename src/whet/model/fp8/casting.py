@@ -1,7 +1,7 @@
-"""Rounding to 8 bits, also into the order in memory that the products of a backward pass take.
+"""Casting to fp8 with a scale, also transposed, as the products of the backward pass need it.
 
-Products in 8 bits want their second matrix column by column, so what was rounded for the forward pass has to be rounded
-again, turned. A compiler that writes a turned matrix writes single bytes far apart; the kernels turn it in tiles.
+fp8 matrix products take their second operand column-major, so what was cast for the forward pass has to be cast again,
+transposed. torch.compile would write a transposed matrix byte by byte at large strides; the kernels transpose tiles.
 
 Shape letters: T tokens, I features.
 """
@@ -18,53 +18,53 @@ from whet.core.imports import has_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MIN_AMAX = 1e-12
-"""A matrix of zeros is divided by this."""
+"""Used as the amax of a zero matrix."""
 
 
 def compute_scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """What makes the largest number of a tensor the largest that `dtype` has."""
+    """The factor that maps the largest magnitude of a tensor to the largest value of `dtype`."""
     return scale_from_amax(tensor.abs().max(), dtype)
 
 
-def scale_from_amax(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same for a tensor whose largest number, without its sign, is known.
+def scale_from_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for a known largest magnitude.
 
-    In fp64, because a compiled quotient of fp32 numbers may be rounded otherwise than one that is not compiled.
+    Computed in fp64: compiled and eager division of fp32 numbers may round differently.
     """
-    return (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_MIN_AMAX)).to(torch.float32)
+    return (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=_MIN_AMAX)).to(torch.float32)
 
 
 def cast_to_fp8(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """To 8 bits. Nothing has to be clamped: by the scale, no number is larger than those that round to the largest."""
+    """Cast tensor · scale. Needs no clamp: with the right scale, nothing exceeds the largest value after rounding."""
     return (tensor.to(torch.float32) * scale).to(dtype)
 
 
 def compute_amax(matrix: Tensor) -> Tensor:
-    """Its largest number without its sign, in one pass where no compiler sees it; 0 of an empty one."""
+    """The largest magnitude, in one pass also without torch.compile; 0 for an empty matrix."""
     return torch.linalg.vector_norm(matrix, torch.inf) if matrix.numel() else matrix.new_zeros(())
 
 
 def cast_to_fp8_eager(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rounded` row by row, in one pass where no compiler sees it."""
+    """`cast_to_fp8` into a row-major matrix, in one pass also without torch.compile."""
     kernels = triton_kernels_for(matrix)
     if kernels is None:
         return cast_to_fp8(matrix.contiguous(), scale, dtype)
-    straight = _empty_like(matrix, dtype)
-    kernels.cast(matrix.contiguous(), scale, straight)
-    return straight
+    out = _empty_like(matrix, dtype)
+    kernels.cast(matrix.contiguous(), scale, out)
+    return out
 
 
 @torch.library.custom_op(
     "whet::cast_to_fp8_transposed", mutates_args=(), schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> Tensor"
 )
 def cast_to_fp8_transposed(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, I] → [I, T] in 8 bits."""
+    """Cast [T, I] → [I, T]."""
     kernels = triton_kernels_for(matrix)
     if kernels is None:
         return cast_to_fp8(matrix, scale, dtype).t().contiguous()
-    turned = _empty_transposed(matrix, dtype)
-    kernels.cast_transposed(matrix.contiguous(), scale, turned)
-    return turned
+    transposed = _empty_transposed(matrix, dtype)
+    kernels.cast_transposed(matrix.contiguous(), scale, transposed)
+    return transposed
 
 
 @cast_to_fp8_transposed.register_fake
@@ -78,13 +78,13 @@ def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     schema="(Tensor matrix, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)",
 )
 def cast_to_fp8_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, I] → [T, I] and [I, T] in 8 bits."""
+    """Cast [T, I] → [T, I] and [I, T]."""
     kernels = triton_kernels_for(matrix)
-    if kernels is None or matrix.dtype.itemsize != 2:  # of 32 bits, triton 3.6 writes the turned one wrong
+    if kernels is None or matrix.dtype.itemsize != 2:  # triton 3.6 miscompiles the transposed store of fp32
         return cast_to_fp8(matrix, scale, dtype).contiguous(), cast_to_fp8_transposed(matrix, scale, dtype)
-    straight, turned = _empty_like(matrix, dtype), _empty_transposed(matrix, dtype)
-    kernels.cast_transposed(matrix.contiguous(), scale, turned, straight)
-    return straight, turned
+    out, transposed = _empty_like(matrix, dtype), _empty_transposed(matrix, dtype)
+    kernels.cast_transposed(matrix.contiguous(), scale, transposed, out)
+    return out, transposed
 
 
 @cast_to_fp8_both.register_fake
@@ -93,10 +93,10 @@ def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def triton_kernels_for(tensor: Tensor) -> Any:
-    """The module of kernels, where they can be used; None elsewhere, as for cards without 8-bit numbers."""
-    return (
-        _load_triton_kernels() if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9) else None
-    )
+    """The module of Triton kernels; None for CPUs, GPUs without fp8, and without Triton."""
+    if not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) < (8, 9):
+        return None
+    return _load_triton_kernels()
 
 
 @functools.cache

@@ -20,11 +20,11 @@ from whet.model.modules import GATED_MLP_LAYERS, add_mixin, is_gated_mlp
 _BREAK_EVEN_WIDTH = 800
 _ADAPTER_NAME = re.compile(r"\.lora_[A-Za-z]+(\.|$)")
 _ROUTER_NAME = re.compile(r"\.(gate|router|wg|shared_expert_gate)(\.|$)")
-"""What chooses experts: small, and a rounding there sends a token elsewhere."""
+"""Routers are small, and rounding there would send tokens to other experts."""
 
 
 class FP8Error(WhetError):
-    """This model, device or installation cannot be used for 8-bit training."""
+    """This model or device does not support fp8 training."""
 
 
 def is_faster_in_fp8(out_features: int, in_features: int) -> bool:
@@ -65,30 +65,30 @@ def convert_to_fp8_(
 
 
 def count_fp8_layers(model: nn.Module) -> int:
-    """How many of a model's layers multiply in 8 bits."""
+    """The number of layers that multiply in fp8."""
     return sum(isinstance(module, FP8Linear) for module in model.modules())
 
 
 def require_fp8(device: torch.device, precision: str) -> None:
-    """An error where the device has no 8-bit products."""
+    """Raise FP8Error if the device does not support fp8."""
     reason = fp8_unsupported_reason(device)
     if reason is not None:
-        raise FP8Error(f"train.precision: {precision} is not possible here: {reason}. Set train.precision=bf16")
+        raise FP8Error(f"train.precision: {precision} is not supported: {reason}. Set train.precision=bf16")
 
 
 def fp8_unsupported_reason(device: torch.device) -> str | None:
-    """Why the device has no 8-bit products; None if it has."""
+    """Why the device does not support fp8; None if it does."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"8-bit products need an NVIDIA card, and this is {'ROCm' if device.type == 'cuda' else device.type}"
+        return f"fp8 needs an NVIDIA GPU, and this device is {'ROCm' if device.type == 'cuda' else device.type}"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         name = torch.cuda.get_device_name(device)
-        return f"{name} has no 8-bit products (it has compute capability {capability[0]}.{capability[1]}, not 8.9)"
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, and fp8 needs 8.9"
     return None
 
 
 def _convertible_linears(language_model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Those of the repeated layers, which stand in lists: neither head nor embedding does."""
+    """The linear layers inside ModuleLists, that is of the decoder layers, with sizes that fp8 can multiply."""
     lists = [name for name, module in language_model.named_modules() if isinstance(module, nn.ModuleList)]
     head = language_model.get_output_embeddings()  # type: ignore[operator]
     for name, module in language_model.named_modules():
@@ -105,7 +105,7 @@ def _convertible_linears(language_model: nn.Module) -> Iterator[tuple[str, nn.Li
 
 
 def _is_fp8_mlp(module: nn.Module) -> bool:
-    """Whether it is a gated MLP of which all three products are in 8 bits."""
+    """Whether it is a gated MLP whose three layers are all FP8Linear without bias."""
     layers = [getattr(module, name, None) for name in GATED_MLP_LAYERS]
     ready = all(isinstance(layer, FP8Linear) and layer.bias is None for layer in layers)
     return ready and is_gated_mlp(module)

@@ -1,7 +1,6 @@
-"""Triton kernels for 8-bit training: what a product needs turned is turned in tiles, so that memory is read and written
-in long pieces.
+"""Triton kernels for fp8 training: casts, also transposed by tiles so that reads and writes are coalesced, and SwiGLU.
 
-Shape letters: T tokens, I features, F width of an MLP's middle.
+Shape letters: T tokens, I features, F intermediate size.
 """
 
 from __future__ import annotations
@@ -12,49 +11,49 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE_ROWS, _TILE_COLUMNS, _TILE_WARPS = 128, 64, 8
-"""A tile of a matrix that is turned."""
+"""Tile of a transposing cast."""
 _SILU_MUL_ROWS, _SILU_MUL_COLUMNS, _SILU_MUL_WARPS = 32, 64, 4
-"""A tile of an MLP's middle, of which five are written for three that are read."""
+"""Tile of the SwiGLU backward cast, which reads three matrices and writes five."""
 _AMAX_BLOCK, _ELEMENTWISE_BLOCK = 16384, 2048
-"""Numbers that one program looks through for the largest, and so many of them at a time."""
+"""Elements for each program that computes an amax, and elements at a time."""
 
 
 @triton.jit
-def _cast_kernel(matrix_at, scale_at, small_at, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    numbers = tl.load(matrix_at + at, mask=at < count, other=0.0).to(tl.float32) * tl.load(scale_at)
-    tl.store(small_at + at, numbers.to(small_at.dtype.element_ty), mask=at < count)
+def _cast_kernel(matrix_ptr, scale_ptr, out_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    offset = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    values = tl.load(matrix_ptr + offset, mask=offset < count, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    tl.store(out_ptr + offset, values.to(out_ptr.dtype.element_ty), mask=offset < count)
 
 
 @triton.jit
 def _cast_transposed_kernel(  # type: ignore[no-untyped-def]
-    matrix_at, scale_at, turned_at, straight_at, rows, columns,
+    matrix_ptr, scale_ptr, transposed_ptr, out_ptr, rows, columns,
     both: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, block_columns)
-    row = (tl.program_id(0) // across).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = (tl.program_id(0) % across).to(tl.int64) * block_columns + tl.arange(0, block_columns)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    here = row[:, None] * columns + column[None, :]
-    numbers = tl.load(matrix_at + here, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_at)
-    small = numbers.to(turned_at.dtype.element_ty)
+    tiles_per_row = tl.cdiv(columns, block_columns)
+    row = (tl.program_id(0) // tiles_per_row).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = (tl.program_id(0) % tiles_per_row).to(tl.int64) * block_columns + tl.arange(0, block_columns)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    offset = row[:, None] * columns + column[None, :]
+    values = tl.load(matrix_ptr + offset, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    rounded = values.to(transposed_ptr.dtype.element_ty)
     if both:
-        tl.store(straight_at + here, small, mask=inside)
-    tl.store(turned_at + column[:, None] * rows + row[None, :], tl.trans(small), mask=tl.trans(inside))
+        tl.store(out_ptr + offset, rounded, mask=mask)
+    tl.store(transposed_ptr + column[:, None] * rows + row[None, :], tl.trans(rounded), mask=tl.trans(mask))
 
 
 @triton.jit
-def _silu_mul(gate, up, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu(gate) · up, rounded to 16 bits as it would be if it were kept"""
-    return (gate * tl.sigmoid(gate) * up).to(kind).to(tl.float32)
+def _silu_mul(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) · up, rounded to 16 bits as if it were stored"""
+    return (gate * tl.sigmoid(gate) * up).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _silu_mul_backward(d_h, gate, up, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_backward(d_h, gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    d_gate = (d_h * up * (sigmoid + silu * (1 - sigmoid))).to(kind).to(tl.float32)
-    return d_gate, (d_h * silu).to(kind).to(tl.float32), (silu * up).to(kind).to(tl.float32)
+    d_gate = (d_h * up * (sigmoid + silu * (1 - sigmoid))).to(dtype).to(tl.float32)
+    return d_gate, (d_h * silu).to(dtype).to(tl.float32), (silu * up).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -63,127 +62,128 @@ def _max_with_nan(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu_mul_amax_kernel(gate_at, up_at, largest_at, count, block: tl.constexpr, at_once: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest of silu(gate) · up without signs, one for each program."""
+def _silu_mul_amax_kernel(gate_ptr, up_ptr, amax_ptr, count, block: tl.constexpr, step: tl.constexpr):  # type: ignore[no-untyped-def]
+    """amax of silu(gate) · up, one for each program"""
     first = tl.program_id(0).to(tl.int64) * block
-    largest = tl.zeros((at_once,), tl.float32)
-    for start in range(0, block, at_once):
-        at = first + start + tl.arange(0, at_once)
-        gate = tl.load(gate_at + at, mask=at < count, other=0.0)
-        up = tl.load(up_at + at, mask=at < count, other=0.0)
+    amax = tl.zeros((step,), tl.float32)
+    for start in range(0, block, step):
+        offset = first + start + tl.arange(0, step)
+        gate = tl.load(gate_ptr + offset, mask=offset < count, other=0.0)
+        up = tl.load(up_ptr + offset, mask=offset < count, other=0.0)
         h = _silu_mul(gate.to(tl.float32), up.to(tl.float32), gate.dtype)
-        largest = _max_with_nan(largest, tl.abs(h))
-    tl.store(largest_at + tl.program_id(0), tl.reduce(largest, 0, _max_with_nan))
+        amax = _max_with_nan(amax, tl.abs(h))
+    tl.store(amax_ptr + tl.program_id(0), tl.reduce(amax, 0, _max_with_nan))
 
 
 @triton.jit
-def _silu_mul_cast_kernel(gate_at, up_at, scale_at, h_at, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    gate = tl.load(gate_at + at, mask=at < count, other=0.0)
-    up = tl.load(up_at + at, mask=at < count, other=0.0)
-    h = _silu_mul(gate.to(tl.float32), up.to(tl.float32), gate.dtype) * tl.load(scale_at)
-    tl.store(h_at + at, h.to(h_at.dtype.element_ty), mask=at < count)
+def _silu_mul_cast_kernel(gate_ptr, up_ptr, scale_ptr, h_ptr, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    offset = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    gate = tl.load(gate_ptr + offset, mask=offset < count, other=0.0)
+    up = tl.load(up_ptr + offset, mask=offset < count, other=0.0)
+    h = _silu_mul(gate.to(tl.float32), up.to(tl.float32), gate.dtype) * tl.load(scale_ptr)
+    tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=offset < count)
 
 
 @triton.jit
 def _silu_mul_backward_amax_kernel(  # type: ignore[no-untyped-def]
-    d_h_at, gate_at, up_at, largest_at, count, block: tl.constexpr, at_once: tl.constexpr
+    d_h_ptr, gate_ptr, up_ptr, amax_ptr, count, block: tl.constexpr, step: tl.constexpr
 ):
-    """The largest of d gate, and behind all of those the largest of d up."""
+    """amax of d_gate for each program, then amax of d_up for each program"""
     first = tl.program_id(0).to(tl.int64) * block
-    largest_gate = tl.zeros((at_once,), tl.float32)
-    largest_up = tl.zeros((at_once,), tl.float32)
-    for start in range(0, block, at_once):
-        at = first + start + tl.arange(0, at_once)
-        gate = tl.load(gate_at + at, mask=at < count, other=0.0)
-        up = tl.load(up_at + at, mask=at < count, other=0.0)
-        d_h = tl.load(d_h_at + at, mask=at < count, other=0.0)
+    amax_gate = tl.zeros((step,), tl.float32)
+    amax_up = tl.zeros((step,), tl.float32)
+    for start in range(0, block, step):
+        offset = first + start + tl.arange(0, step)
+        gate = tl.load(gate_ptr + offset, mask=offset < count, other=0.0)
+        up = tl.load(up_ptr + offset, mask=offset < count, other=0.0)
+        d_h = tl.load(d_h_ptr + offset, mask=offset < count, other=0.0)
         d_gate, d_up, _ = _silu_mul_backward(d_h.to(tl.float32), gate.to(tl.float32), up.to(tl.float32), gate.dtype)
-        largest_gate = _max_with_nan(largest_gate, tl.abs(d_gate))
-        largest_up = _max_with_nan(largest_up, tl.abs(d_up))
-    tl.store(largest_at + tl.program_id(0), tl.reduce(largest_gate, 0, _max_with_nan))
-    tl.store(largest_at + tl.num_programs(0) + tl.program_id(0), tl.reduce(largest_up, 0, _max_with_nan))
+        amax_gate = _max_with_nan(amax_gate, tl.abs(d_gate))
+        amax_up = _max_with_nan(amax_up, tl.abs(d_up))
+    tl.store(amax_ptr + tl.program_id(0), tl.reduce(amax_gate, 0, _max_with_nan))
+    tl.store(amax_ptr + tl.num_programs(0) + tl.program_id(0), tl.reduce(amax_up, 0, _max_with_nan))
 
 
 @triton.jit
 def _silu_mul_backward_cast_kernel(  # type: ignore[no-untyped-def]
-    d_h_at, gate_at, up_at, h_scale_at, gate_scale_at, up_scale_at,
-    d_gate_at, d_gate_turned_at, d_up_at, d_up_turned_at, h_turned_at, rows, columns,
+    d_h_ptr, gate_ptr, up_ptr, h_scale_ptr, gate_scale_ptr, up_scale_ptr,
+    d_gate_ptr, d_gate_transposed_ptr, d_up_ptr, d_up_transposed_ptr, h_transposed_ptr, rows, columns,
     block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, block_columns)
-    row = (tl.program_id(0) // across).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = (tl.program_id(0) % across).to(tl.int64) * block_columns + tl.arange(0, block_columns)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    here = row[:, None] * columns + column[None, :]
-    there = column[:, None] * rows + row[None, :]
-    turned_inside = tl.trans(inside)
-    gate = tl.load(gate_at + here, mask=inside, other=0.0)
-    up = tl.load(up_at + here, mask=inside, other=0.0)
-    d_h = tl.load(d_h_at + here, mask=inside, other=0.0)
+    tiles_per_row = tl.cdiv(columns, block_columns)
+    row = (tl.program_id(0) // tiles_per_row).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = (tl.program_id(0) % tiles_per_row).to(tl.int64) * block_columns + tl.arange(0, block_columns)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    offset = row[:, None] * columns + column[None, :]
+    transposed_offset = column[:, None] * rows + row[None, :]
+    transposed_mask = tl.trans(mask)
+    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0)
+    up = tl.load(up_ptr + offset, mask=mask, other=0.0)
+    d_h = tl.load(d_h_ptr + offset, mask=mask, other=0.0)
     d_gate, d_up, h = _silu_mul_backward(d_h.to(tl.float32), gate.to(tl.float32), up.to(tl.float32), gate.dtype)
-    small_gate = (d_gate * tl.load(gate_scale_at)).to(d_gate_at.dtype.element_ty)
-    small_up = (d_up * tl.load(up_scale_at)).to(d_up_at.dtype.element_ty)
-    small_h = (h * tl.load(h_scale_at)).to(h_turned_at.dtype.element_ty)
-    tl.store(d_gate_at + here, small_gate, mask=inside)
-    tl.store(d_up_at + here, small_up, mask=inside)
-    tl.store(d_gate_turned_at + there, tl.trans(small_gate), mask=turned_inside)
-    tl.store(d_up_turned_at + there, tl.trans(small_up), mask=turned_inside)
-    tl.store(h_turned_at + there, tl.trans(small_h), mask=turned_inside)
+    rounded_gate = (d_gate * tl.load(gate_scale_ptr)).to(d_gate_ptr.dtype.element_ty)
+    rounded_up = (d_up * tl.load(up_scale_ptr)).to(d_up_ptr.dtype.element_ty)
+    rounded_h = (h * tl.load(h_scale_ptr)).to(h_transposed_ptr.dtype.element_ty)
+    tl.store(d_gate_ptr + offset, rounded_gate, mask=mask)
+    tl.store(d_up_ptr + offset, rounded_up, mask=mask)
+    tl.store(d_gate_transposed_ptr + transposed_offset, tl.trans(rounded_gate), mask=transposed_mask)
+    tl.store(d_up_transposed_ptr + transposed_offset, tl.trans(rounded_up), mask=transposed_mask)
+    tl.store(h_transposed_ptr + transposed_offset, tl.trans(rounded_h), mask=transposed_mask)
 
 
-def cast(matrix: Tensor, scale: Tensor, small: Tensor) -> None:
-    """A contiguous matrix times `scale`, in 8 bits, into `small`."""
+def cast(matrix: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Cast a contiguous matrix times `scale` into `out`."""
     count = matrix.numel()
     if count:
         _cast_kernel[(triton.cdiv(count, _ELEMENTWISE_BLOCK),)](
-            matrix, scale, small, count, block=_ELEMENTWISE_BLOCK, num_warps=4
+            matrix, scale, out, count, block=_ELEMENTWISE_BLOCK, num_warps=4
         )
 
 
-def cast_transposed(matrix: Tensor, scale: Tensor, turned: Tensor, straight: Tensor | None = None) -> None:
-    """A contiguous [T, I] times `scale`, in 8 bits, into `turned` [I, T] and, if wanted, into `straight` [T, I]."""
+def cast_transposed(matrix: Tensor, scale: Tensor, transposed: Tensor, out: Tensor | None = None) -> None:
+    """Cast a contiguous [T, I] times `scale` into `transposed` [I, T], and into `out` [T, I] if given."""
     if matrix.numel():
         _cast_transposed_kernel[(_count_tiles(matrix, _TILE_ROWS, _TILE_COLUMNS),)](
-            matrix, scale, turned, turned if straight is None else straight, *matrix.shape,
-            both=straight is not None, block_rows=_TILE_ROWS, block_columns=_TILE_COLUMNS, num_warps=_TILE_WARPS,
+            matrix, scale, transposed, transposed if out is None else out, *matrix.shape,
+            both=out is not None, block_rows=_TILE_ROWS, block_columns=_TILE_COLUMNS, num_warps=_TILE_WARPS,
         )  # fmt: skip
 
 
 def silu_mul_amax(gate: Tensor, up: Tensor) -> Tensor:
-    """The largest numbers of parts of silu(gate) · up, without signs; all contiguous [T, F]."""
+    """[programs] amax of silu(gate) · up; gate and up are contiguous [T, F]."""
     programs = triton.cdiv(gate.numel(), _AMAX_BLOCK)
-    largest = torch.empty(programs, dtype=torch.float32, device=gate.device)
+    amax = torch.empty(programs, dtype=torch.float32, device=gate.device)
     _silu_mul_amax_kernel[(programs,)](
-        gate, up, largest, gate.numel(), block=_AMAX_BLOCK, at_once=_ELEMENTWISE_BLOCK, num_warps=8
+        gate, up, amax, gate.numel(), block=_AMAX_BLOCK, step=_ELEMENTWISE_BLOCK, num_warps=8
     )
-    return largest
+    return amax
 
 
 def silu_mul_cast(gate: Tensor, up: Tensor, scale: Tensor, h: Tensor) -> None:
-    """silu(gate) · up times `scale` into `h`, in 8 bits."""
+    """Cast silu(gate) · up times `scale` into `h`."""
     _silu_mul_cast_kernel[(triton.cdiv(gate.numel(), _ELEMENTWISE_BLOCK),)](
         gate, up, scale, h, gate.numel(), block=_ELEMENTWISE_BLOCK, num_warps=8
     )
 
 
 def silu_mul_backward_amax(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """[2, parts]: the largest numbers of d gate and of d up, without signs."""
+    """[2, programs] amax of d_gate and of d_up."""
     programs = triton.cdiv(gate.numel(), _AMAX_BLOCK)
-    largest = torch.empty(2, programs, dtype=torch.float32, device=gate.device)
+    amax = torch.empty(2, programs, dtype=torch.float32, device=gate.device)
     _silu_mul_backward_amax_kernel[(programs,)](
-        d_h, gate, up, largest, gate.numel(), block=_AMAX_BLOCK, at_once=_ELEMENTWISE_BLOCK, num_warps=8
+        d_h, gate, up, amax, gate.numel(), block=_AMAX_BLOCK, step=_ELEMENTWISE_BLOCK, num_warps=8
     )
-    return largest
+    return amax
 
 
 def silu_mul_backward_cast(
     d_h: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, gate_scale: Tensor, up_scale: Tensor,
-    d_gate: Tensor, d_gate_turned: Tensor, d_up: Tensor, d_up_turned: Tensor, h_turned: Tensor,
+    d_gate: Tensor, d_gate_transposed: Tensor, d_up: Tensor, d_up_transposed: Tensor, h_transposed: Tensor,
 ) -> None:  # fmt: skip
-    """d gate and d up in 8 bits, [T, F] and [F, T], and silu(gate) · up, [F, T]."""
+    """Cast d_gate and d_up into [T, F] and [F, T], and silu(gate) · up into [F, T]."""
     _silu_mul_backward_cast_kernel[(_count_tiles(gate, _SILU_MUL_ROWS, _SILU_MUL_COLUMNS),)](
-        d_h, gate, up, h_scale, gate_scale, up_scale, d_gate, d_gate_turned, d_up, d_up_turned, h_turned, *gate.shape,
+        d_h, gate, up, h_scale, gate_scale, up_scale,
+        d_gate, d_gate_transposed, d_up, d_up_transposed, h_transposed, *gate.shape,
         block_rows=_SILU_MUL_ROWS, block_columns=_SILU_MUL_COLUMNS, num_warps=_SILU_MUL_WARPS,
     )  # fmt: skip
 

@@ -1,12 +1,11 @@
-"""Linear layers that multiply in 8 bits while they are trained, with one scale for each matrix.
+"""Linear layers that multiply in fp8 during training, with one scale for each matrix (tensorwise scaling).
 
-A matrix is multiplied by 448 / its largest number (57344 for gradients), rounded to 8 bits, multiplied with another in
-the tensor cores, and the scales are divided out of the 16-bit result. Inputs and weights are e4m3 (4 bits of exponent,
-3 of mantissa), gradients e5m2: they need the range more than the digits. The forward product is summed the fast way,
-the backward ones exactly. What the backward products need transposed is cast into that order by kernels of its own
-(`whet.model.fp8.casting`).
+A matrix is scaled by 448 ÷ its amax (57344 for gradients), cast to fp8, multiplied in the tensor cores, and the scales
+are divided out of the 16-bit result. Inputs and weights are e4m3 (4 exponent bits, 3 mantissa bits), gradients e5m2,
+because they need range more than precision. The forward product uses fast accumulation, the backward products do not.
+Operands that the backward products need transposed are cast by their own kernels (`whet.model.fp8.casting`).
 
-Shape letters: T tokens, I features in, O features out.
+Shape letters: T tokens, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from whet.compat.torch_private import scaled_mm
 from whet.model.fp8.casting import E4M3, E5M2, cast_to_fp8, cast_to_fp8_both, cast_to_fp8_transposed, compute_scale
 
 FP8_ALIGNMENT = 16
-"""The 8-bit products of CUDA take matrices whose sides are multiples of this."""
+"""fp8 matrix products on CUDA need sizes that are multiples of this."""
 
 
 class FP8Linear(nn.Linear):
-    """A linear layer whose products are 8-bit in training. Weights stay what they were, in type and name.
+    """A linear layer whose products are fp8 in training mode. Weights keep their dtype and name.
 
-    Evaluating and generating compute with the weights as they are: what is measured is what will be exported.
+    In eval mode it computes with the weights as they are: what is evaluated is what is exported.
     """
 
     emulate = False
@@ -42,14 +41,14 @@ class FP8Linear(nn.Linear):
 
 
 def apply_padded(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """A function of [T, I], T a multiple of BLOCK, for any number of tokens and whatever stands before the features; in
-    the type of mixed precision where that is on."""
+    """Apply a function of [T, I], T a multiple of FP8_ALIGNMENT, to [..., I] with any number of tokens; in autocast's
+    dtype if autocast is on."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
         input = input.to(torch.get_autocast_dtype(kind))
     rows = input.reshape(-1, input.shape[-1])
     missing = -len(rows) % FP8_ALIGNMENT
-    if missing:  # zeros change neither a scale nor a sum
+    if missing:  # zeros change neither scales nor sums
         rows = F.pad(rows, (0, 0, 0, missing))
     output = function(rows)
     if missing:
@@ -64,10 +63,10 @@ def fp8_matmul(input: Tensor, weight: Tensor, emulate: bool = False) -> Tensor:
 
 @torch.compiler.allow_in_graph
 class _FP8Matmul(torch.autograd.Function):
-    """What is kept is what nn.Linear keeps, and the scales: rounding again is cheaper than another copy in memory.
+    """Saves what nn.Linear saves, and the scales: casting again is cheaper than a second copy in memory.
 
-    Compiled, all of it is open to the compiler: products with the same input share its rounding, and what comes before
-    a rounding is fused with it. Nothing is computed for weights that are not trained.
+    torch.compile sees inside: products with the same input share its cast, and casts are fused with what precedes them.
+    Nothing is computed for frozen weights.
     """
 
     @staticmethod
@@ -86,17 +85,17 @@ class _FP8Matmul(torch.autograd.Function):
         d_input = d_weight = None
         scale = compute_scale(d_output, E5M2)
         if ctx.needs_input_grad[1]:
-            straight, turned = cast_to_fp8_both(d_output, scale, E5M2)
+            d_output_8, d_output_t = cast_to_fp8_both(d_output, scale, E5M2)
         else:
-            straight, turned = cast_to_fp8(d_output, scale, E5M2), None
+            d_output_8, d_output_t = cast_to_fp8(d_output, scale, E5M2), None
         if ctx.needs_input_grad[0]:  # [T, O] · [O, I]
             d_input = scaled_matmul(
-                straight, cast_to_fp8_transposed(weight, weight_scale, E4M3).t(), scale, weight_scale, d_output.dtype,
+                d_output_8, cast_to_fp8_transposed(weight, weight_scale, E4M3).t(), scale, weight_scale, d_output.dtype,
                 ctx.emulate,
             )  # fmt: skip
-        if turned is not None:  # [O, T] · [T, I]
+        if d_output_t is not None:  # [O, T] · [T, I]
             d_weight = scaled_matmul(
-                turned, cast_to_fp8_transposed(input, input_scale, E4M3).t(), scale, input_scale, d_output.dtype,
+                d_output_t, cast_to_fp8_transposed(input, input_scale, E4M3).t(), scale, input_scale, d_output.dtype,
                 ctx.emulate,
             )  # fmt: skip
         return d_input, d_weight, None
@@ -106,7 +105,7 @@ def scaled_matmul(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, emulate: bool,
     fast: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """left · right without their scales. `right` lies in memory column by column; `emulate` multiplies in fp32."""
+    """left · right with the scales divided out. `right` is column-major; `emulate` multiplies in fp32."""
     if emulate:
         with torch.autocast(left.device.type, enabled=False):
             y = torch.mm(left.float() / left_scale, right.float() / right_scale).to(dtype)

@@ -22,18 +22,16 @@ from whet.model.fp8.casting import (
 from whet.model.fp8.linear import FP8Linear, apply_padded, scaled_matmul
 from whet.model.lora.swiglu import silu_mul, silu_mul_backward
 
-# The middle of a gated MLP, h = silu(gate) · up, rounded to 8 bits without being written in 16.
+# The activation h = silu(gate) · up and its gradients, cast to fp8 without being written in 16 bits
 #
-# Its numbers are those of 16 bits, rounded again: what the middle is does not depend on who computes it.
-#
-# Shape letters: T tokens, F width of the middle. All that comes in is [T, F], contiguous.
+# Values are rounded to 16 bits first, so that kernels and torch agree. All inputs are contiguous [T, F].
 
 CastGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("whet::silu_mul_amax", mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor")
 def silu_mul_amax(gate: Tensor, up: Tensor) -> Tensor:
-    """The largest number of h without its sign, in fp32."""
+    """The amax of h, in fp32."""
     kernels = _silu_mul_kernels_for(gate)
     return kernels.silu_mul_amax(gate, up).amax() if kernels else silu_mul(gate, up).abs().amax().float()
 
@@ -47,7 +45,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     "whet::silu_mul_cast", mutates_args=(), schema="(Tensor gate, Tensor up, Tensor scale) -> Tensor"
 )
 def silu_mul_cast(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    """h [T, F] in 8 bits."""
+    """h [T, F] in fp8."""
     kernels = _silu_mul_kernels_for(gate)
     if kernels is None:
         return cast_to_fp8(silu_mul(gate, up), scale, E4M3)
@@ -65,7 +63,7 @@ def _(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     "whet::silu_mul_backward_amax", mutates_args=(), schema="(Tensor d_h, Tensor gate, Tensor up) -> Tensor"
 )
 def silu_mul_backward_amax(d_h: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """[2]: the largest number of d gate and that of d up, without signs, in fp32."""
+    """[2] the amax of d_gate and of d_up, in fp32."""
     kernels = _silu_mul_kernels_for(gate)
     if kernels is not None:
         return kernels.silu_mul_backward_amax(d_h, gate, up).amax(1)
@@ -121,17 +119,14 @@ def _empty_cast_gradients(gate: Tensor) -> CastGradients:
     )  # fmt: skip
 
 
-# A gated MLP whose three products are 8-bit in training, its middle rounded on the way: y = down(silu(gate) · up).
+# The MLP: y = down(silu(gate) · up)
 #
-# Nothing as wide as the middle is written in 16 bits but what the products give: gate and up, which are kept, and the
-# gradient of their product. Each is looked through for its largest number, then rounded into what the next products take.
-# The rules are those of `fp8_linear`.
-#
-# Shape letters: T tokens, E width, F width of the middle.
+# The only [T, F] matrices in 16 bits are outputs of products: gate and up, which are saved, and d_h. For the others a
+# first pass computes the amax and a second one writes the fp8 operands of the next products.
 
 
 class FP8MLP(nn.Module):
-    """Of a module that is silu(gate) · up, all three without biases; evaluated, it is what it was."""
+    """Mixin for a gated MLP without biases; in eval mode the module's own forward runs."""
 
     gate_proj: FP8Linear
     up_proj: FP8Linear
@@ -147,7 +142,7 @@ class FP8MLP(nn.Module):
 
 @torch.compiler.allow_in_graph
 class _FP8MLPFunction(torch.autograd.Function):
-    """Kept are x, gate, up and scales. Compiled, all but the middle is open to the compiler."""
+    """Saves x, gate, up and the scales. torch.compile sees inside, except for the activation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, emulate: bool) -> Tensor:
@@ -172,8 +167,8 @@ class _FP8MLPFunction(torch.autograd.Function):
         d_te, d_et = cast_to_fp8_both(d_y, d_scale, E5M2)
         down_8 = cast_to_fp8_transposed(down, down_scale, E4M3).t()
         d_h = scaled_matmul(d_te, down_8, d_scale, down_scale, dtype, emulate)  # [T, E] · [E, F]
-        largest = silu_mul_backward_amax(d_h, gate_tf, up_tf)
-        dg_scale, du_scale = scale_from_amax(largest[0], E5M2), scale_from_amax(largest[1], E5M2)
+        amax = silu_mul_backward_amax(d_h, gate_tf, up_tf)
+        dg_scale, du_scale = scale_from_amax(amax[0], E5M2), scale_from_amax(amax[1], E5M2)
         dg_tf, dg_ft, du_tf, du_ft, h_ft = silu_mul_backward_cast(d_h, gate_tf, up_tf, h_scale, dg_scale, du_scale)
         d_x = d_gate = d_up = d_down = None
         if needs_down:  # [E, T] · [T, F]

@@ -15,12 +15,12 @@ from torch import Tensor
 from whet.core.imports import has_triton
 from whet.model.loss.output_head import OutputHead
 
-# From a few rows of logits to −log p, hits and the gradient of the logits: the definition, by torch.
+# Losses of rows of logits: the definition in plain torch
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What is done to logits and what is minimised: with y = cap · tanh(scale · logits / cap) and ε = smoothing,
+    """The cost of a row: with y = cap · tanh(scale · logits / cap) and ε = smoothing,
     (1 − ε) · −log p(target) + ε · mean over the vocabulary of −log p + z_loss · logsumexp(y)²."""
 
     scale: float = 1.0
@@ -28,29 +28,29 @@ class LossTerms:
     smoothing: float = 0.0
     z_loss: float = 0.0
     gradient_scale: float = 1.0
-    """The gradient comes out this many times too large: a power of two, for types whose small numbers are coarse."""
+    """Factor on the gradient of the logits, a power of two, against underflow in fp16."""
 
 
 class RowLosses(NamedTuple):
-    """R rows of V logits."""
+    """Results for R rows of V logits."""
 
     nll: Tensor
     """[R] −log p of the target."""
     cost: Tensor
-    """[R] what is minimised."""
+    """[R] the objective: with smoothing and z-loss."""
     hits: Tensor
-    """[R] whether the target has the highest logit, the first of them where several are equal."""
+    """[R] whether the target is the argmax (the first one among ties)."""
     d_logits: Tensor | None
-    """[R, V] derivative of the cost by the logits as they came in, `gradient_scale` times."""
+    """[R, V] gradient of the cost with respect to the raw logits, times `gradient_scale`."""
 
 
 class RowLossFunction(Protocol):
     def __call__(self, logits: Tensor, targets: Tensor, terms: LossTerms, gradient: torch.dtype | None) -> RowLosses:
-        """`logits` [R, V] may be overwritten; `gradient`: in which type it is wanted, if at all."""
+        """`logits` [R, V] may be overwritten. `gradient`: the dtype of d_logits; None: do not compute it."""
 
 
 def row_losses_torch(logits: Tensor, targets: Tensor, terms: LossTerms, gradient: torch.dtype | None) -> RowLosses:
-    """Runs everywhere, in the type of the logits."""
+    """Computes in the dtype of the logits, on any device."""
     slope = None
     if terms.scale != 1:
         logits = logits.mul_(terms.scale)
@@ -66,7 +66,7 @@ def row_losses_torch(logits: Tensor, targets: Tensor, terms: LossTerms, gradient
     exponentials = shifted.exp_()
     total = exponentials.sum(dim=-1)
     log_total = total.log()
-    nll = cost = log_total - own  # not logsumexp − logit: that would round by the size of the logits
+    nll = cost = log_total - own  # logsumexp − logit would lose precision for large logits
     log_sum = highest[:, 0] + log_total
     if mean is not None:
         cost = (1 - terms.smoothing) * nll + terms.smoothing * (log_total - mean)
@@ -85,26 +85,24 @@ def row_losses_torch(logits: Tensor, targets: Tensor, terms: LossTerms, gradient
     return RowLosses(nll, cost, hits, d_logits.to(gradient))
 
 
-# Linear cross-entropy: from hidden states to the loss and its gradients, without ever holding all logits.
-#
-# Shape letters: S supervised positions, E width of a hidden state, V vocabulary.
+# Linear cross-entropy, chunk by chunk
 
-_CHUNK_BYTES_CPU = 64 * 2**20  # logits and their gradient alive at a time
+_CHUNK_BYTES_CPU = 64 * 2**20  # logits and their gradient in memory at a time
 _CHUNK_BYTES_GPU = 2**29
-_CHUNK_BYTES_GPU_TRAINED = 2**30  # each chunk reads and writes the whole gradient of the weight: fewer are faster
-_ROW_TILE = 256  # of rows, on a GPU: products of whole tiles are faster
+_CHUNK_BYTES_GPU_TRAINED = 2**30  # each chunk reads and writes all of d_weight, so fewer chunks are faster
+_ROW_TILE = 256  # chunks are multiples of this on a GPU: full tiles are faster
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Over one micro-batch; S: its supervised positions, in the order of `supervised_at`."""
+    """The loss of one micro-batch. S: its supervised positions, in the order of `supervised_at`."""
 
     objective: Tensor
-    """What is differentiated: `weight` times the sum of what is to be made small."""
+    """What is differentiated: `weight` times the sum of the cost."""
     nll: Tensor
     """[S] −log p of each supervised token, without a gradient, smoothing or z-loss."""
     hits: Tensor
-    """[S] whether the model would have said that token."""
+    """[S] whether the supervised token is the argmax."""
 
     @property
     def loss(self) -> Tensor:
@@ -123,8 +121,8 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made on the way, chunk by chunk, so that [S, V] never exists. They are summed in fp32, scaled
-    there and rounded once, to the type of what they belong to: 1/n of a step, applied to bf16, is off by up to 0.4 %.
+    """Computes gradients in the forward pass, chunk by chunk, so that [S, V] logits never exist. Gradients are summed
+    and scaled in fp32 and rounded once, to the dtype of their tensor: scaling bf16 gradients errs by up to 0.4 %.
     """
 
     @staticmethod
@@ -135,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = (with_gradient and needed for needed in ctx.needs_input_grad[:3])
         compute = _compute_dtype(hidden)
         exact = torch.promote_types(compute, torch.float32)
-        if compute == torch.float16:  # 1 / V is among the coarse numbers of fp16
+        if compute == torch.float16:  # 1 / V is subnormal in fp16
             terms = replace(terms, gradient_scale=1024.0)
         gradient = compute if needs_hidden or needs_weight or needs_bias else None
         nll = torch.empty(len(targets), dtype=exact, device=hidden.device)
@@ -160,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _addmm_fp32_(d_weight, rows.d_logits.T, chunk)
                 if d_bias is not None:
                     d_bias += rows.d_logits.sum(dim=0, dtype=exact)
-                del rows  # or the next logits would be made beside it
+                del rows  # before the next chunk allocates its logits
         sums = [
             None if total is None else total.mul_(scale / terms.gradient_scale).to(like.dtype)
             for total, like in ((d_weight, weight), (d_bias, weight if bias is None else bias))
@@ -171,27 +169,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        outer = grads[0]  # 1 in training, so multiplying a bf16 tensor rounds nothing
+        outer = grads[0]  # 1 in training, so that multiplying bf16 rounds nothing
         found = [None if saved is None else saved * outer.to(saved.dtype) for saved in ctx.saved_tensors]
         return (*found, None, None, None, None)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What the products are computed from: 16-bit numbers where they can be summed into fp32, which CUDA does."""
+    """The dtype of the products' operands: 16 bits on CUDA, which accumulates in fp32; at least fp32 elsewhere."""
     if not hidden.is_cuda or torch.version.hip is not None:
         return torch.promote_types(hidden.dtype, torch.float32)
     if torch.is_autocast_enabled("cuda") and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype("cuda")  # a norm with fp32 weights gives fp32 there
+        return torch.get_autocast_dtype("cuda")  # norms with fp32 weights return fp32 there
     return hidden.dtype
 
 
 def _matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Of 16-bit matrices in fp32."""
+    """left @ right; fp32 for 16-bit operands."""
     return torch.mm(left, right, out_dtype=torch.float32) if left.dtype.itemsize == 2 else left @ right
 
 
 def _addmm_fp32_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; 16-bit matrices are summed into fp32 by the product itself."""
+    """total += left @ right; 16-bit operands accumulate into fp32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -206,8 +204,8 @@ def _rows_per_chunk(hidden: Tensor, bytes_of_row: int, needs_weight: bool) -> in
 
 
 def _pad_to_tile(chunk: Tensor) -> Tensor:
-    """With rows of zeros at the end, on a GPU: what is left for the last chunk differs from step to step, and for each
-    new size of a product the host would look for the best kernel again, a millisecond or two each."""
+    """Pad the last chunk with zero rows on a GPU: its size differs from step to step, and for each new size cuBLAS
+    selects a kernel again, which takes 1 to 2 ms."""
     missing = -len(chunk) % _ROW_TILE if chunk.is_cuda else 0
     return F.pad(chunk, (0, 0, 0, missing)) if missing else chunk
 
@@ -215,7 +213,7 @@ def _pad_to_tile(chunk: Tensor) -> Tensor:
 def _chunk_losses(
     chunk: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, terms: LossTerms, gradient: torch.dtype | None
 ) -> RowLosses:
-    """Of the first rows, as many as there are targets; the gradient of the others, which are filling, is zero."""
+    """Losses of the rows that have a target; the gradient of the others, which are padding, is zero."""
     logits = _matmul_fp32(chunk, matrix.T)
     fused = _triton_row_losses() if logits.is_cuda and logits.dtype == torch.float32 else None
     if bias is not None:

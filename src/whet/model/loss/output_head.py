@@ -1,4 +1,4 @@
-"""The output head of a language model: what turns a hidden state into logits, read from the model."""
+"""The output head of a language model: its weight, bias, scale and soft-cap, read from the model."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _LOGIT_DIVISORS = ("logits_scaling",)  # Granite
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """logits = cap · tanh((hidden · weightᵀ + bias) · scale / cap); without a cap, the inside of it."""
+    """logits = cap · tanh(y / cap), y = (hidden · weightᵀ + bias) · scale; without a cap, logits = y."""
 
     weight: Tensor
-    """[V, E] with adapters added; differentiable."""
+    """[V, E] with adapters added, differentiable."""
     bias: Tensor | None = None
     """[V]"""
     scale: float = 1.0
     cap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits of a few positions. The loss does not go this way: it never holds them all."""
+        """All logits of a few positions. The loss does not use this: it never materialises all logits."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         logits = nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias) * self.scale
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
 def read_output_head(model: nn.Module) -> OutputHead:
-    """The head of a transformers model, also where adapters wrap it; a head that is not a plain product is refused."""
+    """The head of a transformers model, with adapters or without. Raises for a head that is not a linear layer."""
     weight, bias = _head_tensors(model.get_output_embeddings())  # type: ignore[operator]
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     scale = 1.0
@@ -47,7 +47,7 @@ def read_output_head(model: nn.Module) -> OutputHead:
 
 def _head_tensors(module: Any) -> tuple[Tensor, Tensor | None]:
     forward = getattr(type(module), "forward", None)
-    if forward is nn.Linear.forward:  # quantised layers inherit from Linear, and compute something else
+    if forward is nn.Linear.forward:  # not a subclass such as a quantised layer
         return module.weight, module.bias
     if isinstance(module, modules_to_save_type()):
         is_on = module.active_adapters and not module.disable_adapters
@@ -60,13 +60,12 @@ def _head_tensors(module: Any) -> tuple[Tensor, Tensor | None]:
     if is_lora_linear(module):
         return _adapted_head_tensors(module)
     raise WhetError(
-        f"model.path: the output head of this model is a {type(module).__name__}, not a plain linear layer, which whet "
-        "cannot train"
+        f"model.path: the output head of this model is a {type(module).__name__}, and whet supports linear layers only"
     )
 
 
 def _adapted_head_tensors(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Base weight + scaling · B · A. Taking the base weight alone would train as if the adapter were not there."""
+    """Base weight + scaling · B · A. With the base weight alone, the adapter would get no gradient."""
     weight, bias = _head_tensors(layer.base_layer)
     if layer.disable_adapters or layer.merged:
         return weight, bias
@@ -75,14 +74,14 @@ def _adapted_head_tensors(layer: Any) -> tuple[Tensor, Tensor | None]:
             continue
         if name in layer.lora_variant or layer.lora_B[name].bias is not None:
             raise WhetError(
-                "adapter.targets: the output head has an adapter that is more than a product of two matrices, which "
-                "whet cannot train there. Leave the head out of adapter.targets, or set adapter.method=lora"
+                "adapter.targets: on the output head whet supports plain LoRA only, without bias. Remove the head from "
+                "adapter.targets, or set adapter.method=lora"
             )
         if isinstance(layer.lora_dropout[name], nn.Dropout):
             raise WhetError(
-                f"adapter.dropout: {layer.lora_dropout[name].p} cannot be applied to an adapter of the output head. "
-                "Leave the head out of adapter.targets, or set adapter.dropout=0"
+                f"adapter.dropout: {layer.lora_dropout[name].p} is not supported on the output head. Remove the head "
+                "from adapter.targets, or set adapter.dropout=0"
             )
         with torch.autocast(weight.device.type, enabled=False):
-            weight = weight + layer.get_delta_weight(name)  # fp32 where the adapter is, whatever the base is kept in
+            weight = weight + layer.get_delta_weight(name)  # in the adapter's fp32
     return weight, bias
