@@ -89,7 +89,7 @@ def test_a_lazy_import_against_the_direction_is_found() -> None:
 
 def test_scripts_that_run_other_tools_do_without_whet() -> None:
     scripts = sorted((SOURCE / "bench" / "peers").glob("*.py"))
-    assert {"trl_peer.py", "unsloth_peer.py", "sft_race.py"} <= {script.name for script in scripts}
+    assert {"trl_peer.py", "unsloth_peer.py", "timed_sft.py"} <= {script.name for script in scripts}
     assert [name for script in scripts for name in imported(script.read_text())] == []
 
 

@@ -1,4 +1,4 @@
-"""`whet bench` for real: processes, files, table, and what happens when a contender fails."""
+"""`whet bench` end to end: processes, files, table, and failing contenders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bench = Callable[..., tuple[Any, dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def bench(whet: Callable[..., Any]) -> Bench:
-    """Run it on the shape of the tiny model, with its own tokenizer; gives how it ended and bench.json."""
+    """Run it on the shape of builtin:tiny with its tokenizer; returns the finished process and bench.json."""
 
     def run(out: Path, *arguments: Any) -> tuple[Any, dict[str, Any]]:
         ended = whet("bench", "--model", builtin_folder("builtin:tiny"), *SIZE, "--out", out, *arguments)
@@ -29,15 +29,15 @@ def bench(whet: Callable[..., Any]) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def beside_trl(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Any]]:
+def with_trl(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Any]]:
     out = tmp_path_factory.mktemp("bench") / "lora"
     ended, result = bench(out, "--mode", "lora", "--peers", "trl,unsloth", "train.optimizer.eps=1e-7")
     assert ended.code == 0, ended.err
     return out, ended, result
 
 
-def test_everyone_who_is_installed_is_measured(beside_trl: tuple[Path, Any, dict[str, Any]]) -> None:
-    _, ended, result = beside_trl
+def test_installed_contenders_are_measured(with_trl: tuple[Path, Any, dict[str, Any]]) -> None:
+    _, ended, result = with_trl
     whet, trl, unsloth = result["contenders"]
     assert [whet["state"], trl["state"], unsloth["state"]] == ["measured", "measured", "not installed"]
     assert trl["ratio"] == pytest.approx(whet["speed"]["tokens_per_s"] / trl["speed"]["tokens_per_s"])
@@ -53,17 +53,17 @@ def test_everyone_who_is_installed_is_measured(beside_trl: tuple[Path, Any, dict
     assert "Unsloth is not installed" in ended.out
 
 
-def test_peers_learn_every_token_and_whet_the_answers(beside_trl: tuple[Path, Any, dict[str, Any]]) -> None:
-    out, _, result = beside_trl
+def test_peers_train_on_every_token_and_whet_on_answers(with_trl: tuple[Path, Any, dict[str, Any]]) -> None:
+    out, _, result = with_trl
     whet, trl, _ = result["contenders"]
     lengths = [len(json.loads(line)["input_ids"]) for line in (out / "conversations.jsonl").open()]
     for tokens, supervised in zip(trl["steps"]["tokens"], trl["steps"]["supervised"], strict=True):
-        assert 0 < tokens - supervised <= 256 // min(lengths)  # the first token of a conversation has no question
+        assert 0 < tokens - supervised <= 256 // min(lengths)  # the first token of a conversation has no label
     assert sum(whet["steps"]["supervised"]) < 0.8 * sum(whet["steps"]["tokens"])
 
 
-def test_the_table_is_on_the_terminal_and_in_the_folder(beside_trl: tuple[Path, Any, dict[str, Any]]) -> None:
-    out, ended, result = beside_trl
+def test_the_table_is_printed_and_saved(with_trl: tuple[Path, Any, dict[str, Any]]) -> None:
+    out, ended, result = with_trl
     text = (out / "bench.md").read_text()
     assert ended.out == text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
@@ -71,8 +71,10 @@ def test_the_table_is_on_the_terminal_and_in_the_folder(beside_trl: tuple[Path, 
     assert f"| {result['contenders'][1]['ratio']:.2f} |" in rows[2]
 
 
-def test_the_folder_tells_how_to_do_it_again(beside_trl: tuple[Path, Any, dict[str, Any]], whet: Any) -> None:
-    out, _, _ = beside_trl
+def test_the_folder_has_the_configurations_and_no_weights(
+    with_trl: tuple[Path, Any, dict[str, Any]], whet: Any
+) -> None:
+    out, _, _ = with_trl
     recipe = yaml.safe_load((out / "whet.yaml").read_text())
     assert recipe["adapter"] == {"rank": 16, "alpha": 32}
     assert "train.optimizer.eps=1e-7" in (out / "whet.yaml").read_text().splitlines()[0]
@@ -82,7 +84,7 @@ def test_the_folder_tells_how_to_do_it_again(beside_trl: tuple[Path, Any, dict[s
     assert not list((out / "whet-dry" / "checkpoints").iterdir())
 
 
-def test_whets_own_failure_is_exit_code_3_and_the_folder_may_be_used_again(bench: Bench, tmp_path: Path) -> None:
+def test_failure_of_whet_is_exit_code_3_and_the_folder_can_be_reused(bench: Bench, tmp_path: Path) -> None:
     ended, result = bench(tmp_path / "out", "model.attention=varlen", "--json")
     assert ended.code == 3
     assert json.loads(ended.out)["contenders"][0]["state"] == "failed"
@@ -93,7 +95,7 @@ def test_whets_own_failure_is_exit_code_3_and_the_folder_may_be_used_again(bench
 
 
 @pytest.mark.slow
-def test_a_peer_that_breaks_leaves_the_others_alone(bench: Bench, tmp_path: Path) -> None:
+def test_a_failing_peer_does_not_stop_the_others(bench: Bench, tmp_path: Path) -> None:
     broken = package(tmp_path / "site", "trl", "0.1", "raise RuntimeError('out of | luck')")
     ended, result = bench(tmp_path / "out", "--peers", f"trl={broken}")
     assert ended.code == 0
@@ -106,7 +108,7 @@ def test_a_peer_that_breaks_leaves_the_others_alone(bench: Bench, tmp_path: Path
 
 _STAND_IN = '''
 class FastLanguageModel:
-    """Unsloth needs a GPU. This has its two calls and nothing of its speed."""
+    """Unsloth needs a GPU; this stand-in has its two calls."""
 
     @staticmethod
     def from_pretrained(model_name, max_seq_length, load_in_4bit, full_finetuning, use_gradient_checkpointing,
@@ -118,8 +120,8 @@ class FastLanguageModel:
 
 
 @pytest.mark.slow
-def test_a_tool_that_reads_files_gets_random_weights_and_they_are_deleted(bench: Bench, tmp_path: Path) -> None:
-    """The way of Unsloth's script, with a stand-in for its package."""
+def test_weight_files_for_a_peer_are_written_and_deleted(bench: Bench, tmp_path: Path) -> None:
+    """Unsloth's script with a stand-in for its package."""
     site = package(tmp_path / "site", "unsloth", "2026.1", _STAND_IN)
     ended, result = bench(tmp_path / "out", "--peers", f"unsloth={site}")
     assert ended.code == 0, ended.err
@@ -141,7 +143,7 @@ def test_a_real_shape_on_a_cpu(whet: Any, tmp_path: Path) -> None:
     assert result["contenders"][0]["speed"]["tokens_per_s"] > 0
 
 
-def test_nothing_of_anyone_elses_is_written_over(whet: Any, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_an_error(whet: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     ended = whet("bench", "--model", "smollm-135m", "--out", tmp_path)
     assert (ended.code, ended.out) == (1, "")
@@ -154,19 +156,19 @@ def test_nothing_of_anyone_elses_is_written_over(whet: Any, tmp_path: Path) -> N
     [
         (("--model", "lama-8b"), "random:lama-8b: there is no such shape"),
         (("--steps", 3, "--warm", 3), "--steps 3"),
-        (("--peers", "nobody"), "nobody is not known"),
+        (("--peers", "nobody"), "unknown tool nobody"),
         (("train.optimiser.lr=1",), "Did you mean train.optimizer?"),
         (("--data", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
     ],
 )
-def test_bad_input_is_a_paragraph_and_exit_code_1(whet: Any, tmp_path: Path, arguments: Any, reason: str) -> None:
+def test_invalid_arguments(whet: Any, tmp_path: Path, arguments: Any, reason: str) -> None:
     ended = whet("bench", *arguments, "--out", tmp_path / "out")
     assert ended.code == 1
     assert reason in ended.err
     assert "Traceback" not in ended.err
 
 
-def test_a_tokenizer_that_is_too_large_is_found_before_anyone_starts(whet: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(whet: Any, tmp_path: Path) -> None:
     small = json.loads((builtin_folder("builtin:tiny") / "config.json").read_text())
     (tmp_path / "shape.json").write_text(json.dumps(small))
     ended = whet("bench", "--model", tmp_path / "shape.json", "--out", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A contender's process ends with us, and its words are kept."""
+"""Child processes end with their parent, and their stderr is logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from whet.bench import child_process
 
 
-def test_words_go_to_the_log_and_output_comes_back(tmp_path: Path) -> None:
+def test_stderr_is_logged_and_stdout_returned(tmp_path: Path) -> None:
     ended = child_process.run_process(
         ["sh", "-c", "echo out; printf 'one\\nlast \\n\\n' >&2; exit 4"], tmp_path / "log", os.environ
     )
@@ -23,34 +23,35 @@ def test_words_go_to_the_log_and_output_comes_back(tmp_path: Path) -> None:
     assert time.time() - ended.began < 60
 
 
-def test_a_signal_is_named(tmp_path: Path) -> None:
+def test_the_name_of_a_signal(tmp_path: Path) -> None:
     assert child_process.run_process(["sh", "-c", "kill -9 $$"], tmp_path / "log", os.environ).killed_by == "SIGKILL"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_a_contender_started_ends_with_us(tmp_path: Path, number: signal.Signals) -> None:
-    """Also a grandchild, and one that ignores SIGTERM."""
+def test_processes_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    """Including a grandchild, and one that ignores SIGTERM."""
     pids = tmp_path / "pids"
     script = f"trap '' TERM; (trap '' TERM; sleep 99; sleep 99) & echo $$ $! > {pids}; wait"
     code = (
-        "import os, sys; from pathlib import Path; from whet.bench import child_process; child_process._PATIENCE_S = 0.2\n"
-        "child.run(['sh', '-c', sys.argv[1]], Path(sys.argv[2]), os.environ)"
+        "import os, sys; from pathlib import Path; from whet.bench import child_process\n"
+        "child_process._TERMINATE_TIMEOUT_S = 0.2\n"
+        "child_process.run_process(['sh', '-c', sys.argv[1]], Path(sys.argv[2]), os.environ)"
     )
-    ours = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")], stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")], stderr=subprocess.DEVNULL)
     deadline = time.time() + 30
     while not (pids.exists() and pids.read_text().strip()) and time.time() < deadline:
         time.sleep(0.05)
     started = [int(pid) for pid in pids.read_text().split()]
     assert all(_alive(pid) for pid in started)
-    ours.send_signal(number)
-    assert ours.wait(20) != 0
+    parent.send_signal(number)
+    assert parent.wait(20) != 0
     while any(_alive(pid) for pid in started) and time.time() < deadline:
         time.sleep(0.05)
     assert [pid for pid in started if _alive(pid)] == []
 
 
 def _alive(pid: int) -> bool:
-    """Neither gone nor a zombie that nobody has fetched yet."""
+    """Whether it is neither gone nor a zombie."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

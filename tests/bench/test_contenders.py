@@ -1,4 +1,4 @@
-"""Which tools take part, and where they are found."""
+"""Contenders and where they are installed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def package(folder: Path, name: str, version: str, code: str = "") -> Path:
     return folder
 
 
-def test_a_tool_is_asked_for_in_the_python_that_runs_whet() -> None:
+def test_the_default_is_the_python_of_whet() -> None:
     found, unsloth = parse_peers("trl, unsloth")
     assert (found.python, found.versions["trl"]) == (sys.executable, trl.__version__)
     assert "unsloth" not in unsloth.versions
 
 
-def test_folders_of_packages_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_prepended_to_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/before")
     one, two = package(tmp_path / "one", "trl", "9.8.7"), tmp_path / "two"
     two.mkdir()
@@ -38,26 +38,26 @@ def test_folders_of_packages_come_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.environment()["PYTHONPATH"] == f"{one}:{two}:/before"
 
 
-def test_a_tool_may_have_a_python_of_its_own(tmp_path: Path) -> None:
+def test_a_tool_may_have_its_own_python(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
     (found,) = parse_peers(f"trl={python}")
     assert found.python == str(python)
 
 
-def test_without_names_nobody_else_takes_part() -> None:
+def test_no_peers() -> None:
     assert parse_peers("") == []
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("axolotl", "axolotl is not known; known are: trl, unsloth"),
-        ("trl,trl", "named twice"),
-        ("trl=/no/such/place", "/no/such/place is neither a folder of packages nor a Python"),
-        ("trl=/bin/false", "no Python that works"),
+        ("axolotl", "unknown tool axolotl; supported are: trl, unsloth"),
+        ("trl,trl", "given twice"),
+        ("trl=/no/such/place", "/no/such/place is neither a folder of packages nor an executable Python"),
+        ("trl=/bin/false", "this Python does not work"),
     ],
 )
-def test_what_cannot_be_is_said(text: str, reason: str) -> None:
+def test_invalid_peers_are_errors(text: str, reason: str) -> None:
     with pytest.raises(WhetError, match=f"--peers .*{reason}"):
         parse_peers(text)

@@ -125,7 +125,7 @@ def test_gsm8k_is_scored_by_number(write: Write) -> None:
             [{"messages": [{"role": "assistant", "content": "x"}], "answer": "b"}],
             "my.jsonl:1: the last message of 'messages'",
         ),
-        ([], 'the file is empty. It needs one JSON object on each line, such as {"prompt": '),
+        ([], 'the file is empty. Write one JSON object per line, such as {"prompt": '),
     ],
 )
 def test_an_invalid_file_is_an_error(write: Write, records: list[Any], message: str) -> None:

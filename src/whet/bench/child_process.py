@@ -1,4 +1,4 @@
-"""A contender's process: stderr goes to a log, and it ends with its parent."""
+"""Child processes of the benchmark: stderr goes to a log, and they end with their parent."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ _TERMINATE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessResult:
-    """How it ended."""
+    """The exit code, the times and the output of a process."""
 
     code: int
     began: float
-    """Of the wall clock."""
+    """Unix time."""
     seconds: float
     out: str
 
     @property
     def killed_by(self) -> str | None:
-        """The signal that ended it, by name."""
+        """The name of the signal that ended it, if one did."""
         return signal.Signals(-self.code).name if self.code < 0 else None
 
 
 def run_process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessResult:
-    """Run a command to its end. stderr goes to `log`; stdout is given back. Ctrl-C and SIGTERM end it with us."""
-    asked: list[int] = []
+    """Run a command to its end; stderr goes to `log`. Ctrl-C and SIGTERM end it together with this process."""
+    signals: list[int] = []
     process: subprocess.Popen[bytes] | None = None
-    with log.open("wb") as words, raise_on_stop_signals():
+    with log.open("wb") as stderr, raise_on_stop_signals():
         began = time.time()
         try:
-            with collect_stop_signals(
-                asked, lambda: None
-            ):  # or a signal would come between starting it and knowing what to end
+            # a signal between the start of the process and the assignment would leave it running
+            with collect_stop_signals(signals, lambda: None):
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=dict(environment),
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=dict(environment),
                     start_new_session=True,
                 )  # fmt: skip
-            if asked:
+            if signals:
                 raise KeyboardInterrupt
             out, _ = process.communicate()
         except BaseException:
@@ -55,12 +54,12 @@ def run_process(command: Sequence[str], log: Path, environment: Mapping[str, str
             raise
         finally:
             if process is not None:
-                _signal_group(process, signal.SIGKILL)  # workers that it left behind would be in the next one's way
+                _signal_group(process, signal.SIGKILL)  # leftover workers would disturb the next contender
     return ProcessResult(process.returncode, began, time.time() - began, out.decode(errors="replace"))
 
 
 def last_log_line(log: Path) -> str:
-    """The last line of a log that says anything; of a traceback that is the error."""
+    """The last non-empty line of a log; of a traceback, the error."""
     lines = [line.strip() for line in log.read_text(errors="replace").replace("\r", "\n").splitlines()]
     return next((line for line in reversed(lines) if line), "")
 
@@ -75,6 +74,6 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To it and to all that it started."""
+    """Signal the process and everything it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

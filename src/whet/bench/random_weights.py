@@ -1,6 +1,6 @@
-"""Random weights as files, for tools that take nothing else: `python -m whet.bench.random_weights FOLDER DTYPE`.
+"""Random weights as files, for tools that need files: `python -m whet.bench.random_weights FOLDER DTYPE`.
 
-A process of its own, so that neither its time nor its memory counts as anyone's.
+Runs in its own process, so that no contender's time or memory includes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def write_random_weights(folder: Path, dtype: str) -> None:
-    """Beside the config.json in `folder`, of the shape that it describes."""
+    """Write weights for the config.json in `folder`, next to it."""
     import torch
 
     from whet.model.config import ModelConfig
@@ -20,13 +20,13 @@ def write_random_weights(folder: Path, dtype: str) -> None:
     from whet.model.load.random_models import RANDOM_PREFIX
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kept = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    model = load_model(ModelConfig(path=f"{RANDOM_PREFIX}{folder}"), kept, accelerator)
+    weights_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    model = load_model(ModelConfig(path=f"{RANDOM_PREFIX}{folder}"), weights_dtype, accelerator)
     model.save_pretrained(folder)  # type: ignore[operator]
 
 
 def delete_weights(folder: Path) -> None:
-    """Of an 8B model they are 16 GB, and anyone can draw them again."""
+    """Delete the weights: 16 GB for an 8B model, and easily created again."""
     for pattern in _WEIGHT_PATTERNS:
         for file in folder.glob(pattern):
             file.unlink()

@@ -8,40 +8,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Speed from the clock and the counts of steps. The same arithmetic for every tool.
-
 COLUMN_NOTES = (
-    "tokens/s: tokens that are not padding, by the wall clock from the end of the last warm-up step to the end of the "
-    "last step; waiting for data and writing metrics count.",
-    "supervised tokens/s: those among them that the loss is taken of. whet trains on the assistant's tokens only and "
-    "computes the head there only; the others get packed rows as they take them by default, and train on every token.",
-    "TFLOP/s: 6 N for each token (4 N with an adapter, whose frozen weights need no gradient) and 6·L·H·D·length for "
-    "causal attention; N is every weight, embedding and head included. What is computed a second time does not count.",
-    "peak GiB: the most that torch held at a time on the device; of a CPU, the process's resident memory.",
-    "first step: seconds from the start of the process to the end of its first step. Conversations were tokenised "
-    "before, but Unsloth takes text and tokenises it; it also reads its weights from a file.",
+    "tokens/s: tokens without padding per second of wall-clock time, from the end of the last warm-up step to the end "
+    "of the last step; waiting for data and writing metrics are included.",
+    "supervised tokens/s: the tokens among them that have a loss. whet trains on the assistant's tokens and runs the "
+    "output head on them only; the others train on every token of the packed rows, their default.",
+    "TFLOP/s: 6 N per token (4 N with an adapter, whose frozen weights need no gradient) plus 6·L·H·D·length for "
+    "causal attention; N counts every weight, including embedding and head. Recomputation does not count.",
+    "peak GiB: peak memory allocated by torch on the device; on a CPU, the peak resident memory of the process.",
+    "first step: seconds from the start of the process to the end of its first step. Conversations are tokenized "
+    "beforehand, except for Unsloth, which tokenizes text itself and loads its weights from files.",
 )
-"""What the columns mean, to be printed below every table."""
+"""The meaning of the columns, printed below the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """What a tool did, one number a step."""
+    """Times and token counts of a tool, one per step."""
 
     ended: Sequence[float]
-    """When, in seconds of the wall clock."""
+    """Unix times."""
     tokens: Sequence[int]
     supervised: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlops:
-    """What a token costs, by the convention above; the same number for every tool."""
+    """The FLOPs of a token by the convention above; the same for every tool."""
 
     weights: int
-    """N."""
+    """N, the number of weights."""
     attention: float
-    """FLOPs of attention for a token, forward and backward."""
+    """FLOPs of attention per token, forward and backward."""
     is_adapter: bool
 
     @property
@@ -51,7 +49,7 @@ class TokenFlops:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The outcome."""
+    """The speed of a tool."""
 
     tokens_per_s: float
     supervised_per_s: float
@@ -61,26 +59,26 @@ class Throughput:
 
 
 MAX_STEP_SPREAD = 1.25
-"""From this spread on, a reader is warned. Steps of the same shape take the same time on a machine that is idle; beside
-other work on two cores the same tool's were seen to take three times as long."""
+"""A larger spread gives a warning. On an idle machine equal steps take equal time; on two busy cores steps of the same
+tool took up to three times as long."""
 MAX_WARMUP_DRIFT = 1.03
-"""From this on, too: a tool that compiles as it goes, or a card that changes its clock, was measured on its way."""
+"""A larger speed-up gives a warning: the tool was still compiling, or the GPU was still changing its clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepVariation:
-    """How alike the counted steps were, by tokens a second of each."""
+    """The variation of tokens per second over the counted steps."""
 
     spread: float
-    """How much longer a token took in the slowest step than in the fastest."""
+    """The ratio of the fastest to the slowest step."""
     median: float
     first_half: float
-    """The median of the first half of them; of a single step, that step."""
+    """The median of the first half of the steps."""
     second_half: float
 
 
 def step_variation(steps: StepTimings, warm: int) -> StepVariation:
-    """Of all steps after the first `warm`."""
+    """The variation over all steps after the first `warm`."""
     pairs = itertools.pairwise(steps.ended[warm - 1 :])
     rates = [tokens / (end - begin) for (begin, end), tokens in zip(pairs, steps.tokens[warm:], strict=True)]
     half = (len(rates) + 1) // 2
@@ -92,55 +90,52 @@ def step_variation(steps: StepTimings, warm: int) -> StepVariation:
     )
 
 
-def variation_warnings(even: StepVariation) -> list[str]:
-    """Why a number is unsure."""
+def variation_warnings(variation: StepVariation) -> list[str]:
+    """Why the throughput is unreliable; empty if it is not."""
     found = []
-    if even.spread > MAX_STEP_SPREAD:
+    if variation.spread > MAX_STEP_SPREAD:
         found.append(
-            f"its slowest counted step took {even.spread:.1f} times as long for a token as its fastest, so this "
-            f"number, and every ratio with it, is unsure: its median step does {even.median:,.0f} tokens/s. Measure on "
-            "an idle machine, with more --steps"
+            f"unreliable: the slowest counted step took {variation.spread:.1f} times as long per token as the fastest; "
+            f"the median step does {variation.median:,.0f} tokens/s. Measure on an idle machine, with more --steps"
         )
-    if even.second_half > MAX_WARMUP_DRIFT * even.first_half:
+    if variation.second_half > MAX_WARMUP_DRIFT * variation.first_half:
         found.append(
-            f"it was still getting faster: {even.first_half:,.0f} tokens/s by the median of the first half of the "
-            f"counted steps, {even.second_half:,.0f} by that of the second. Give more --warm and --steps"
+            f"still getting faster: the median is {variation.first_half:,.0f} tokens/s in the first half of the "
+            f"counted steps, {variation.second_half:,.0f} in the second. Use more --warm and --steps"
         )
     return found
 
 
 def attention_flops_per_token(layers: int, heads: int, head_width: int, lengths: Sequence[int]) -> float:
-    """FLOPs for a token of conversations of these lengths: of a long one there are more tokens, and each sees more."""
+    """Mean FLOPs of attention per token, over all tokens of conversations of these lengths."""
     mean = sum(length * length for length in lengths) / sum(lengths)
     return 6.0 * layers * heads * head_width * mean
 
 
-def compute_throughput(steps: StepTimings, warm: int, began: float, load: TokenFlops) -> Throughput:
-    """Over all steps after the first `warm`; `began` is when the process was started."""
+def compute_throughput(steps: StepTimings, warm: int, began: float, flops: TokenFlops) -> Throughput:
+    """The speed over all steps after the first `warm`; `began` is the start time of the process."""
     seconds = steps.ended[-1] - steps.ended[warm - 1]
     rate = sum(steps.tokens[warm:]) / seconds
     return Throughput(
         tokens_per_s=rate,
         supervised_per_s=sum(steps.supervised[warm:]) / seconds,
-        tflops=rate * load.per_token / 1e12,
+        tflops=rate * flops.per_token / 1e12,
         step_ms=1000 * seconds / (len(steps.ended) - warm),
         first_step_s=steps.ended[0] - began,
     )
 
 
-# The outcome as Markdown.
-
-_COLUMNS = ("tool", "tokens/s", "supervised tokens/s", "TFLOP/s", "peak GiB", "first step, s", "ms a step", "whet ÷ it")
+_COLUMNS = ("tool", "tokens/s", "supervised tokens/s", "TFLOP/s", "peak GiB", "first step, s", "ms/step", "whet ÷ tool")
 
 
 def results_markdown(result: dict[str, Any]) -> str:
-    """A heading with the terms, the table, and below it what the columns mean and what must be known of each tool."""
+    """A heading with the settings, the table, notes on the tools, and the meaning of the columns."""
     rows = [_table_row(contender) for contender in result["contenders"] if contender["state"] != "not installed"]
     lines = [
         f"## {_table_heading(result['terms'])}",
         "",
         f"{result['device']}; {result['model']['weights']:,} random weights; {result['data']['from']}, "
-        f"{result['data']['mean_length']:.0f} tokens a conversation on average.",
+        f"{result['data']['mean_length']:.0f} tokens per conversation on average.",
         "",
         f"| {' | '.join(_COLUMNS)} |",
         f"|---|{'---:|' * (len(_COLUMNS) - 1)}",
@@ -181,7 +176,7 @@ def _contender_notes(contenders: list[dict[str, Any]]) -> list[str]:
     found = []
     for contender in contenders:
         if contender["state"] == "not installed":
-            found.append(f"{contender['title']} is not installed here, so it is left out.")
+            found.append(f"{contender['title']} is not installed and left out.")
         found += [f"{_contender_label(contender)}: {note}." for note in contender["notes"]]
     return found
 

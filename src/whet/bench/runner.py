@@ -34,98 +34,100 @@ _BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
 
 
 class ContenderError(Exception):
-    """A contender did not come to its end; the others go on."""
+    """A contender failed; the others still run."""
 
 
-def run_benchmark(terms: BenchSettings, peers: list[Contender], out: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Measure whet and its peers. Everything is in `out`; the result is what bench.json holds."""
-    config = _prepare_folder(terms, out, overrides)
-    info("preparing the conversations")
-    material = prepare_inputs(config, terms, out)
+def run_benchmark(
+    settings: BenchSettings, peers: list[Contender], out: Path, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Measure whet and its peers. All files are in `out`; returns the content of bench.json."""
+    config = _prepare_folder(settings, out, overrides)
+    info("preparing the data")
+    inputs = prepare_inputs(config, settings, out)
     result: dict[str, Any] = {
         "finished": False,
-        "terms": asdict(terms),
+        "terms": asdict(settings),
         "overrides": list(overrides),
-        "device": terms.device,
-        "model": {**asdict(material.load), "flops_per_token": material.load.per_token},
+        "device": settings.device,
+        "model": {**asdict(inputs.flops), "flops_per_token": inputs.flops.per_token},
         "data": {
             "from": config.data.sources[0].path,
-            "conversations": material.count,
-            "tokens": material.tokens,
-            "dropped": material.dropped,
-            "mean_length": material.tokens / material.count,
+            "conversations": inputs.count,
+            "tokens": inputs.tokens,
+            "dropped": inputs.dropped,
+            "mean_length": inputs.tokens / inputs.count,
         },
         "contenders": [],
     }
     try:
         for contender in [whet_contender(), *peers]:
-            result["contenders"].append(_measure_contender(contender, terms, material, out, overrides))
+            result["contenders"].append(_measure_contender(contender, settings, inputs, out, overrides))
             result["device"] = _device_name(config) or result["device"]
             write_json(out / "bench.json", result)
     finally:
-        delete_weights(material.model)
+        delete_weights(inputs.model)
     _add_ratios(result)
     atomic_write(out / "bench.md", results_markdown(result))
     write_json(out / "bench.json", result)
     return result
 
 
-def _prepare_folder(terms: BenchSettings, out: Path, overrides: Sequence[str]) -> Config:
-    """Write whet's recipe into the folder, which holds nothing of anyone else's, and read it as `whet train` will."""
+def _prepare_folder(settings: BenchSettings, out: Path, overrides: Sequence[str]) -> Config:
+    """Write whet's recipe into a new folder, or that of an earlier benchmark, and read it as `whet train` will."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "bench.json").exists())):
-        raise WhetError(f"--out {out}: this is not a folder of an earlier comparison. Give a new or empty one")
+        raise WhetError(f"--out {out}: the folder has other files than a benchmark's. Give a new or empty one")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "bench.json", {"finished": False, "terms": asdict(terms), "overrides": list(overrides)})
+    write_json(out / "bench.json", {"finished": False, "terms": asdict(settings), "overrides": list(overrides)})
     recipe = out / "whet.yaml"
     head = " ".join(["# whet train", str(recipe), "--dry-run", *overrides])
-    atomic_write(recipe, f"{head}\n{dump_yaml(terms.recipe(out / 'whet'))}")
+    atomic_write(recipe, f"{head}\n{dump_yaml(settings.recipe(out / 'whet'))}")
     return read_config(recipe, overrides)
 
 
 def _measure_contender(
-    contender: Contender, terms: BenchSettings, material: BenchInputs, out: Path, overrides: Sequence[str]
+    contender: Contender, settings: BenchSettings, inputs: BenchInputs, out: Path, overrides: Sequence[str]
 ) -> dict[str, Any]:
-    """What bench.json says of one contender."""
-    ours = contender.name == "whet"
-    version = whet.__version__ if ours else contender.versions.get(contender.name)
-    account: dict[str, Any] = {
+    """The entry of one contender in bench.json."""
+    is_whet = contender.name == "whet"
+    version = whet.__version__ if is_whet else contender.versions.get(contender.name)
+    entry: dict[str, Any] = {
         "tool": contender.name, "title": contender.title, "version": version or "", "versions": contender.versions,
         "state": "not installed", "notes": [], "speed": None, "ratio": None,
     }  # fmt: skip
     if version is None:
-        info(f"{contender.title} is not installed in {contender.python}; it is left out")
-        return account
+        info(f"{contender.title} is not installed in {contender.python}; left out")
+        return entry
     began = time.time()
     info(f"{contender.title} {version}: training")
     try:
-        if ours:
+        if is_whet:
             started, found = _run_whet(contender, out, overrides)
         else:
-            account["notes"] = peer_notes(contender, terms)
-            started, found = _run_peer(contender, terms, material, out)
+            entry["notes"] = peer_notes(contender, settings)
+            started, found = _run_peer(contender, settings, inputs, out)
         steps = StepTimings(found.pop("ended"), found.pop("tokens"), found.pop("supervised"))
-        if len(steps.ended) <= terms.warm:
-            raise ContenderError(f"it ended after {len(steps.ended)} steps")
+        if len(steps.ended) <= settings.warm:
+            raise ContenderError(f"stopped after {len(steps.ended)} steps")
     except ContenderError as error:
         info(f"{contender.title} {version}: failed after {time.time() - began:.0f} s: {error}", style="yellow")
-        return account | {"state": "failed", "error": str(error), "log": f"{contender.name}.log"}
+        return entry | {"state": "failed", "error": str(error), "log": f"{contender.name}.log"}
     if "waited" in found:
-        part = statistics.fmean(found["waited"][terms.warm :])
-        account["notes"].append(f"it waited for data for {part:.2%} of the time")
-    measured = compute_throughput(steps, terms.warm, started, material.load)
-    even = step_variation(steps, terms.warm)
-    account["notes"] += variation_warnings(even)
+        share = statistics.fmean(found["waited"][settings.warm :])
+        entry["notes"].append(f"waited for data {share:.2%} of the time")
+    throughput = compute_throughput(steps, settings.warm, started, inputs.flops)
+    variation = step_variation(steps, settings.warm)
+    entry["notes"] += variation_warnings(variation)
     info(
-        f"{contender.title} {version}: {measured.tokens_per_s:,.0f} tokens/s, {found['peak_gib']:.1f} GiB "
+        f"{contender.title} {version}: {throughput.tokens_per_s:,.0f} tokens/s, {found['peak_gib']:.1f} GiB "
         f"({time.time() - began:.0f} s)"
     )
-    return account | {
-        "state": "measured", "speed": asdict(measured), "evenness": asdict(even), **found, "steps": asdict(steps)
+    return entry | {
+        "state": "measured", "speed": asdict(throughput), "evenness": asdict(variation), **found, "steps": asdict(steps)
     }  # fmt: skip
 
 
 def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tuple[float, dict[str, Any]]:
-    """A run as any user starts it, but for --dry-run: nobody wants the weights. It is measured by its metrics."""
+    """`whet train --dry-run`, which saves no weights; the numbers come from its metrics.jsonl."""
     command = [contender.python, "-m", "whet", "train", str(out / "whet.yaml"), *overrides, "--dry-run", "--json"]
     ended = child_process.run_process(command, out / "whet.log", contender.environment())
     _require_success(ended, out / "whet.log", _json_error(ended.out))
@@ -145,36 +147,36 @@ def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tupl
 
 
 def _run_peer(
-    contender: Contender, terms: BenchSettings, material: BenchInputs, out: Path
+    contender: Contender, settings: BenchSettings, inputs: BenchInputs, out: Path
 ) -> tuple[float, dict[str, Any]]:
-    if needs_weight_files(contender, terms):
-        _write_weight_files(terms, material, out)
+    if needs_weight_files(contender, settings):
+        _write_weight_files(settings, inputs, out)
     name = contender.name
-    config = peer_config(contender, terms, material.model, material.conversations, out / f"{name}-output")
-    result, settings = out / f"{name}.result.json", out / f"{name}.json"
+    config = peer_config(contender, settings, inputs.model, inputs.conversations, out / f"{name}-output")
+    result, settings_file = out / f"{name}.result.json", out / f"{name}.json"
     result.unlink(missing_ok=True)
     atomic_write(out / f"{name}.yaml", f"{peer_config_comment(contender)}\n{dump_yaml(config)}")
     write_json(
-        settings,
+        settings_file,
         {
-            "config": config, "conversations": str(material.conversations), "result": str(result),
-            "device": terms.device,
+            "config": config, "conversations": str(inputs.conversations), "result": str(result),
+            "device": settings.device,
         },
     )  # fmt: skip
-    command = [contender.python, str(contender.script), str(settings)]
+    command = [contender.python, str(contender.script), str(settings_file)]
     ended = child_process.run_process(command, out / f"{name}.log", contender.environment())
     found: dict[str, Any] = read_json(result) if result.exists() else {}
     _require_success(ended, out / f"{name}.log", found.get("error"))
     return ended.began, found | {"config": f"{name}.yaml"}
 
 
-def _write_weight_files(terms: BenchSettings, material: BenchInputs, out: Path) -> None:
-    if any(material.model.glob("*.safetensors")):
+def _write_weight_files(settings: BenchSettings, inputs: BenchInputs, out: Path) -> None:
+    if any(inputs.model.glob("*.safetensors")):
         return
-    size = material.load.weights * _BYTES_PER_WEIGHT[terms.weights]
-    require_disk_space(out, size, "the random weights that a peer reads from files")
-    info(f"writing {size / 2**30:.1f} GiB of random weights for those who read files; they are deleted at the end")
-    command = [sys.executable, "-m", "whet.bench.random_weights", str(material.model), terms.weights]
+    size = inputs.flops.weights * _BYTES_PER_WEIGHT[settings.weights]
+    require_disk_space(out, size, "random weights for peers that load files")
+    info(f"writing {size / 2**30:.1f} GiB of random weights for peers that load files; they are deleted at the end")
+    command = [sys.executable, "-m", "whet.bench.random_weights", str(inputs.model), settings.weights]
     ended = child_process.run_process(command, out / "weights.log", whet_contender().environment())
     if ended.code:
         raise RunFailedError(f"random weights could not be written: {child_process.last_log_line(out / 'weights.log')}")
@@ -183,13 +185,11 @@ def _write_weight_files(terms: BenchSettings, material: BenchInputs, out: Path) 
 def _require_success(ended: child_process.ProcessResult, log: Path, error: str | None) -> None:
     if ended.code or error:
         died = f"killed by {ended.killed_by}" if ended.killed_by else None
-        raise ContenderError(
-            error or died or child_process.last_log_line(log) or f"it ended with exit code {ended.code}"
-        )
+        raise ContenderError(error or died or child_process.last_log_line(log) or f"exit code {ended.code}")
 
 
 def _json_error(out: str) -> str | None:
-    """What `whet train --json` says went wrong."""
+    """The error that `whet train --json` printed."""
     try:
         error = json.loads(out).get("error")
     except ValueError:
@@ -198,13 +198,13 @@ def _json_error(out: str) -> str | None:
 
 
 def _device_name(config: Config) -> str | None:
-    """What whet's run called it; asking the driver here would take memory from the contenders."""
+    """The device name from whet's run; initialising the driver here would take memory from the contenders."""
     plan = config.folder.with_name(f"{config.folder.name}-dry") / "plan.json"
     return str(read_json(plan)["device_name"]) if plan.exists() else None
 
 
 def _add_ratios(result: dict[str, Any]) -> None:
-    """Add how many times as fast whet was, and how the whole ended: it is whet's own run that must have worked."""
+    """Add whet's speed relative to each peer, and the exit code, which depends on whet's own run only."""
     ours, *peers = result["contenders"]
     for peer in peers:
         if ours["speed"] and peer["speed"]:

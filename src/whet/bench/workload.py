@@ -1,4 +1,4 @@
-"""What is measured: the settings, whet's recipe for them, and the model shape and conversations that every contender gets."""
+"""The workload: settings, whet's recipe for them, and the model shape and conversations that all contenders get."""
 
 from __future__ import annotations
 
@@ -15,47 +15,42 @@ from whet.core.files import atomic_write
 from whet.model.load.random_models import RANDOM_PREFIX, random_model_config, resolve_random_path
 from whet.run.data import RunData, make_plan, prepare_data
 
-# The terms of a comparison, the same for all who take part, and whet's recipe for them.
-
 LORA = {"rank": 16, "alpha": 32}
 LEARNING_RATE = 1e-5
-_MIN_TOKENS_PER_ORDER = 64
-"""At least: how many conversations to ask the generator for."""
+_MIN_TOKENS_PER_ORDER = 64  # decides how many conversations to generate
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What is measured."""
+    """The settings of a benchmark, the same for every contender; `terms` in bench.json."""
 
     model: str
-    """The name of a shape, or the folder or file that has one."""
+    """The name of a model shape, or a folder or file with a config."""
     mode: str
     """full, lora or qlora."""
     data: str | None
-    """A source of conversations; None: the generator of orders."""
+    """A data source; None: builtin:orders."""
     rows: int
     length: int
     steps: int
     warm: int
-    """Steps that are not counted: kernels are compiled and memory is found in them."""
+    """Warm-up steps, which are not counted: kernels are compiled and memory is allocated."""
     precision: str
     """bf16, fp8 or fp32."""
     recompute: str
     """none or full."""
     tokenizer: str | None
     device: str
-    """cpu, or the kind of accelerator."""
+    """cpu, or the type of the accelerator."""
 
     def __post_init__(self) -> None:
         if self.steps <= self.warm:
             raise WhetError(
-                f"--steps {self.steps}: the first {self.warm} (--warm) are not counted, so nothing would be measured. "
-                f"Give more than {self.warm}"
+                f"--steps {self.steps}: the first {self.warm} (--warm) are not counted, so no step would be measured. "
+                f"Use more than {self.warm}"
             )
         if self.mode == "qlora" and self.precision != "bf16":
-            raise WhetError(
-                f"--mode qlora: 4-bit weights are computed with in bf16, not in --precision {self.precision}"
-            )
+            raise WhetError(f"--mode qlora: computes in bf16, not in --precision {self.precision}. Remove --precision")
 
     @property
     def is_adapter(self) -> bool:
@@ -63,21 +58,21 @@ class BenchSettings:
 
     @property
     def weights(self) -> str:
-        """What the model's weights are in, for every tool."""
+        """The dtype of the model's weights, for every tool."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
     def recipe(self, run: Path) -> dict[str, Any]:
-        """whet's own, for a run in this folder."""
+        """whet's recipe for a run in this folder."""
         source: dict[str, Any] = {"path": self.data or "builtin:orders"}
         if self.data is None:
             source["max_samples"] = max(1000, self.rows * self.length * self.steps // _MIN_TOKENS_PER_ORDER)
         elif Path(self.data).expanduser().exists():
             source["path"] = str(Path(self.data).expanduser().resolve())
-        halved = self.mode == "full" and self.weights == "bf16"
+        is_bf16 = self.mode == "full" and self.weights == "bf16"
         model = {
             "path": resolve_random_path(RANDOM_PREFIX + self.model),
             "tokenizer": self.tokenizer,
-            "dtype": "bf16" if halved else None,
+            "dtype": "bf16" if is_bf16 else None,
         }
         parts: dict[str, Any] = {
             "run": {"name": "whet", "dir": str(run)},
@@ -90,8 +85,8 @@ class BenchSettings:
                 "batch": {"rows": self.rows},
                 "micro_rows": self.rows,
                 "precision": self.precision,
-                # As the others' fused AdamW has it: the states are in the type of the weights.
-                "optimizer": {"name": "adamw16bit" if halved else "adamw", "lr": LEARNING_RATE},
+                # like the peers' fused AdamW, whose states have the dtype of the weights
+                "optimizer": {"name": "adamw16bit" if is_bf16 else "adamw", "lr": LEARNING_RATE},
                 "schedule": {"name": "constant", "warmup": 0},
             },
             "parallel": {"recompute": self.recompute},
@@ -102,37 +97,35 @@ class BenchSettings:
         return {key: value for key, value in parts.items() if value is not None}
 
 
-# What all contenders get: the shape of the model with its tokenizer, and the conversations as tokens.
-
 _SPARE_DATA_FACTOR = 1.25
-"""Others pack less well, or drop what is left of a batch: they get so much more than whet needs."""
+"""Peers get more data than whet needs, because they may pack less tightly or drop the last batch."""
 
 _MAX_DROPPED_SHARE = 0.05
-"""If more than this part of the data is left out, it is said."""
+"""A larger share of dropped conversations gives a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchInputs:
-    """Where it is, and what it weighs."""
+    """The files that all contenders get, and their size."""
 
     model: Path
     conversations: Path
-    load: TokenFlops
+    flops: TokenFlops
     count: int
     tokens: int
     dropped: int
-    """Conversations of the data that nobody gets, because they are longer than a row or cannot be used."""
+    """Conversations that no contender gets, because they are longer than a row or invalid."""
 
 
-def prepare_inputs(config: Config, terms: BenchSettings, out: Path) -> BenchInputs:
-    """Prepare the data as whet's recipe says, and write down for the others what whet will see."""
+def prepare_inputs(config: Config, settings: BenchSettings, out: Path) -> BenchInputs:
+    """Prepare the data as whet's recipe does, and write what whet will train on to files for the peers."""
     shape = random_model_config(config.model.path, config.model.trust_remote_code)
     data = prepare_data(config)
-    known, room = len(data.tokenizer), shape.get_text_config().vocab_size
-    if known > room:
+    tokens, rows = len(data.tokenizer), shape.get_text_config().vocab_size
+    if tokens > rows:
         raise WhetError(
-            f"--model {terms.model}: it has room for {room:,} tokens, and the tokenizer knows {known:,}. Give a "
-            "smaller one: --tokenizer FOLDER"
+            f"--model {settings.model}: its vocabulary has {rows:,} tokens and the tokenizer {tokens:,}. Use a smaller "
+            "tokenizer: --tokenizer FOLDER"
         )
     model = out / "model"
     model.mkdir(exist_ok=True)
@@ -142,18 +135,18 @@ def prepare_inputs(config: Config, terms: BenchSettings, out: Path) -> BenchInpu
     found, dropped = (sum(account[key] for account in accounts) for key in ("in", "dropped"))
     if dropped > _MAX_DROPPED_SHARE * found:
         warn(
-            f"{dropped:,} of {found:,} conversations are left out, most likely because they are longer than --length "
-            f"{terms.length}: what is measured are short ones"
+            f"{dropped:,} of {found:,} conversations are dropped, most likely because they are longer than --length "
+            f"{settings.length}; only shorter ones are measured"
         )
     lines = _tokenized_conversations(config, data)
     conversations = out / "conversations.jsonl"
     atomic_write(conversations, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     lengths = [len(line["input_ids"]) for line in lines]
-    return BenchInputs(model, conversations, _token_flops(shape, terms, lengths), len(lines), sum(lengths), dropped)
+    return BenchInputs(model, conversations, _token_flops(shape, settings, lengths), len(lines), sum(lengths), dropped)
 
 
 def _tokenized_conversations(config: Config, data: RunData) -> list[dict[str, Any]]:
-    """Those of the steps that whet will take, in their order, and of some steps more."""
+    """The conversations of whet's steps in order, and of some more steps."""
     longer = config.train.model_copy(update={"steps": int(_SPARE_DATA_FACTOR * (config.train.steps or 1)) + 2})
     plan = make_plan(config.model_copy(update={"train": longer}), data)
     found = []
@@ -164,16 +157,16 @@ def _tokenized_conversations(config: Config, data: RunData) -> list[dict[str, An
     return found
 
 
-def _token_flops(shape: Any, terms: BenchSettings, lengths: list[int]) -> TokenFlops:
+def _token_flops(shape: Any, settings: BenchSettings, lengths: list[int]) -> TokenFlops:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):  # counted without any memory
+    with torch.device("meta"):  # without allocating memory
         model = AutoModelForCausalLM.from_config(shape)
     weights = sum(parameter.numel() for parameter in model.parameters())
     text = shape.get_text_config()
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return TokenFlops(
-        weights, attention_flops_per_token(text.num_hidden_layers, heads, width, lengths), terms.is_adapter
+        weights, attention_flops_per_token(text.num_hidden_layers, heads, width, lengths), settings.is_adapter
     )

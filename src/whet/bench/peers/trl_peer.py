@@ -1,20 +1,20 @@
-"""TRL's side of a comparison: `python trl_peer.py SETTINGS.json`. It does not import whet.
+"""The benchmark of TRL: `python trl_peer.py SETTINGS.json`. Does not import whet.
 
-`config` in the settings has the keys of `trl sft --config`: those of the model and of LoRA, and SFTConfig's.
+`config` in the settings has the keys of `trl sft --config`: of the model, LoRA and SFTConfig.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sft_race import conversations, follow, race
+from timed_sft import conversations, run_script, train_timed
 
 _NOT_SFT = ("model_name_or_path", "dtype", "attn_implementation", "datasets", "use_peft", "load_in_4bit",
             "bnb_4bit_quant_type", "use_bnb_nested_quant")  # fmt: skip
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """Random weights of the shape, adapters if asked for, and the steps."""
+    """Train a model with random weights, with LoRA if configured."""
     from transformers import AutoTokenizer
 
     config: dict[str, Any] = settings["config"]
@@ -27,7 +27,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
             r=config["lora_r"], lora_alpha=config["lora_alpha"], lora_dropout=config["lora_dropout"],
             target_modules=config["lora_target_modules"], task_type="CAUSAL_LM",
         )  # fmt: skip
-    return race(
+    return train_timed(
         settings,
         arguments,
         model=_quantized(config) if config.get("load_in_4bit") else _random(config, settings["device"]),
@@ -38,7 +38,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _random(config: dict[str, Any], device: str) -> Any:
-    """Made on the device at once, as the contender beside it does."""
+    """Random weights, created on the device, as whet does."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,20 +50,20 @@ def _random(config: dict[str, Any], device: str) -> Any:
 
 
 def _quantized(config: dict[str, Any]) -> Any:
-    """From files: weights become 4-bit while they are read."""
+    """From files: weights are quantized to 4 bits while loading."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    kept = getattr(torch, config["dtype"])
+    dtype = getattr(torch, config["dtype"])
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=config["bnb_4bit_quant_type"], bnb_4bit_compute_dtype=kept,
+        load_in_4bit=True, bnb_4bit_quant_type=config["bnb_4bit_quant_type"], bnb_4bit_compute_dtype=dtype,
         bnb_4bit_use_double_quant=config["use_bnb_nested_quant"],
     )  # fmt: skip
     return AutoModelForCausalLM.from_pretrained(
-        config["model_name_or_path"], dtype=kept, attn_implementation=config["attn_implementation"],
+        config["model_name_or_path"], dtype=dtype, attn_implementation=config["attn_implementation"],
         quantization_config=quantization, device_map={"": 0},
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    follow(run)
+    run_script(run)

@@ -1,4 +1,4 @@
-"""Which of the packages named on the command line this Python has: a JSON object of name to version."""
+"""Prints the versions of installed packages among those on the command line, as a JSON object."""
 
 import importlib.metadata
 import json
@@ -6,7 +6,7 @@ import sys
 
 
 def versions(names: list[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of those packages that are installed."""
     found = {}
     for name in names:
         try:
