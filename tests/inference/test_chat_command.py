@@ -177,7 +177,7 @@ def test_a_mistyped_path_is_not_a_hub_id(whet: Any, tmp_path: Path, monkeypatch:
 def test_invalid_prompts_and_options(whet: Any, tmp_path: Path, tiny_run: Path) -> None:
     for arguments, words in (
         (("builtin:tiny", "-p", "word " * 4000), "the model's context is 4,096"),
-        (("builtin:tiny", "-p", "Hi", "--unconditional"), "--prompt and --unconditional ask for different things"),
+        (("builtin:tiny", "-p", "Hi", "--unconditional"), "--prompt and --unconditional are alternatives"),
         (("builtin:tiny", "-p", "Hi", "--top-p", "0"), "top_p: 0.0 is out of range"),
         (("builtin:tiny", "--prompts", tmp_path / "none.txt"), "cannot be read"),
         ((tiny_run, "-p", "Hi", "--load", "4bit"), "Export the run first"),

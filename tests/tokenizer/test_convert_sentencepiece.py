@@ -249,5 +249,5 @@ def test_special_tokens_of_a_fast_tokenizer_can_be_markers() -> None:
     said = talk(tokenizer, ("user", "a"), ("assistant", "b"))
     assert said == "<|im_start|>a<|im_start|><|endoftext|>b<|endoftext|><|im_end|>"
     assert tokenizer.eot_token_id == pad
-    with pytest.raises(WhetError, match=rf"data\.markers\.user: {re.escape(U)} is no special token of"):
+    with pytest.raises(WhetError, match=rf"data\.markers\.user: {re.escape(U)} is not a special token of"):
         load_tokenizer(tiny, TurnMarkers({"user": TurnMarker(U), "assistant": TurnMarker(A, pad)}))

@@ -1,1 +1,1 @@
-"""The command line: one file a verb; parses, delegates, prints."""
+"""The command line: one file per verb, which parses, delegates and prints."""

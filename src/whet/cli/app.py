@@ -1,4 +1,4 @@
-"""The `whet` command. Heavy libraries are imported by the verbs that use them, so that help is instant."""
+"""The `whet` command. Verbs import heavy libraries when they run, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"whet {__version__}")
         raise typer.Exit
 
@@ -76,7 +76,7 @@ app.add_typer(import_.app)
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point of the `whet` command."""
     if started_by_torchrun():
         terminate_with_parent()
     try:
@@ -86,14 +86,16 @@ def main() -> None:
 
 
 def _run_app() -> None:
-    """With --json, wrong usage too is one JSON object on stdout."""
+    """Parse and run. With --json, a usage error is one JSON object on stdout, too."""
     if "--json" not in sys.argv[1:]:
         app()
         return
     try:
         code = typer.main.get_command(app)(standalone_mode=False)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not the parser's: typer brings its own or the installed click
+        if not hasattr(
+            error, "format_message"
+        ):  # not a usage error: typer raises those of its own or of the installed click
             raise
         from whet.core import console
 

@@ -20,49 +20,54 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|RUN", help="A model folder, a hub id, builtin:smollm2, an adapter's folder, or a run folder."
+            metavar="MODEL|RUN", help="A model folder, a hub id, builtin:smollm2, an adapter folder or a run folder."
         ),
     ],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Ask once and print the answer instead of a conversation.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this prompt and exit.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Ask every line of a file: plain text, or .jsonl.")
+        Path | None, typer.Option("--prompts", help="Answer every line of a file, plain text or .jsonl, and exit.")
     ] = None,
     unconditional: Annotated[
-        bool, typer.Option("--unconditional", help="No question and no chat template: what follows a text's beginning.")
+        bool,
+        typer.Option("--unconditional", help="Generate from the BOS token alone, without prompt and chat template."),
     ] = False,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="MODEL|RUN", help="A second model that is asked the same.")
+        str | None,
+        typer.Option("--against", metavar="MODEL|RUN", help="A second model, which answers the same prompts."),
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option("--adapter", metavar="NAME=DIR", help="An adapter of MODEL; may be repeated.")
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=DIR", help="Load an adapter of MODEL; may be repeated."),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; higher varies.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the so many likeliest tokens; 0: all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest with this share together; 1: all.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out what is less likely than this part of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0: all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens whose probabilities add up to p; 1: all.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than this fraction of the most likely one.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: penalize tokens that occurred before.")] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be repeated.")
+        list[str] | None, typer.Option("--stop", help="End the answer at this text; may be repeated.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
-    seed: Annotated[int, typer.Option(help="Repeats a sampled answer.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show how likely each token was, and what else was likely.")
+        bool, typer.Option("--explain", help="Show the probability of each token and its most likely alternatives.")
     ] = False,
     calculator: Annotated[
-        bool, typer.Option("--calculator", help="Work out the sums that the model asks its calculator for.")
+        bool, typer.Option("--calculator", help="Answer the model's calls of a calculator tool.")
     ] = False,
     load: Annotated[
         Literal["auto", "4bit", "spread"],
-        typer.Option("--load", help="For large models: 4 bits a weight, or spread over all GPUs."),
+        typer.Option("--load", help="For large models: 4-bit weights, or spread over all GPUs."),
     ] = "auto",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any] | None:
-    """Talk to a model in the terminal."""
+    """Chat with a model in the terminal."""
     from whet.core.errors import WhetError
     from whet.inference.adapters import parse_adapter_options
     from whet.inference.chat import answer_conversations, generate_unconditional, read_prompts
@@ -72,9 +77,9 @@ def chat(
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts)) if value is not None]
     given += ["--unconditional"] * unconditional
     if len(given) > 1:
-        raise WhetError(f"{given[0]} and {given[1]} ask for different things: give one of them")
+        raise WhetError(f"{given[0]} and {given[1]} are alternatives: give one of them")
     if as_json and not given:
-        raise WhetError("--json needs something to answer: add --prompt TEXT, --prompts FILE or --unconditional")
+        raise WhetError("--json needs a prompt: add --prompt TEXT, --prompts FILE or --unconditional")
     sampling = Sampling(temperature, top_k, seed, max_new_tokens, top_p, min_p, repetition_penalty, tuple(stop or ()))
     conversations = None if prompts is None else read_prompts(prompts)
     models = load_chat_models(model, sampling, against, parse_adapter_options(adapter or []), load, calculator, system)
@@ -107,7 +112,7 @@ def _answer_prompt(models: ChatModels, prompt: str, explain: bool, as_json: bool
 
     def show(model: InferenceModel, text: str) -> None:
         if models.against is not None and id(model) not in named:
-            sys.stdout.write(f"{chr(10) * bool(named)}{model.name} › ")
+            sys.stdout.write(f"\n{model.name} › " if named else f"{model.name} › ")
             named.add(id(model))
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -127,7 +132,7 @@ def _print_answers(result: dict[str, Any], labelled: bool, name: str = "") -> No
 
 
 def _print_notes(result: dict[str, Any]) -> None:
-    """Notes go to stderr, so that stdout has the answers only."""
+    """Notes on truncated answers go to stderr, token probabilities to stdout."""
     from whet.core.console import info
 
     for each in (result, *([result["against"]] if "against" in result else [])):

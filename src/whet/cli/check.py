@@ -16,10 +16,10 @@ _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "
 def check(
     recipe: RecipeArgument, overrides: OverridesArgument = None, quiet: QuietOption = False, as_json: JsonOption = False
 ) -> dict[str, Any]:
-    """Prove, before you train, that what will be trained on is what you meant.
+    """Check data, chat template, masks and model before you train.
 
-    Looks at data, template, masks, ends of turns, cuts, copies, the tokenizer and the real model. Exit code 1 if there
-    is a fault; warnings alone are exit code 0.
+    Verifies token ids and loss masks, end-of-turn tokens, truncation, duplicates, the tokenizer, and that packed
+    conversations do not attend to each other in the real model. Exit code 1 if there is a fault; warnings exit with 0.
     """
     from whet.config import read_config
     from whet.core.console import info_item

@@ -1,4 +1,4 @@
-"""What every command shares: options, the one JSON object, errors as paragraphs, exit codes."""
+"""Shared by all commands: common options, --json output, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from whet.core.errors import CancelledError, ExitCode, RunFailedError, WhetError
 
 P = ParamSpec("P")
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors; --json gives the result.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print errors only; combine with --json for the result.")
+]
 RecipeArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Change single settings, such as train.steps=100.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Override settings, such as train.steps=100.", show_default=False),
 ]
 
 
 def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, None]:
-    """Make a command of a function that returns its result: JSON, quietness and errors are handled here."""
+    """Turn a function that returns its result into a command: handles --json, --quiet, errors and the exit code."""
 
     @functools.wraps(function)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -50,7 +52,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
             if known is None:
                 traceback.print_exc()
             _fail(
-                known or RunFailedError(f"{type(error).__name__}: {error}. This is a fault in whet: please report it"),
+                known or RunFailedError(f"{type(error).__name__}: {error}. This is a bug in whet: please report it"),
                 as_json,
             )
         else:

@@ -11,10 +11,12 @@ from whet.cli.common import JsonOption, cli_command
 
 @cli_command
 def config(
-    prefix: Annotated[str, typer.Argument(metavar="[KEY]", help="Only keys that start so, such as train.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="Only settings whose key starts with this, such as train.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Explain every setting: its type, its default, and what it does."""
+    """List every setting with its type, default and meaning."""
     from rich.console import Console
     from rich.table import Table
 
@@ -24,7 +26,7 @@ def config(
 
     found = [setting for setting in list_settings(Config) if setting.key.startswith(prefix)]
     if not found:
-        raise WhetError(f"no setting starts with '{prefix}'; `whet config` lists them all")
+        raise WhetError(f"no setting starts with '{prefix}'. `whet config` lists them all")
     if not as_json:
         table = Table(box=None, pad_edge=False, header_style="bold", highlight=False)
         for title in ("key", "type", "default", "meaning"):

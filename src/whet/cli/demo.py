@@ -14,15 +14,15 @@ from whet.cli.common import JsonOption, QuietOption, cli_command
 
 @cli_command
 def demo(
-    folder: Annotated[Path, typer.Option("--dir", help="Where the demo's run lives.")] = Path("runs/demo"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier demo and run again.")] = False,
+    folder: Annotated[Path, typer.Option("--dir", help="The run folder of the demo.")] = Path("runs/demo"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier demo and run it again.")] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Fine-tune a small real model on this machine, and see that it learned.
+    """Fine-tune a small real model on this machine and compare it before and after.
 
-    SmolLM2 (135 M parameters) learns to turn orders in plain words into JSON. The base is scored, a LoRA trained,
-    the result scored again, exported, and shown before and after. Ctrl-C stops it; the next start continues.
+    SmolLM2 (135 M parameters) learns to turn orders in plain words into JSON: the base model is scored, a LoRA adapter
+    is trained, and the result is scored again and exported. Ctrl-C stops the demo; the next start continues it.
     """
     from whet.config import read_config
     from whet.core.console import info
@@ -36,7 +36,7 @@ def demo(
     recipe = Path(str(importlib.resources.files("whet") / "recipes" / "demo.yaml"))
     config = read_config(recipe).with_folder(folder)
     if fresh and (folder / "config.yaml").exists():
-        RunFolder(folder).close()  # not while another process works in it
+        RunFolder(folder).close()  # raises if another process uses it
         shutil.rmtree(folder)
     if read_status(folder).get("state") != "finished":
         with import_without_gc():

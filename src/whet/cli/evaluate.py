@@ -13,34 +13,40 @@ from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_comm
 def evaluate(
     model: Annotated[
         str,
-        typer.Argument(metavar="RUN|MODEL", help="A run folder, RUN@STEP, a model folder, a hub id, builtin:smollm2."),
+        typer.Argument(
+            metavar="RUN|MODEL", help="A run folder, RUN@STEP, a model folder, a hub id or builtin:smollm2."
+        ),
     ],
     overrides: OverridesArgument = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Names and files, such as orders,my.jsonl:number, or a YAML list of tasks.")
+        str | None,
+        typer.Option(help="Tasks to score: names and files, such as orders,my.jsonl:number, or a YAML list."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Measure the loss on this file instead.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Measure the loss on this file instead of the run's validation data.")
+    ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Another run or model to compare with, or the file of an earlier evaluation.")
+        str | None, typer.Option(help="A run, a model or the file of an earlier evaluation to compare with.")
     ] = None,
-    base: Annotated[bool, typer.Option("--base/--no-base", help="Ask the model before training too.")] = True,
+    base: Annotated[bool, typer.Option("--base/--no-base", help="Score the model before training, too.")] = True,
     lm_eval: Annotated[
-        str | None, typer.Option("--lm-eval", help="Tasks for EleutherAI's lm-eval, run on the exported model.")
+        str | None, typer.Option("--lm-eval", help="Run these tasks of EleutherAI's lm-eval on the exported model.")
     ] = None,
-    out: Annotated[str | None, typer.Option(help="A file for the result with all answers.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write the result with all answers to this file.")] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Measure a run or a model: loss, perplexity, bits per byte, token accuracy, and tasks with how sure they are."""
+    """Evaluate a run or a model: loss, perplexity, bits per byte, token accuracy, tasks with confidence intervals."""
     from whet.inference.comparison import format_results
-    from whet.run.eval_command import EvaluationRequest
-    from whet.run.eval_command import evaluate as answer
+    from whet.run import eval_command
     from whet.run.lm_eval_harness import run_lm_eval
 
     if lm_eval is not None:
         result = run_lm_eval(model, lm_eval, overrides or [])
     else:
-        result = answer(EvaluationRequest(model, overrides or [], tasks, data, against, base, out))
+        result = eval_command.evaluate(
+            eval_command.EvaluationRequest(model, overrides or [], tasks, data, against, base, out)
+        )
     if not as_json:
         for line in format_results(result):
             typer.echo(line)

@@ -12,7 +12,7 @@ from whet.cli.common import JsonOption, QuietOption, cli_command
 
 
 class ExportKind(StrEnum):
-    """What an export can be."""
+    """The format of the export."""
 
     MERGED = "merged"
     HF = "hf"
@@ -22,7 +22,7 @@ class ExportKind(StrEnum):
 
 
 class ExportDtype(StrEnum):
-    """In which numbers."""
+    """The dtype of the exported weights."""
 
     F64 = "f64"
     F32 = "f32"
@@ -34,7 +34,7 @@ class ExportDtype(StrEnum):
 
 @cli_command
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or RUN@STEP, RUN@best.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, RUN@STEP or RUN@best.")],
     to: Annotated[
         ExportKind,
         typer.Option(
@@ -47,23 +47,24 @@ def export(
         ExportDtype | None,
         typer.Option(
             "--dtype",
-            help="The numbers to write; those that training computed in if absent; exact: those it kept weights in.",
+            help="The dtype of the weights; default: that of the training computation; exact: as stored.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder to write; RUN/exports/KIND if absent.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Output folder; default: RUN/exports/KIND.")] = None,
     shard_size: Annotated[
-        float, typer.Option("--shard-size", min=1e-6, help="GB in one file of weights; memory is about one such file.")
+        float,
+        typer.Option("--shard-size", min=1e-6, help="GB per weight file; exporting needs about this much memory."),
     ] = 5.0,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="Of megatron: processes that share each matrix.")
+        int, typer.Option("--tensor-parallel", min=1, help="For megatron: the tensor-parallel size of the checkpoint.")
     ] = 1,
     check: Annotated[
-        Path | None, typer.Option("--check", help="Write nothing: compare this export with the run once more.")
+        Path | None, typer.Option("--check", help="Write nothing; compare this export with the run again.")
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Write a run's model in a form that others load, load it back and compare it."""
+    """Export a run's model for other tools, load the export back and compare it with the trained model."""
     from whet.run.export_run import ExportRequest, check_export, export_run
 
     if check is not None:

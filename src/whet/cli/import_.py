@@ -10,11 +10,11 @@ import typer
 
 from whet.cli.common import JsonOption, QuietOption, cli_command
 
-app = typer.Typer(name="import", help="Take over what other programs made.", no_args_is_help=True)
+app = typer.Typer(name="import", help="Convert checkpoints of other programs.", no_args_is_help=True)
 
 
 class ImportKind(StrEnum):
-    """Whose checkpoint it is."""
+    """The program that wrote the checkpoint."""
 
     NEOX = "neox"
     NANOCHAT = "nanochat"
@@ -25,14 +25,21 @@ class ImportKind(StrEnum):
 @app.command()
 @cli_command
 def checkpoint(
-    kind: Annotated[ImportKind, typer.Argument(metavar="neox|nanochat|mindspeed|dcp", help="Whose checkpoint it is.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Its folder.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="The model folder to write.")],
+    kind: Annotated[
+        ImportKind,
+        typer.Argument(
+            metavar="neox|nanochat|mindspeed|dcp", help="The program that wrote it; dcp: torch.distributed.checkpoint."
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint's folder.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="Output folder.")],
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="NeoX's YAML, or a config.json of transformers.")
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The YAML of GPT-NeoX, or a config.json of transformers."),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="DIR", help="A folder with the tokenizer, or a .model file.")
+        Path | None,
+        typer.Option("--tokenizer", metavar="DIR", help="The tokenizer's folder, or a SentencePiece .model file."),
     ] = None,
     average_norms: Annotated[
         bool, typer.Option("--average-norms", help="Average norms that differ between tensor-parallel ranks.")
@@ -40,7 +47,7 @@ def checkpoint(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Write a checkpoint of another program as a model folder, load it back and compare it."""
+    """Convert a checkpoint to a model folder, load it back and compare it."""
     from whet.convert.converter import import_checkpoint
 
     return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms)

@@ -12,7 +12,7 @@ from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeAr
 
 
 class LaunchTarget(StrEnum):
-    """What starts the processes."""
+    """Where the processes run."""
 
     LOCAL = "local"
 
@@ -21,16 +21,16 @@ class LaunchTarget(StrEnum):
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    on: Annotated[LaunchTarget, typer.Option(help="Where: on this machine.")] = LaunchTarget.LOCAL,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
+    on: Annotated[LaunchTarget, typer.Option(help="Where to run: on this machine.")] = LaunchTarget.LOCAL,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Train on all devices of this machine, or of several, and start again after a crash.
+    """Train on all devices of this machine, or of several machines, with restarts after a crash.
 
-    A run that crashes goes on from its newest checkpoint, up to launch.max_restarts times. On several machines
-    (launch.nodes, launch.rendezvous) the same command is started on each. Ctrl-C, SIGTERM and SIGUSR1 save and stop.
+    A run that crashes continues from its newest checkpoint, up to launch.max_restarts times. For several machines
+    (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM and SIGUSR1 save and stop.
     """
     from whet.config import read_config
     from whet.core.console import info, print_error
@@ -50,7 +50,7 @@ def launch(
     outcome = supervise(job)
     if outcome.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
         info(outcome.reason)
-    elif outcome.exit_code == ExitCode.FAILED:  # what is wrong with the input, the run has said itself
+    elif outcome.exit_code == ExitCode.FAILED:  # the run itself has reported errors of its input
         print_error(f"error: {outcome.reason}")
     return {
         "run": str(config.folder),

@@ -16,20 +16,21 @@ def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Make part I of N (from 0), on one of N machines.")
+        str | None, typer.Option(metavar="I/N", help="Prepare part I of N, counted from 0, on one of N machines.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Join the parts that the machines have made.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the parts of all machines into one store.")] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Turn raw data into tokens with loss masks, and account for every conversation.
 
-    `whet train` does this by itself; here it can be looked at, or done ahead: with --shard on many machines that share
-    a folder (data.store, or the environment variable WHET_CACHE), then once with --merge.
+    `whet train` does this by itself. Run it to inspect the result, or ahead of training on many machines that share a
+    folder (data.store, or the environment variable WHET_CACHE): with --shard on each, then once with --merge.
     """
     from whet.config import read_config
     from whet.core.console import info
     from whet.core.errors import WhetError
+    from whet.data.prepare.ledger import sum_accounts
     from whet.run.data import prepare_data, prepare_data_shard, require_data_shards
     from whet.run.model_reference import resolve_model_reference
 
@@ -39,7 +40,7 @@ def prepare(
         if match is None or int(match[1]) >= int(match[2]) or merge:
             raise WhetError(f"--shard {shard}: write I/N with I from 0 to N − 1, such as 0/4, and without --merge")
         folders = prepare_data_shard(config, int(match[1]), int(match[2]))
-        info(f"part {shard} is made. When all are, run the same with --merge")
+        info(f"part {shard} is ready. When all parts are, run the same command with --merge")
         return {"shard": shard, "stores": folders}
     if merge:
         require_data_shards(config)
@@ -47,7 +48,7 @@ def prepare(
     data = prepare_data(config)
     seconds = time.perf_counter() - began
     ledger = data.ledger()
-    result = sum_ledger(ledger["sources"])
+    result = sum_accounts(ledger["sources"])
     result |= {
         "store": str(data.train.store.folder),
         "stores": ledger["stores"],
@@ -56,13 +57,15 @@ def prepare(
         "reused": data.train.reused,
         "ledger": ledger["sources"],
     }
-    _print_summary(result, info)
+    _print_summary(result)
     return result
 
 
-def _print_summary(result: dict[str, Any], say: Any) -> None:
+def _print_summary(result: dict[str, Any]) -> None:
+    from whet.core.console import info
+
     counts = result["conversations"]
-    say(
+    info(
         f"{counts['kept']:,} of {counts['in']:,} conversations kept, {counts['dropped']:,} dropped, "
         f"{counts['truncated']:,} truncated, {counts['split']:,} split; {result['tokens']:,} tokens, "
         f"{result['supervised_tokens']:,} of them supervised"
@@ -70,33 +73,10 @@ def _print_summary(result: dict[str, Any], say: Any) -> None:
     numbers = result["reasons"] | result["notes"] | {"truncated": counts["truncated"]}
     for reason, places in result["first"].items():
         known = numbers.get(reason, result["duplicates"] if reason == "duplicate" else len(places))
-        say(f"  {reason}: {known:,}, first {', '.join(places[:3])}")
+        info(f"  {reason}: {known:,}, first {', '.join(places[:3])}")
     if result["overlap"]["conversations"]:
-        say(
-            f"  in validation and training alike: {result['overlap']['conversations']:,}, first "
+        info(
+            f"  in both validation and training: {result['overlap']['conversations']:,}, first "
             f"{', '.join(result['overlap']['first'][:3])}"
         )
-    say(f"store: {result['store']}" + (" (was there already)" if result["reused"] else ""))
-
-
-def sum_ledger(accounts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The accounts of all sources in one."""
-    reasons: dict[str, int] = {}
-    notes: dict[str, int] = {}
-    first: dict[str, list[str]] = {}
-    for account in accounts:
-        for reason, places in account["first"].items():
-            first.setdefault(reason, []).extend(places)
-        for sums, own in ((reasons, account["reasons"]), (notes, account["notes"])):
-            for reason, number in own.items():
-                sums[reason] = sums.get(reason, 0) + number
-    keys = ("in", "kept", "dropped", "truncated", "split")
-    return {
-        "conversations": {key: sum(account["conversations"][key] for account in accounts) for key in keys},
-        "reasons": reasons,
-        "notes": notes,
-        "duplicates": sum(account["duplicates"] for account in accounts),
-        "first": first,
-        "tokens": sum(account["tokens"] for account in accounts),
-        "supervised_tokens": sum(account["supervised_tokens"] for account in accounts),
-    }
+    info(f"store: {result['store']}" + (" (reused)" if result["reused"] else ""))

@@ -16,7 +16,7 @@ def report(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Write report.html for a run: curves, scores, samples and the ledger on one page that opens offline."""
+    """Write report.html for a run: curves, scores, samples and the ledger on one page that works offline."""
     from whet.core.console import info
     from whet.report.html_report import write_report
 

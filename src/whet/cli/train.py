@@ -20,27 +20,31 @@ def train(
         typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
     ] = None,
     overrides: OverridesArgument = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder after a stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
     until: Annotated[
         int | None,
-        typer.Option(min=1, metavar="STEP", help="Pause after this step; the schedule stays that of the whole run."),
+        typer.Option(
+            min=1,
+            metavar="STEP",
+            help="Stop after this step; the learning-rate schedule is still that of the whole run.",
+        ),
     ] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Try the whole way in five tiny steps, in a folder of its own.")
+        bool, typer.Option("--smoke", help="Test the whole pipeline in five tiny steps, in a folder of its own.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train, but keep no checkpoint, export or report; in its own folder.")
+        bool, typer.Option("--dry-run", help="Train without checkpoints, export or report, in a folder of its own.")
     ] = False,
     replay: Annotated[
         Path | None,
-        typer.Option("--replay", metavar="FILE", help="Run a faulty step of a run again: RUN/faults/step-NNNNNN.json."),
+        typer.Option("--replay", metavar="FILE", help="Run a saved faulty batch again: RUN/faults/step-NNNNNN.json."),
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Fine-tune a model as a recipe says.
+    """Fine-tune a model with the settings of a recipe.
 
-    Several processes: `whet launch CONFIG`, or `torchrun --nproc-per-node 2 -m whet train CONFIG`; the losses are the
+    For several processes: `whet launch CONFIG`, or `torchrun --nproc-per-node 2 -m whet train CONFIG`. The loss is the
     same.
     """
     if replay is not None:
@@ -48,7 +52,7 @@ def train(
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
     try:
-        with raise_on_stop_signals():  # from here on: importing takes seconds, too
+        with raise_on_stop_signals():  # before the imports, which take seconds
             return _train(recipe, overrides or [], resume, until, smoke, dry_run)
     except StopRequested:
         raise StoppedError("asked to stop. Start it again to continue (whet train: with --resume)") from None
@@ -68,14 +72,14 @@ def _train(
     from whet.report.terminal_report import score_line
 
     if (resume or until) and (smoke or dry_run):
-        raise UsageError("--smoke and --dry-run begin anew each time and go to their end: no --resume, no --until")
+        raise UsageError("--smoke and --dry-run always run from start to end: remove --resume and --until")
     if smoke and dry_run:
-        raise UsageError("--smoke, --dry-run: give one of them")
+        raise UsageError("--smoke and --dry-run are alternatives: give one of them")
     config = read_config(recipe, overrides)
     prefetch_weights(config.model.path, config.model.revision)
-    with import_without_gc():  # after the recipe was read: this takes seconds
+    with import_without_gc():  # after the recipe is valid: this takes seconds
         from whet.run import trial
-        from whet.run.lifecycle import run_training as run
+        from whet.run.lifecycle import run_training
         from whet.run.model_reference import resolve_model_reference
 
     config = resolve_model_reference(config)
@@ -83,31 +87,31 @@ def _train(
         config = trial.smoke_config(config)
     if dry_run:
         config = trial.dry_run_config(config)
-    first = launch_env.rank() == 0
-    if first and (smoke or dry_run):
+    is_main = launch_env.rank() == 0
+    if is_main and (smoke or dry_run):
         trial.delete_previous_trial(config.folder)
     finished = resume and read_status(config.folder).get("state") == "finished"
-    run(config, resume, until, keeps=not dry_run)
-    if not first:
+    run_training(config, resume, until, keeps=not dry_run)
+    if not is_main:
         return {}
     view = RunView.read(config.folder)
-    found = result_json(view) | {"trial": "smoke" if smoke else "dry-run" if dry_run else None}
+    result = result_json(view) | {"trial": "smoke" if smoke else "dry-run" if dry_run else None}
     info(score_line(view))
     if dry_run:
-        info(f"dry run done: nothing was kept but the metrics in {view.folder}")
+        info(f"dry run done: only metrics were written, to {view.folder}")
     elif smoke:
         trial.delete_weights(config.folder)
-        found["export"] = None
+        result["export"] = None
         info(f"smoke test passed: prepared, trained, measured, saved, exported ({view.folder}, its weights deleted)")
     else:
         page = view.folder / "report.html" if finished else write_report(config.folder)
         info(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
-    return found
+    return result
 
 
 def _replay(file: Path, alone: bool) -> dict[str, Any]:
     if not alone:
-        raise UsageError("--replay: the file names its run and thereby all settings; leave out everything else")
+        raise UsageError("--replay takes all settings from the run that wrote the file: remove the other arguments")
     from whet.run.replay import replay_batch
 
     return replay_batch(file)

@@ -35,7 +35,7 @@ def info(*parts: Any, style: str | None = None, markup: bool = False) -> None:
 
 
 def info_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
-    """Print a line with a sign and a title in `style`; a terminal wraps it with an indent. `always`: despite --quiet."""
+    """Print a line with a sign and a title in `style`; terminals wrap it with an indent. `always`: despite --quiet."""
     if _quiet and not always:
         return
     line = Text.assemble((f"{title}: ", style), text)

@@ -102,7 +102,7 @@ def replace_folder(temporary: Path, path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Sync a folder's entries to the disk, so that a power cut cannot undo a rename. Some file systems do not support it."""
+    """Sync a folder's entries to the disk, so that a power cut cannot undo a rename; where the file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:

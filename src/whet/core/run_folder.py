@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whet import __version__
+import whet
 from whet.core.errors import WhetError, disk_error
 from whet.core.files import read_json, write_json
 from whet.core.heartbeat import format_age
@@ -135,7 +135,7 @@ def check_run_format(path: Path) -> None:
         return
     if not isinstance(version, int) or version > RUN_FORMAT:
         raise WhetError(
-            f"{path}: this run folder has format {version!r} (in status.json), and whet {__version__} reads formats up "
+            f"{path}: this run folder has format {version!r} (in status.json), and whet {whet.__version__} reads formats up "
             f"to {RUN_FORMAT}. Use the whet that wrote it or a newer one: pip install --upgrade whet"
         )
 

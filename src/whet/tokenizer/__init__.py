@@ -1,1 +1,4 @@
-"""Tokenizers: chat templates, turn markers, SentencePiece, bytes per token. A model's is loaded by `whet.model.load.tokenizer`."""
+"""Tokenizers: chat templates, turn markers, SentencePiece, bytes per token.
+
+`whet.model.load.tokenizer` loads the tokenizer of a model.
+"""

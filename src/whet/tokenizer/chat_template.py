@@ -1,4 +1,9 @@
-"""Chat templates: compiled once, rendered as transformers renders them."""
+"""Chat templates: compiled once, rendered as transformers renders them.
+
+`apply_chat_template` costs more than the template itself and copies every string, so that nothing can be traced. This
+sets up the same Jinja environment directly. The renderer compares both results for every conversation that the layout
+cache (`whet.data.render.layout_cache`) does not serve.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from whet.core.errors import BadRecordError, WhetError
 from whet.tokenizer.traced_strings import TracingEnvironment
 
-# Chat templates: compiled once, rendered as transformers renders them, and read for what they look for in a text.
-#
-# Rendering through transformers costs more than the template itself, and rebuilds every string on the way, so that
-# nothing can be traced. Here the same language is set up directly; that both give the same text is checked on every
-# conversation that is not served from the cache of skeletons (`whet.data.render.layout_cache`).
-
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks of the assistant's text, which whet does not need."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text; whet computes masks without it."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -50,14 +49,12 @@ def _make_environment(
     environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = (
-        _raise_exception  # templates ask whether it is defined; its calls are answered before
-    )
+    environment.globals["strftime_now"] = _raise_exception  # only tested for: calls are replaced by the date
     return environment
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name and the date that it may ask for."""
+    """A template with the special tokens and the date that it may use."""
 
     def __init__(self, source: str, special: Mapping[str, str], today: str | None = None) -> None:
         self.today = (today or datetime.date.today().isoformat()) if _STRFTIME_CALL.search(source) else None
@@ -73,13 +70,13 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
-        """What the template makes of the messages; with `prompt`, up to where the assistant begins to speak."""
+        """The rendered messages; with `prompt`, followed by the generation prompt."""
         return self._render(self._compiled, messages, tools, prompt)
 
     def render_traced(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
-        """The same of traced texts (`whet.tokenizer.traced_strings`), which note what the template asks about them."""
+        """Like `render`, for traced strings (`whet.tokenizer.traced_strings`)."""
         return self._render(self._tracing, messages, tools, prompt)
 
     @cached_property
@@ -100,11 +97,11 @@ class ChatTemplate:
             return template.render(
                 messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._special
             )
-        except Exception as error:  # a template is a program of someone else's: it can fail in any way
+        except Exception as error:  # a template is a foreign program: it can fail in any way
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
     def constants(self) -> tuple[str, ...]:
-        """Every text that the template compares with or searches for, such as `</think>`."""
+        """Every string that the template compares with or searches for, such as `</think>`."""
         found = {
             constant.value
             for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
@@ -119,6 +116,6 @@ _STRFTIME_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]
 
 
 def _with_fixed_date(template: str, today: str) -> str:
-    """The template with its calls for today's date answered: every rendering, also of a resumed run, sees the same."""
+    """The template with calls of strftime_now replaced by a fixed date, so that a resumed run renders the same text."""
     date = datetime.datetime.fromisoformat(today)
     return _STRFTIME_CALL.sub(lambda call: f"'{date.strftime(call['format'])}'", template)

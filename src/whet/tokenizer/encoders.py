@@ -1,4 +1,7 @@
-"""One interface to encode text with SentencePiece or a fast tokenizer."""
+"""One interface to encode marked text with SentencePiece or a fast tokenizer.
+
+Spans are encoded one by one, as GPT-NeoX does on LUMI: a span's tokens do not depend on what stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,47 +14,43 @@ from whet.core.errors import WhetError
 from whet.core.files import hash_file, hash_json
 from whet.tokenizer.sentencepiece import BYTE, KIND_NAMES, NORMAL, UNKNOWN, load_processor, read_sentencepiece_model
 
-# Text → ids for marked text: SentencePiece itself, or a fast tokenizer, behind one small protocol.
-#
-# Spans are encoded one by one, as GPT-NeoX does on LUMI: what stands beside a span never changes its tokens.
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 class Encoder(Protocol):
-    """What marked text needs of a tokenizer."""
+    """The tokenizer interface of marked text."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """The number of ids."""
 
     @property
     def eod_id(self) -> int:
-        """The id that ends a document."""
+        """The end-of-document id."""
 
     @property
     def fingerprint(self) -> str:
-        """The same for tokenizers that give the same ids."""
+        """A hash that is equal for tokenizers with the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text by itself."""
+        """The ids of each text, encoded separately."""
 
     def token_to_id(self, text: str) -> int | None:
-        """The id whose piece is exactly this text."""
+        """The id of the token with exactly this text."""
 
     def id_to_token(self, number: int) -> str:
-        """The piece of an id."""
+        """The token of an id."""
 
     def token_kind(self, number: int) -> str | None:
-        """None where an id may stand for a marker; else what it is: ordinary, unknown or byte."""
+        """None if the id can be a marker; else its kind: ordinary, unknown or byte."""
 
     def check_markers(self, ids: Sequence[int]) -> None:
-        """Refuse markers beside which text gets other ids than alone."""
+        """Raise a WhetError for markers beside which text gets other ids than alone."""
 
 
 class SentencePieceEncoder:
-    """A `.model` file, encoded by the library itself: exact by construction."""
+    """A `.model` file, encoded by the SentencePiece library itself."""
 
     def __init__(self, path: Path) -> None:
         self._model = read_sentencepiece_model(path)
@@ -75,7 +74,7 @@ class SentencePieceEncoder:
         return KIND_NAMES[kind] if kind in (NORMAL, UNKNOWN, BYTE) else None
 
     def check_markers(self, ids: Sequence[int]) -> None:
-        """Nothing to refuse: the library sees one span at a time, and the markers never."""
+        """Always passes: the library encodes one span at a time and never sees markers."""
 
 
 class FastTokenizerEncoder:
@@ -106,7 +105,7 @@ class FastTokenizerEncoder:
         return None if number in self._added else KIND_NAMES[NORMAL]
 
     def check_markers(self, ids: Sequence[int]) -> None:
-        """A chat encodes its turns together, so beside a marker text must have the ids that it has alone."""
+        """A chat encodes all turns at once, so text beside a marker must have the ids that it has alone."""
         spans = ["A b", " c \n", "d"]
         marks = [self._added[number] for number in ids]
         for mark, number in zip(marks, ids, strict=True):
@@ -116,10 +115,10 @@ class FastTokenizerEncoder:
             if list(together) != apart:
                 raise WhetError(
                     f"data.markers: this tokenizer gives text beside {mark} other ids than the text alone, so a chat "
-                    "would not be what was trained. Use the SentencePiece .model file itself (model.tokenizer)"
+                    "would differ from training. Use the SentencePiece .model file itself (model.tokenizer)"
                 )
 
 
 def make_encoder(load: Callable[[], PreTrainedTokenizerFast], pieces: Path | None) -> Encoder:
-    """SentencePiece where there is a `.model` file; else the tokenizer that `load` gives."""
+    """An encoder for the `.model` file `pieces`, else for the tokenizer that `load` returns."""
     return FastTokenizerEncoder(load()) if pieces is None else SentencePieceEncoder(pieces)

@@ -1,6 +1,6 @@
-"""SentencePiece `.model` files: what is in them, read without protobuf, and the library's own processor.
+"""SentencePiece `.model` files, parsed without protobuf, and the library's own processor.
 
-The file is one protobuf message. Only the fields that decide how text becomes ids are read:
+The file is one protobuf message. Only the fields that determine the ids of a text are read:
 
     1 pieces (1 text, 2 score, 3 kind) · 2 trainer (3 type, 24 whitespace as suffix, 35 byte fallback)
     3 normaliser (1 name, 2 character map, 3 dummy prefix, 4 remove extra spaces, 5 escape spaces)
@@ -17,7 +17,7 @@ from typing import Any
 from whet.core.errors import WhetError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""The kinds of pieces. Text becomes NORMAL and USER_DEFINED ones, and BYTE ones where no other fits; never the rest."""
+"""The kinds of pieces. Text becomes NORMAL and USER_DEFINED pieces, and BYTE pieces as a fallback; never the others."""
 KIND_NAMES = ("", "ordinary", "unknown", "control", "user-defined", "unused", "byte")
 UNIGRAM, BPE = 1, 2
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """What a `.model` file says."""
+    """The content of a `.model` file."""
 
     path: Path
     pieces: tuple[Piece, ...]
@@ -42,23 +42,25 @@ class SentencePieceModel:
     byte_fallback: bool
     whitespace_as_suffix: bool
     normalizer_name: str
-    """The name of the rules by which characters are rewritten; empty if none are."""
+    """The name of the character normalization rules; empty if there are none."""
     dummy_prefix: bool
     removes_extra_spaces: bool
     escapes_spaces: bool
 
     def piece_to_id(self, text: str) -> int | None:
-        """The id of the piece with this text."""
+        """The id of the piece with this text, or None."""
         return next((number for number, piece in enumerate(self.pieces) if piece.text == text), None)
 
     @property
     def eod_id(self) -> int:
-        """End of document: the piece <|endoftext|>, which GPT-NeoX takes, else the end of sentence </s>."""
+        """The end-of-document id: of <|endoftext|>, as in GPT-NeoX, else of </s>."""
         for text in (END_OF_DOCUMENT, "</s>"):
             found = self.piece_to_id(text)
             if found is not None:
                 return found
-        raise WhetError(f"{self.path}: neither {END_OF_DOCUMENT} nor </s> is a piece, so no document could end")
+        raise WhetError(
+            f"{self.path}: neither {END_OF_DOCUMENT} nor </s> is a piece, so there is no end-of-document token"
+        )
 
 
 def read_sentencepiece_model(path: Path) -> SentencePieceModel:
@@ -81,12 +83,12 @@ def read_sentencepiece_model(path: Path) -> SentencePieceModel:
 
 
 def load_processor(path: Path) -> Any:
-    """The library's own encoder of a `.model` file."""
+    """The SentencePiece library's processor of a `.model` file."""
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
         raise WhetError(f"{path}: a SentencePiece model needs its library: pip install 'whet[data]'") from None
-    read_sentencepiece_model(path)  # its errors say what is wrong
+    read_sentencepiece_model(path)  # for its error messages
     return SentencePieceProcessor(model_file=str(path))
 
 
@@ -100,7 +102,7 @@ def _last_field(fields: list[tuple[int, Any]], number: int) -> bytes:
 
 
 def _parse_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a protobuf message: whole numbers, 32-bit floats, and bytes for all else."""
+    """The (field number, value) pairs of a protobuf message: integers, 32-bit floats, and bytes for everything else."""
     at = 0
     while at < len(message):
         tag, at = _read_varint(message, at)

@@ -20,16 +20,16 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _PROBES = ("Naïve café: 12,345 × 日本語 🙂 — straße.", "The quick brown fox jumps over the lazy dog.", "hello world")
 
 
-@functools.lru_cache(maxsize=1)  # a large vocabulary takes a second, and every evaluation asks
+@functools.lru_cache(maxsize=1)  # a large vocabulary takes a second, at every evaluation
 def bytes_per_token(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> NDArray[np.int64] | None:
-    """By id, 0 for special tokens; None, and said, if the tokenizer is of a kind whose pieces whet cannot read.
+    """UTF-8 bytes of each token by id, 0 for special tokens; None, with a message, if they are unknown.
 
-    Byte-level pieces have a character for each byte; SentencePiece writes a space as ▁ and a lone byte as <0x0A>. The
-    space that SentencePiece puts before a text counts as a byte. What was read is tried on text before it is trusted.
+    Byte-level tokens have one character per byte; SentencePiece writes a space as ▁ and a single byte as <0x0A>. The
+    dummy prefix of SentencePiece counts as a byte. The counts are verified on sample texts.
     """
     found = _count_bytes(tokenizer, vocabulary)
     if found is None or not _matches_text(tokenizer, found):
-        info("val_bpb is left out: this tokenizer does not tell how many bytes of text its tokens stand for")
+        info("val_bpb is not reported: the bytes per token of this tokenizer are unknown")
         return None
     return found
 
@@ -50,7 +50,7 @@ def _count_bytes(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> NDArray
     found = np.zeros(max([vocabulary - 1, *pieces.values()]) + 1, dtype=np.int64)
     for piece, number in pieces.items():
         found[number] = measure(piece)
-    for number, token in tokenizer.added_tokens_decoder.items():  # written as they are
+    for number, token in tokenizer.added_tokens_decoder.items():  # stored as plain text
         found[number] = 0 if token.special else len(token.content.encode())
     found[[number for number in tokenizer.all_special_ids if number is not None]] = 0
     return found
@@ -63,7 +63,7 @@ def _piece_bytes(piece: str) -> int:
 
 
 def _component_types(part: Any) -> list[str]:
-    """The kinds of all parts of a decoder or a pre-tokenizer."""
+    """The types of all components of a decoder or a pre-tokenizer."""
     if not isinstance(part, dict):
         return []
     inner = [*part.get("decoders", []), *part.get("pretokenizers", [])]
@@ -71,8 +71,8 @@ def _component_types(part: Any) -> list[str]:
 
 
 def _matches_text(tokenizer: PreTrainedTokenizerFast, found: NDArray[np.int64]) -> bool:
-    """Whether the bytes of a text's tokens are the text's, or one more for the space before it. A text with characters
-    that the tokenizer does not know says nothing."""
+    """Whether the bytes of a sample's tokens add up to the sample's, or to one more for the dummy prefix. Samples with
+    unknown characters are skipped."""
     for text in _PROBES:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:

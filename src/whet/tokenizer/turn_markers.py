@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from whet.compat.transformers_private import set_special_token
 from whet.core.errors import WhetError
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TurnMarker:
-    """A marker: its text, and its id if the tokenizer does not know the text."""
+    """A marker: its text, and its id where the tokenizer has another text for it."""
 
     text: str
     id: int | None = None
@@ -22,14 +21,16 @@ class TurnMarker:
 
 @dataclass(frozen=True, slots=True)
 class TurnMarkers:
-    """The markers by role, and whether a document ends with the end-of-document token."""
+    """The markers by role, and whether documents end with the end-of-document token."""
 
     by_role: dict[str, TurnMarker]
     append_eod: bool = True
 
 
 def set_marker_template(tokenizer: PreTrainedTokenizerFast, turns: TurnMarkers) -> None:
-    """Give a tokenizer that has the markers as tokens their chat template; the closing marker becomes `eot_token`."""
+    """Set the chat template of the markers, which must be tokens; the assistant's marker becomes `eot_token`."""
+    from whet.compat.transformers_private import set_special_token  # imports torch
+
     texts = {role: _marker_token(tokenizer, role, mark) for role, mark in turns.by_role.items()}
     tokenizer.chat_template = marker_template(texts, str(tokenizer.eos_token) if turns.append_eod else "")
     set_special_token(tokenizer, "eot_token", texts["assistant"])
@@ -41,17 +42,18 @@ def _marker_token(tokenizer: PreTrainedTokenizerFast, role: str, mark: TurnMarke
     token = tokenizer.added_tokens_decoder.get(number)
     if token is None:
         raise WhetError(
-            f"data.markers.{role}: {mark.text if mark.id is None else mark.id} is no special token of "
+            f"data.markers.{role}: {mark.text if mark.id is None else mark.id} is not a special token of "
             f"{tokenizer.name_or_path}. Give the id of one: data.markers.{role}.id"
         )
     return str(token.content)
 
 
 def marker_template(texts: dict[str, str], eod: str) -> str:
-    """Marker, content, marker for each turn; `eod` at the end, or the assistant's marker where an answer is wanted.
+    """A chat template that writes each turn as marker, content, marker, and `eod` at the end; the generation prompt is
+    the assistant's marker.
 
-    Content of whitespace alone has no tokens. Without a marker for it, a system message goes before the next user
-    turn, after a blank line.
+    Content of whitespace alone is dropped. Without a system marker, a system message is put before the next user turn,
+    separated by a blank line.
     """
     if "system" in texts:
         system = "{{ turn(system, message.content) }}"

@@ -96,3 +96,26 @@ class Account:
             "supervised_tokens": self.supervised,
             "eos_supervised": self.ended / self.documents if self.documents else None,
         }  # fmt: skip
+
+
+def sum_accounts(accounts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The total over the accounts (`Account.as_dict`) of all sources."""
+    reasons: dict[str, int] = {}
+    notes: dict[str, int] = {}
+    first: dict[str, list[str]] = {}
+    for account in accounts:
+        for reason, places in account["first"].items():
+            first.setdefault(reason, []).extend(places)
+        for sums, own in ((reasons, account["reasons"]), (notes, account["notes"])):
+            for reason, number in own.items():
+                sums[reason] = sums.get(reason, 0) + number
+    keys = ("in", "kept", "dropped", "truncated", "split")
+    return {
+        "conversations": {key: sum(account["conversations"][key] for account in accounts) for key in keys},
+        "reasons": reasons,
+        "notes": notes,
+        "duplicates": sum(account["duplicates"] for account in accounts),
+        "first": first,
+        "tokens": sum(account["tokens"] for account in accounts),
+        "supervised_tokens": sum(account["supervised_tokens"] for account in accounts),
+    }
