@@ -22,7 +22,7 @@ REALISTIC = np.random.default_rng(0).lognormal(5.2, 0.6, 500_000).astype(np.int3
 
 
 def listed(packing: Packing) -> list[list[int]]:
-    return [packing.order[a:b].tolist() for a, b in zip(packing.edges[:-1], packing.edges[1:], strict=True)]
+    return [packing.order[a:b].tolist() for a, b in zip(packing.offsets[:-1], packing.offsets[1:], strict=True)]
 
 
 def array(lengths: list[int]) -> np.ndarray:
@@ -247,4 +247,4 @@ def test_numbers_take_four_bytes() -> None:
         one_per_row(REALISTIC, 4096),
         pack_within_steps(REALISTIC, 64, 4096, "best-fit", 1),
     ):
-        assert packing.order.dtype == packing.edges.dtype == np.int32
+        assert packing.order.dtype == packing.offsets.dtype == np.int32

@@ -35,7 +35,7 @@ def test_a_split_is_disjoint_and_covers_everything(count: int, fraction: float, 
 def test_copies_are_on_the_same_side(contents: list[int], fraction: float, seed: int) -> None:
     hashes = np.array(contents, dtype=np.uint64)
     if len(set(contents)) < 2:
-        with pytest.raises(WhetError, match="one conversation cannot be split"):
+        with pytest.raises(WhetError, match="a single conversation cannot be split"):
             train_validation_split(hashes, fraction, seed)
         return
     train, held = train_validation_split(hashes, fraction, seed)

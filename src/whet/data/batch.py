@@ -1,11 +1,11 @@
-"""PackedBatch: several documents in one row, each blind to the others.
+"""PackedBatch: several documents in one row, without attention between them.
 
-Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row of eight:
+Two documents, `Hi!` (its last two tokens supervised) and `Yes` (all), in a row of eight tokens:
 
     tokens      H  i  !  Y  e  s  ·  ·
     labels      i  !  –  e  s  –  –  –      the next token of the same document, if it is a target
     positions   0  1  2  0  1  2  0  1      restart with each document
-    cu_seqlens  0        3        6     8   where documents begin; the last one here is padding
+    cu_seqlens  0        3        6     8   where documents start; the last one here is padding
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SIZE_MULTIPLE = 128
-"""Sizes are multiples of what kernels work on at a time."""
+"""Padded sizes are multiples of this, the tile size of kernels."""
 
 IGNORE_INDEX = -100
-"""The label of a position that is not learned."""
+"""The label of an unsupervised position, as in torch's cross entropy."""
 
 
 class DocumentReader(Protocol):
-    """Where a batch takes its documents from: a store, or a batch that was saved."""
+    """The documents of a batch: a Store or a ReplayLoader."""
 
     @property
     def lengths(self) -> NDArray[np.integer]: ...
@@ -41,60 +41,60 @@ class DocumentReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """What the model gets in one forward pass. T: tokens, D: documents, S: supervised positions."""
+    """The input of one forward pass. T: tokens, D: documents, S: supervised positions."""
 
     tokens: Tensor  # [T] int64
-    labels: Tensor  # [T] int64, IGNORED where nothing is learned
+    labels: Tensor  # [T] int64, IGNORE_INDEX where unsupervised
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [D + 1] int32
-    max_seqlen: int  # bounds the length of a document; a constant of the plan, so that nothing is compiled anew
-    supervised_at: Tensor  # [S] int64: where labels are not IGNORED, known without asking the device
+    max_seqlen: int  # upper bound on the length of a document; constant for a plan, so that nothing is recompiled
+    supervised_at: Tensor  # [S] int64: where labels are not IGNORE_INDEX, known without a device sync
     cu_seqlens_host: tuple[int, ...]  # cu_seqlens on the host
-    documents: NDArray[np.integer]  # which documents of the store these are, in order; padding is not among them
-    slice_start: int = 0  # where T begins in the row that edges describe, if it is a slice of that
+    documents: NDArray[np.integer]  # document numbers in the store, in order; without padding
+    slice_start: int = 0  # of a slice: its start in the row that cu_seqlens describes
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on a device."""
+        """Copy the batch to a device."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self, device: torch.device) -> PackedBatch:
-        """The same batch in pages that `device`, a GPU, reads by itself, while nobody waits for it."""
+        """Copy the batch to pinned memory, from which `device`, a GPU, copies asynchronously."""
         with torch.cuda.device(device):
             return self._map_tensors(Tensor.pin_memory)
 
     def slice(self, number: int, count: int) -> PackedBatch:
-        """The `number`-th of `count` equal parts: tokens of its own, edges of the whole row. For those who compute a
-        row together."""
+        """The `number`-th of `count` equal slices of the tokens, for context parallelism; cu_seqlens stay those of the
+        whole row."""
         width = len(self.tokens) // count
         start = number * width
         here = slice(start, start + width)
-        places = self.supervised_at.numpy() - start
-        places = places[(places >= 0) & (places < width)]
+        positions = self.supervised_at.numpy() - start
+        positions = positions[(positions >= 0) & (positions < width)]
         return replace(
             self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], slice_start=start,
-            supervised_at=torch.from_numpy(places),
+            supervised_at=torch.from_numpy(positions),
         )  # fmt: skip
 
-    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors: dict[str, Any] = {
-            field.name: change(held) for field in fields(self) if isinstance(held := getattr(self, field.name), Tensor)
+            field.name: function(held)
+            for field in fields(self)
+            if isinstance(held := getattr(self, field.name), Tensor)
         }
         return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """A constant size of padded batches. None: no padding, for devices where nothing is compiled."""
+    """The size of padded batches. Compiled code needs few different ones."""
 
     tokens: int
     documents: int
 
 
 def shape_buckets(largest: BatchShape, count: int) -> list[BatchShape]:
-    """At most `count` sizes, smallest first: the largest, its half, its quarter and so on.
-
-    Few, because layers are compiled for each of them.
-    """
+    """At most `count` shapes, smallest first: the largest, a half of it, a quarter and so on. Layers are compiled for
+    each."""
     parts = {
         min(largest.tokens, -(-largest.tokens // 2**power // SIZE_MULTIPLE) * SIZE_MULTIPLE)
         for power in range(1, count)
@@ -103,42 +103,41 @@ def shape_buckets(largest: BatchShape, count: int) -> list[BatchShape]:
 
 
 def smallest_shape(shapes: Sequence[BatchShape], tokens: int) -> BatchShape | None:
-    """The first of these sizes that holds so many tokens; None: there is none, and batches are not padded."""
+    """The first shape with room for this many tokens; None, which means no padding, if there are no shapes."""
     return next((shape for shape in shapes if shape.tokens >= tokens), None)
 
 
 def pack_batch(
-    store: DocumentReader, documents: NDArray[np.integer], longest: int, shape: BatchShape | None, slices: int = 1
+    store: DocumentReader, documents: NDArray[np.integer], max_seqlen: int, shape: BatchShape | None, slices: int = 1
 ) -> PackedBatch:
-    """Concatenate documents; fill up to `shape`, and to a multiple of `slices`, with padding documents. No documents:
-    padding alone.
+    """Concatenate documents and pad to `shape` and to a multiple of `slices`. Without documents, all is padding.
 
-    Padding is cut into documents that are no longer than the `longest` real one: attention's work grows with the
-    square of a length, and one document of padding could cost more than all that is learned from.
+    Padding is cut into documents of at most `max_seqlen` tokens: attention is quadratic in the length of a document, so
+    one long document of padding could cost more than all the others.
     """
-    edges = cumulative_offsets(store.lengths[documents].astype(np.int64))
-    filled = int(edges[-1])
+    offsets = cumulative_offsets(store.lengths[documents].astype(np.int64))
+    filled = int(offsets[-1])
     total = -(-(shape.tokens if shape else max(1, filled)) // slices) * slices
-    longest = max(1, longest)
+    max_seqlen = max(1, max_seqlen)
     if total > filled:
-        edges = np.concatenate([edges, np.arange(filled + longest, total, longest), [total]])
+        offsets = np.concatenate([offsets, np.arange(filled + max_seqlen, total, max_seqlen), [total]])
     tokens, loss = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.uint8)
     store.gather(documents, tokens[:filled], loss[:filled])
-    loss[edges[:-1]] = 0  # nothing stands before a first token that could predict it
+    loss[offsets[:-1]] = 0  # the first token has no context to be predicted from
     targets = np.flatnonzero(loss)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
     labels[targets - 1] = tokens[targets]
-    positions = np.arange(total) - np.repeat(edges[:-1], np.diff(edges))
-    if shape:  # empty documents at the end keep the number of edges constant
-        most = shape.documents + -(-total // longest)
-        edges = np.concatenate([edges, np.full(most + 1 - len(edges), total)])
+    positions = np.arange(total) - np.repeat(offsets[:-1], np.diff(offsets))
+    if shape:  # empty documents at the end keep the length of cu_seqlens constant
+        most = shape.documents + -(-total // max_seqlen)
+        offsets = np.concatenate([offsets, np.full(most + 1 - len(offsets), total)])
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
-        max_seqlen=longest,
+        cu_seqlens=torch.from_numpy(offsets.astype(np.int32)),
+        max_seqlen=max_seqlen,
         supervised_at=torch.from_numpy(targets - 1),
-        cu_seqlens_host=tuple(edges.tolist()),
+        cu_seqlens_host=tuple(offsets.tolist()),
         documents=documents,
     )

@@ -1,4 +1,7 @@
-"""The data loader: a rank's micro-batches of a step, by number, prefetched and without state; and the replay of a saved batch."""
+"""The data loader: the micro-batches of a step for one rank, prefetched; and its counterpart for a saved step.
+
+The plan fixes every batch in advance. A loader has no state: any step can be loaded by number, and resuming is a seek.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,17 @@ from whet.data.batch import BatchShape, PackedBatch, pack_batch, shape_buckets, 
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
 
-# Making the next things while the present one is used.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
 class Prefetcher(Generic[K, T]):
-    """`make(key)`, begun ahead of time in a background thread for the keys that `following` foretells.
+    """Computes `make(key)` in a background thread for the keys that `next_key` predicts, at most `depth` ahead.
 
-    At most `depth` results wait at a time. Any key may be asked for at any time; another than was foretold only waits.
+    Any key may be requested; an unpredicted one is computed on demand.
     """
 
     def __init__(self, make: Callable[[K], T], next_key: Callable[[K], K | None], depth: int) -> None:
@@ -34,7 +38,7 @@ class Prefetcher(Generic[K, T]):
         self._pending: deque[tuple[K, Future[T]]] = deque()
 
     def get(self, key: K) -> T:
-        """What `make` makes of the key, or the error that it met."""
+        """Return `make(key)`, or raise its error."""
         if not self._pending or self._pending[0][0] != key:
             self._cancel()
             self._pending.append((key, self._thread.submit(self._make, key)))
@@ -45,7 +49,7 @@ class Prefetcher(Generic[K, T]):
         return wanted.result()
 
     def close(self) -> None:
-        """End the thread; nothing can be asked for any more."""
+        """Stop the thread. The prefetcher cannot be used any more."""
         self._cancel()
         self._thread.shutdown()
 
@@ -55,39 +59,35 @@ class Prefetcher(Generic[K, T]):
         self._pending.clear()
 
 
-# The loader: a step's micro-batches for one rank, by number. It has no state of its own.
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-_PREFETCH_DEPTH = 4  # micro-batches that are made before they are asked for, across steps
+_PREFETCH_DEPTH = 4  # micro-batches, across steps
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What one optimizer step covers, over all ranks and micro-batches."""
+    """Counts of one optimizer step, over all ranks and micro-batches."""
 
     conversations: int
     tokens: int
     supervised: int
     lengths: NDArray[np.integer]
-    """Tokens of each document: they decide the work of attention."""
+    """Tokens of each document, which determine the cost of attention."""
 
 
 class Loader:
-    """Deals each step's rows to the ranks and cuts a rank's share into micro-batches.
+    """Distributes the rows of each step over the ranks and groups those of a rank into micro-batches.
 
-    Rows descend in work and are dealt there and back again, rank r of w takes rows r, 2w − 1 − r, 2w + r, …: ranks
-    then differ by less than the heaviest row, in each micro-batch by less than its rows differ among each other.
+    Load balancing: the rows of a step descend in cost and are dealt in snake order, so rank r of w takes the rows r,
+    2w − 1 − r, 2w + r, … The cost of ranks then differs by less than the most expensive row, and within a micro-batch
+    by less than its rows differ among each other.
     """
 
     def __init__(
         self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None,
         lengths: int = 1, device: torch.device | None = None, part: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
-        """`padded_to`: the constant row length where padding pays (compiled devices); None: rows as they are.
-        `lengths`: how many different lengths micro-batches may be padded to; full rows need one. `device`: for which
-        batches are made ready. `part`: (which, of how many) slices of a batch's tokens is this process's."""
+        """`padded_to`: row length to pad to where code is compiled; None: no padding. `lengths`: how many different
+        lengths micro-batches may be padded to; full rows need one. `device`: batches are pinned for it if it is a GPU.
+        `part`: (index, number) of the slices of a batch in context parallelism."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
         self._padded_to, self._lengths = padded_to, lengths
@@ -96,47 +96,47 @@ class Loader:
         self._batches = Prefetcher(self._make_batch, self._next_key, _PREFETCH_DEPTH)
 
     def documents(self, step: int) -> NDArray[np.integer]:
-        """The documents of a step, of all ranks."""
+        """The documents of a step on all ranks."""
         return self._plan.documents_of(step)
 
     def totals(self, step: int) -> StepTotals:
-        """Known from the plan; no rank has to ask another."""
+        """From the plan, without communication."""
         documents = self._plan.documents_of(step)
         lengths = self._store.lengths[documents]
         supervised = int(self._store.targets[documents].sum())
         return StepTotals(len(documents), int(lengths.sum(dtype=np.int64)), supervised, lengths)
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
-        """This rank's share of a step, each with the number of its first row in the step, which seeds randomness.
+        """This rank's micro-batches of a step, each with the number of its first row in the step, which seeds dropout.
 
-        Every rank gets the same number of them, because sharded models compute together; a rank without rows runs
-        padding, which adds nothing to the loss.
+        Every rank gets the same number of them, because sharded models run collectives in each. A rank without rows
+        gets padding, which adds nothing to the loss.
         """
         for number in range(self.micro_batch_count(step)):
             yield self._batches.get((step, number))
 
     def layout(self, step: int) -> list[tuple[int, list[int]]]:
-        """This rank's micro-batches without their content: the number of the first row, and the documents."""
+        """This rank's micro-batches without their tokens: (number of the first row, documents)."""
         return [
-            (int(places[0]), [int(document) for row in places for document in self._row(step, int(row))])
-            for places in (self._row_numbers(number, self._rank) for number in range(self.micro_batch_count(step)))
+            (int(rows[0]), [int(document) for row in rows for document in self._row(step, int(row))])
+            for rows in (self._row_numbers(number, self._rank) for number in range(self.micro_batch_count(step)))
         ]
 
-    def single_document_batches(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
-        """This rank's documents of a step, each in a batch of its own, with the row that seeds its micro-batch.
+    def single_document_batches(self, step: int, limit: int | None) -> Iterator[tuple[int, PackedBatch]]:
+        """This rank's documents of a step, each as a batch, with the row number that seeds its micro-batch.
 
-        At most `most`, if given, and as many on every rank: a rank that has fewer runs padding at the end.
+        At most `limit`, and the same number on every rank: a rank with fewer documents gets padding at the end.
         """
         mine = [(row, document) for row, documents in self.layout(step) for document in documents]
         count = max(self._document_count(step, rank) for rank in range(self._world))
-        for number in range(count if most is None else min(most, count)):
+        for number in range(count if limit is None else min(limit, count)):
             row, documents = (mine[number][0], [mine[number][1]]) if number < len(mine) else (0, [])
             chosen = np.array(documents, dtype=self._plan.documents.dtype)
             yield row, self._pack(chosen)
 
     @functools.cached_property
     def shapes(self) -> list[BatchShape]:
-        """The sizes that its batches are padded to, if they are."""
+        """The shapes that batches are padded to; none without padding."""
         if not self._padded_to:
             return []
         rows = self._micro_rows
@@ -147,11 +147,11 @@ class Loader:
         return self._plan.stats.longest
 
     def close(self) -> None:
-        """Stop making batches ahead of time."""
+        """Stop prefetching."""
         self._batches.close()
 
     def micro_batch_count(self, step: int) -> int:
-        """Micro-batches of a step, on every rank."""
+        """Micro-batches of a step on every rank."""
         return -(-self._plan.row_count(step) // (self._world * self._micro_rows))
 
     def _next_key(self, key: tuple[int, int]) -> tuple[int, int] | None:
@@ -162,10 +162,10 @@ class Loader:
 
     def _make_batch(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
         step, number = key
-        places = self._row_numbers(number, self._rank)
-        documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(place)) for place in places)])
+        rows = self._row_numbers(number, self._rank)
+        documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(row)) for row in rows)])
         batch = self._pack(documents)
-        return int(places[0]), batch if self._device is None else batch.pin_memory(self._device)
+        return int(rows[0]), batch if self._device is None else batch.pin_memory(self._device)
 
     def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
@@ -174,63 +174,59 @@ class Loader:
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 
     def _row_numbers(self, number: int, rank: int) -> NDArray[np.int64]:
-        """The rows of a step that a rank's micro-batch takes; a step need not have so many."""
-        turns = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
-        return turns * self._world + np.where(turns % 2, self._world - 1 - rank, rank)
+        """The rows of a rank's micro-batch. Numbers beyond the rows of the step stand for empty rows."""
+        rounds = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
+        return rounds * self._world + np.where(rounds % 2, self._world - 1 - rank, rank)
 
-    def _row(self, step: int, place: int) -> NDArray[np.integer]:
-        return self._plan.row(step, place) if place < self._plan.row_count(step) else self._plan.documents[:0]
+    def _row(self, step: int, row: int) -> NDArray[np.integer]:
+        return self._plan.row(step, row) if row < self._plan.row_count(step) else self._plan.documents[:0]
 
     def _document_count(self, step: int, rank: int) -> int:
-        """Documents of a rank's share of a step."""
-        places = (place for number in range(self.micro_batch_count(step)) for place in self._row_numbers(number, rank))
-        return sum(len(self._row(step, int(place))) for place in places)
-
-
-# A step that was saved: its documents by themselves, dealt into micro-batches as they were.
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+        """The number of documents of a step on one rank."""
+        rows = (row for number in range(self.micro_batch_count(step)) for row in self._row_numbers(number, rank))
+        return sum(len(self._row(step, int(row))) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedDocument:
-    """Ids, and which of them are targets."""
+    """A document of a saved step."""
 
     ids: NDArray[np.int64]
     loss: NDArray[np.uint8]
 
 
 class ReplayLoader:
-    """Gives what a Loader gives, for one step and in one process. Documents are numbered by their place here."""
+    """Loads one saved step, with its micro-batches as they were, in one process. It has the interface of Loader;
+    document numbers are indices into `documents`."""
 
     def __init__(
-        self, held: Sequence[SavedDocument], layout: Sequence[tuple[int, Sequence[int]]], longest: int,
+        self, documents: Sequence[SavedDocument], layout: Sequence[tuple[int, Sequence[int]]], max_seqlen: int,
         shapes: Sequence[BatchShape],
     ) -> None:  # fmt: skip
-        """`layout`: of each micro-batch the row that seeds it, and its documents."""
-        self._held, self._layout, self._longest, self._shapes = held, layout, longest, shapes
+        """`layout`: (row number that seeds it, documents) of each micro-batch."""
+        self._documents, self._layout, self._max_seqlen, self._shapes = documents, layout, max_seqlen, shapes
 
     @property
     def max_seqlen(self) -> int:
-        return self._longest
+        return self._max_seqlen
 
     @property
     def highest_id(self) -> int:
-        return max((int(document.ids.max(initial=0)) for document in self._held), default=0)
+        return max((int(document.ids.max(initial=0)) for document in self._documents), default=0)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(document.ids) for document in self._held], dtype=np.int64)
+        return np.array([len(document.ids) for document in self._documents], dtype=np.int64)
 
     def gather(self, documents: NDArray[np.integer], ids: NDArray[np.int64], loss: NDArray[np.uint8]) -> None:
-        """Write these documents back to back into `ids` and `loss`."""
+        """Write these documents back to back into `ids` and `loss`, as Store.gather does."""
         if len(documents):
-            np.concatenate([self._held[int(document)].ids for document in documents], out=ids)
-            np.concatenate([self._held[int(document)].loss for document in documents], out=loss)
+            np.concatenate([self._documents[int(document)].ids for document in documents], out=ids)
+            np.concatenate([self._documents[int(document)].loss for document in documents], out=loss)
 
     def totals(self, step: int) -> StepTotals:
-        dealt = [self._held[number] for _, documents in self._layout for number in documents]  # one may come twice
+        # A document may occur twice.
+        dealt = [self._documents[number] for _, documents in self._layout for number in documents]
         supervised = sum(int(np.count_nonzero(document.loss[1:])) for document in dealt)
         lengths = np.array([len(document.ids) for document in dealt], dtype=np.int64)
         return StepTotals(len(lengths), int(lengths.sum()), supervised, lengths)
@@ -245,12 +241,12 @@ class ReplayLoader:
         for row, documents in self._layout:
             yield row, self._batch(documents)
 
-    def single_document_batches(self, step: int, most: int | None) -> Iterator[tuple[int, PackedBatch]]:
+    def single_document_batches(self, step: int, limit: int | None) -> Iterator[tuple[int, PackedBatch]]:
         every = [(row, document) for row, documents in self._layout for document in documents]
-        for row, document in every[:most]:
+        for row, document in every[:limit]:
             yield row, self._batch([document])
 
     def _batch(self, documents: Sequence[int]) -> PackedBatch:
         chosen = np.array(documents, dtype=np.int64)
         shape = smallest_shape(self._shapes, int(self.lengths[chosen].sum()))
-        return pack_batch(self, chosen, self._longest, shape)
+        return pack_batch(self, chosen, self._max_seqlen, shape)

@@ -22,7 +22,7 @@ from whet.data.plan.planner import Plan
 from whet.data.prepare.store import MANIFEST, Store
 from whet.data.read.token_files import TokenFile
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
-from whet.run.data import RunData, load_recorded_data, make_plan, prepare_data
+from whet.run.data import RunData, load_ledger_data, make_plan, prepare_data
 from whet.run.model_reference import resolve_model_reference
 
 _SUPERVISED_STYLE, _CONTEXT_STYLE = "bold green", "dim"
@@ -68,7 +68,7 @@ def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, va
         raise WhetError(f"{what}: neither a store ({MANIFEST}) nor a run (config.yaml)")
     config = resolve_model_reference(read_config(what, overrides))
     ledger = what.parent / "ledger.json"
-    data = load_recorded_data(config, ledger) if ledger.exists() and not overrides else prepare_data(config)
+    data = load_ledger_data(config, ledger) if ledger.exists() and not overrides else prepare_data(config)
     used, numbers = data.train.store, data.train_documents
     if validation:
         if data.validation is None:

@@ -30,7 +30,7 @@ from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
 from whet.run.assemble import build_loss_model, build_model, install_attention
-from whet.run.data import RunData, load_recorded_data, load_run_tokenizer, prepare_data, require_same_tokenizer
+from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.resume import changed_settings, recorded_template_date
@@ -181,7 +181,7 @@ def _evaluate_run(
 def _run_data(path: Path, config: Config) -> RunData:
     """The data that the run recorded; prepared again if the validation data was changed."""
     if config.data.validation == read_config(path / "config.yaml").data.validation:
-        return load_recorded_data(config, path / "ledger.json")
+        return load_ledger_data(config, path / "ledger.json")
     return prepare_data(config, recorded_template_date(path))
 
 

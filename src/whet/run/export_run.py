@@ -26,7 +26,7 @@ from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.assemble import build_model
-from whet.run.data import RunData, load_recorded_data, require_same_tokenizer
+from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
 from whet.run.load_models import load_checkpoint_model, read_run_config
 from whet.run.resume import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
@@ -74,7 +74,7 @@ def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificat
     config = read_run_config(path)
     step = directory.resolve_step(path / "checkpoints", which)
     require_same_tokenizer(config, path / "ledger.json")
-    data = load_recorded_data(config, path / "ledger.json")
+    data = load_ledger_data(config, path / "ledger.json")
     is_final = step == read_status(path).get("steps")
     return export_model(config, data, request, step, init_distributed(), is_final)
 
@@ -93,7 +93,7 @@ def check_export(reference: str, folder: Path) -> Certificate:
     kind = recorded["kind"]
     step = directory.resolve_step(path / "checkpoints", str(recorded["step"]))
     require_same_tokenizer(config, path / "ledger.json")
-    data = load_recorded_data(config, path / "ledger.json")
+    data = load_ledger_data(config, path / "ledger.json")
     request = ExportRequest(kind, None if kind == "adapter" else recorded["dtype"])
     spec = _build_spec(config, data, request, kind, step, init_distributed())
     certificate = verify_export(spec, kind, folder, _probe_conversations(data))

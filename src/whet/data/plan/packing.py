@@ -1,4 +1,7 @@
-"""Packing: which documents share a row, over a whole epoch or within each step. Pure functions of lengths."""
+"""Packing: which documents share a row, over a whole epoch or within each step. Pure functions of lengths.
+
+Every document is in exactly one row and is never cut.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +11,50 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-# Packing: which documents share a row. Pure functions of lengths.
-#
-# Every document is in exactly one row, whole; a document as long as the row fits.
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_K_BIN_BLOCK = 1 << 16
-_ROW_BITS = 32  # bits of a row's number beside its room
+_K_BIN_BLOCK = 1 << 16  # documents
+_ROW_BITS = 32  # low bits of a sort key, for the row's number; its free space is above
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Row r holds the documents order[edges[r]:edges[r + 1]]."""
+    """Row r has the documents order[offsets[r]:offsets[r + 1]]."""
 
     order: NDArray[np.integer]
-    edges: NDArray[np.integer]
+    offsets: NDArray[np.integer]
 
     def __len__(self) -> int:
         """The number of rows."""
-        return len(self.edges) - 1
+        return len(self.offsets) - 1
 
 
 def pack_rows(lengths: NDArray[np.integer], capacity: int, packing: str, bins: int) -> Packing:
-    """By the name that `data.packing` has."""
+    """Pack with the algorithm named by `data.packing`."""
     if packing == "none":
         return one_per_row(lengths, capacity)
     return k_bin(lengths, capacity, bins) if packing == "k-bin" else best_fit(lengths, capacity)
 
 
 def one_per_row(lengths: NDArray[np.integer], capacity: int) -> Packing:
-    """Each document has a row of its own."""
+    """One document per row."""
     check_lengths(lengths, capacity)
-    edges = np.arange(len(lengths) + 1, dtype=index_dtype(len(lengths)))
-    return Packing(edges[:-1], edges)
+    offsets = np.arange(len(lengths) + 1, dtype=index_dtype(len(lengths)))
+    return Packing(offsets[:-1], offsets)
 
 
 def best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
-    """Each row takes the longest document that still fits, again and again; equal lengths keep their order.
+    """Fill each row with the longest document that still fits; equal lengths keep their order.
 
-    If that makes rows fewer, each is closed by the two documents that fill it best instead: 339 rows of 4096 for GSM8K
-    instead of 340, which is the least possible.
+    Where it gives fewer rows, close each row with the pair of documents that fills it best: 339 rows of 4096 for GSM8K
+    instead of 340, which is optimal.
 
-    The sizes in a row stay the same from row to row until one of them runs short, so a pattern is found once and
-    repeated: the work is that of the different lengths, and 10 million documents take a second.
+    The lengths in a row stay the same from row to row until one of them runs out, so a pattern is computed once and
+    repeated. The work grows with the number of different lengths: 10 million documents take a second.
     """
     check_lengths(lengths, capacity)
-    narrow = lengths.astype(np.uint16) if capacity < 1 << 16 else lengths  # 16 bits are sorted by radix
+    narrow = lengths.astype(np.uint16) if capacity < 1 << 16 else lengths  # 16 bits use radix sort
     by_size = np.argsort(narrow, kind="stable").astype(index_dtype(len(lengths)))
     counts = np.bincount(lengths, minlength=1)
     plain, closed = (_patterns(counts, capacity, closing) for closing in (False, True))
@@ -78,11 +77,11 @@ def best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
 
 
 RowPattern = list[tuple[int, int]]
-"""(size, how many) of a row."""
+"""(length, count) of the documents of a row."""
 
 
 def _patterns(counts: NDArray[np.integer], capacity: int, closing: bool) -> list[tuple[RowPattern, int]]:
-    """The patterns of all rows, each with the number of rows that have it. `counts` of each size."""
+    """The patterns of all rows, each with its number of rows. `counts[n]`: documents of length n."""
     left = counts.tolist()
     sizes: list[int] = np.flatnonzero(counts).tolist()
     found = []
@@ -98,7 +97,7 @@ def _patterns(counts: NDArray[np.integer], capacity: int, closing: bool) -> list
 
 
 def _longest_that_fit(sizes: list[int], left: list[int], capacity: int) -> RowPattern:
-    """The next row, from the longest that fits downwards. `sizes` ascend."""
+    """The next row: repeatedly the longest document that fits. `sizes` ascend."""
     pattern, room, below = [], capacity, len(sizes)
     while (below := bisect_right(sizes, room, hi=below)) > 0:
         below -= 1
@@ -110,7 +109,7 @@ def _longest_that_fit(sizes: list[int], left: list[int], capacity: int) -> RowPa
 
 
 def _best_closing_pair(sizes: list[int], left: list[int], capacity: int) -> RowPattern:
-    """The next row, from the longest downwards while more than two fit, then by the two that leave the least room."""
+    """The next row: the longest documents while more than two fit, then the pair that leaves the least space."""
     pattern: dict[int, int] = {}
     room, below = capacity, len(sizes)
     while below and room > 2 * sizes[below - 1]:
@@ -129,7 +128,7 @@ def _best_closing_pair(sizes: list[int], left: list[int], capacity: int) -> RowP
 
 
 def _best_pair(sizes: list[int], left: list[int], used: dict[int, int], room: int) -> tuple[int, ...] | None:
-    """The two documents, or the one, that fill the most of `room`; of equal ones the most uneven."""
+    """The one or two documents that fill the most of `room`; of equal pairs the most uneven."""
     low, high = 0, bisect_right(sizes, room) - 1
     while high >= 0 and left[sizes[high]] == used.get(sizes[high], 0):
         high -= 1
@@ -152,16 +151,16 @@ def _best_pair(sizes: list[int], left: list[int], used: dict[int, int], room: in
 
 
 def k_bin(lengths: NDArray[np.integer], capacity: int, bins: int, every: int | None = None) -> Packing:
-    """In the given order, each document goes where the least room remains, among at most `bins` open rows.
+    """Online best fit: in the given order, each document goes to the fullest of at most `bins` open rows that has room.
 
-    If it fits none and no more may be opened, the fullest is closed first. Of equally full rows the oldest serves.
-    After `every` documents all rows are closed. The rows come in the order in which they were opened.
+    If none has room and `bins` are open, the fullest is closed. Of equally full rows the oldest is used. After `every`
+    documents all rows are closed. Rows are in the order in which they were opened.
     """
     check_lengths(lengths, capacity)
     row_of = np.empty(len(lengths), dtype=index_dtype(len(lengths)))
     rows, span, chunk = 0, every or max(1, len(lengths)), _K_BIN_BLOCK
     for start in range(0, len(lengths), span):
-        rooms: list[int] = []  # room << _ROW | number of the row, ascending
+        rooms: list[int] = []  # free space << _ROW_BITS | row number, ascending
         for first in range(start, min(start + span, len(lengths)), chunk):
             chosen = []
             for length in lengths[first : min(first + chunk, start + span)].tolist():
@@ -182,38 +181,33 @@ def k_bin(lengths: NDArray[np.integer], capacity: int, bins: int, every: int | N
 
 
 def cumulative_offsets(counts: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Where consecutive groups of these sizes begin, and where the last one ends."""
-    edges = np.zeros(len(counts) + 1, dtype=counts.dtype)
-    np.cumsum(counts, out=edges[1:])
-    return edges
+    """Where consecutive groups of these sizes start, and where the last one ends: [0, c₀, c₀ + c₁, …]."""
+    offsets = np.zeros(len(counts) + 1, dtype=counts.dtype)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
 
 
 def index_dtype(count: int) -> type[np.signedinteger]:
-    """Half the memory for numbers up to `count`, where they fit."""
+    """int32 for numbers up to `count` where they fit, to save memory; else int64."""
     return np.int32 if count < 2**31 else np.int64
 
 
 def check_lengths(lengths: NDArray[np.integer], capacity: int) -> None:
-    """Lengths that can be packed."""
+    """Raise a ValueError if a document cannot be packed."""
     if len(lengths) and lengths.max() > capacity:
         raise ValueError(f"a document of {lengths.max()} tokens does not fit a row of {capacity}")
     if len(lengths) and lengths.min() < 1:
         raise ValueError("a document without tokens cannot be packed")
 
 
-# Packing inside steps: each step's documents by themselves, all steps at once.
-#
-# A loop over steps in Python takes minutes for 10 million conversations; here the n-th longest document of every step
-# is placed at the same time, and the same 10 million take seconds.
+# Packing within steps. All steps are packed at once: the n-th longest document of every step is placed at the same time.
+# 10 million conversations take seconds; a Python loop over the steps would take minutes.
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-_BATCHED_DOCUMENTS = 1 << 17  # documents at a time: the matrices stay in the cache
+_BATCHED_DOCUMENTS = 1 << 17  # so that the matrices stay in the CPU cache
 
 
 def pack_within_steps(lengths: NDArray[np.integer], batch: int, capacity: int, packing: str, bins: int) -> Packing:
-    """Pack each `batch` consecutive documents by themselves; the rows of a step follow each other."""
+    """Pack each `batch` consecutive documents, a step, separately. The rows of a step are consecutive."""
     if packing == "none":
         return one_per_row(lengths, capacity)
     return (
@@ -222,7 +216,7 @@ def pack_within_steps(lengths: NDArray[np.integer], batch: int, capacity: int, p
 
 
 def best_fit_within_steps(lengths: NDArray[np.integer], batch: int, capacity: int) -> Packing:
-    """For each step the rows that `best_fit` gives, which are those of First-Fit-Decreasing."""
+    """For each step the rows of `best_fit`, computed as first-fit decreasing."""
     check_lengths(lengths, capacity)
     order = np.empty(len(lengths), dtype=index_dtype(len(lengths)))
     counts = [np.empty(0, dtype=order.dtype)]
@@ -231,7 +225,7 @@ def best_fit_within_steps(lengths: NDArray[np.integer], batch: int, capacity: in
         sizes = lengths[start : start + block]
         documents = len(sizes)
         missing = -documents % batch
-        if missing:  # the last step: empty documents, which come last, take no room and are removed again
+        if missing:  # pad the last step with empty documents, which come last and are removed again
             sizes = np.concatenate([sizes, np.zeros(missing, sizes.dtype)])
         placed, row = _batched_first_fit_decreasing(sizes.reshape(-1, batch), capacity)
         real = placed < documents
@@ -245,22 +239,22 @@ def best_fit_within_steps(lengths: NDArray[np.integer], batch: int, capacity: in
 def _batched_first_fit_decreasing(
     sizes: NDArray[np.integer], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`sizes` [steps, batch] → the flat numbers of the documents, row by row, and the row of each."""
+    """`sizes` [steps, batch] → document numbers, row by row, and the row of each."""
     steps, batch = sizes.shape
     bits = (batch - 1).bit_length()
     mask = (1 << bits) - 1
-    keys = (capacity - sizes.astype(np.int64)) << bits | np.arange(batch)  # all different: any sort is stable
+    keys = (capacity - sizes.astype(np.int64)) << bits | np.arange(batch)  # unique: any sort is stable
     keys.sort(axis=1)
     ordered = np.ascontiguousarray((capacity - (keys >> bits)).T)  # [batch, steps], longest first
     rooms = np.full((steps, batch), capacity, dtype=np.int64)
     flat, base = rooms.reshape(-1), np.arange(steps) * batch
     row = np.empty((batch, steps), dtype=np.int64)
-    used = 1  # columns that can matter: one more than any step has begun
+    used = 1  # rows to search: one more than any step has opened
     for size, chosen in zip(ordered, row, strict=True):
         np.argmax(rooms[:, :used] >= size[:, None], axis=1, out=chosen)
         flat[base + chosen] -= size
         used = min(batch, max(used, int(chosen.max()) + 2))
-    places = row.T << bits | np.arange(batch)
-    places.sort(axis=1)
-    numbers = np.take_along_axis(keys & mask, places & mask, axis=1) + base[:, None]
-    return numbers.reshape(-1), ((places >> bits) + base[:, None]).reshape(-1)
+    keys_by_row = row.T << bits | np.arange(batch)
+    keys_by_row.sort(axis=1)
+    numbers = np.take_along_axis(keys & mask, keys_by_row & mask, axis=1) + base[:, None]
+    return numbers.reshape(-1), ((keys_by_row >> bits) + base[:, None]).reshape(-1)
