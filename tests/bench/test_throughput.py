@@ -39,9 +39,11 @@ def test_attention_flops_follow_the_published_formula() -> None:
 
 
 def test_variation_is_measured_in_tokens_per_second() -> None:
-    alike = StepTimings(ended=[0.0, 1.0, 3.0], tokens=[5, 100, 200], supervised=[1, 1, 1])
-    assert step_variation(alike, warm=1) == StepVariation(spread=1.0, median=100.0, first_half=100.0, second_half=100.0)
-    assert variation_warnings(step_variation(alike, warm=1)) == []
+    constant_rate = StepTimings(ended=[0.0, 1.0, 3.0], tokens=[5, 100, 200], supervised=[1, 1, 1])
+    assert step_variation(constant_rate, warm=1) == StepVariation(
+        spread=1.0, median=100.0, first_half=100.0, second_half=100.0
+    )
+    assert variation_warnings(step_variation(constant_rate, warm=1)) == []
     assert step_variation(STEPS, warm=1) == StepVariation(spread=8.0, median=200.0, first_half=112.5, second_half=200.0)
     assert step_variation(STEPS, warm=3) == StepVariation(spread=1.0, median=200.0, first_half=200.0, second_half=200.0)
 

@@ -14,8 +14,8 @@ from whet.model.load.pretrained import load_model
 @pytest.fixture(scope="module")
 def model() -> Any:
     """builtin:tiny with larger weights, so that the most likely token is clear and completions differ."""
-    made = load_model(ModelConfig(path="builtin:tiny"), torch.float32)
-    for parameter in made.parameters():
+    model_ = load_model(ModelConfig(path="builtin:tiny"), torch.float32)
+    for parameter in model_.parameters():
         if parameter.ndim == 2:
             parameter.data.mul_(8)
-    return made
+    return model_

@@ -93,25 +93,25 @@ def test_a_function_call_is_followed_by_the_tool_s_turn_and_a_new_one() -> None:
     calculator = make_calculator(renderer_)
     assert isinstance(calculator, FunctionCallCalculator)
     call: dict[str, Any] = {"name": "calculator", "arguments": {"expression": "48/2"}}
-    asked = [{"role": "user", "content": "Half of 48?"}]
+    question = [{"role": "user", "content": "Half of 48?"}]
     called = {"role": "assistant", "content": "Well, ", "tool_calls": [{"type": "function", "function": call}]}
     answered = {"role": "tool", "content": "24"}
-    prompt = renderer_.prompt_ids(asked, tools=[CALCULATOR_SCHEMA])
-    whole = renderer_.prompt_ids([*asked, called, answered], tools=[CALCULATOR_SCHEMA])
-    assert whole[: len(prompt)] == prompt
+    prompt = renderer_.prompt_ids(question, tools=[CALCULATOR_SCHEMA])
+    expected = renderer_.prompt_ids([*question, called, answered], tools=[CALCULATOR_SCHEMA])
+    assert expected[: len(prompt)] == prompt
     end = renderer_.end_of_turn()
     assert end is not None
-    turn = whole[len(prompt) : whole.index(end, len(prompt)) + 1]
+    turn = expected[len(prompt) : expected.index(end, len(prompt)) + 1]
     state = calculator.new_state()
-    given = [list(state.observe(token)) for token in turn]
-    assert not any(given[:-1])
-    assert [*prompt, *turn, *given[-1]] == whole
-    assert not any(state.observe(token) for token in given[-1])
+    inserted = [list(state.observe(token)) for token in turn]
+    assert not any(inserted[:-1])
+    assert [*prompt, *turn, *inserted[-1]] == expected
+    assert not any(state.observe(token) for token in inserted[-1])
     assert list(state.observe(end)) == []  # no call: the answer may end
     final = renderer_.tokenizer.encode("It is 24.", add_special_tokens=False)
-    assert calculator.visible_answer([*turn, *given[-1], *final]) == final
+    assert calculator.visible_answer([*turn, *inserted[-1], *final]) == final
     assert calculator.visible_answer(final) == final
-    assert calculator.visible_answer([*turn, *given[-1], *turn, *given[-1], *final]) == final
+    assert calculator.visible_answer([*turn, *inserted[-1], *turn, *inserted[-1], *final]) == final
 
 
 def test_a_model_that_cannot_call_the_calculator_is_an_error() -> None:

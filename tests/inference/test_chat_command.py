@@ -252,7 +252,7 @@ def test_a_conversation_in_a_real_terminal(tmp_path: Path) -> None:
         os.killpg(terminal.process.pid, signal.SIGINT)  # what a terminal does for Ctrl-C
         terminal.wait_for("(stopped)")
         terminal.wait_for("you ›")
-        terminal.type(f"/save {tmp_path / 'said.jsonl'}\n")
+        terminal.type(f"/save {tmp_path / 'saved.jsonl'}\n")
         terminal.wait_for("(appended to")
         terminal.wait_for("you ›")
         terminal.type("/reset\n")
@@ -261,6 +261,6 @@ def test_a_conversation_in_a_real_terminal(tmp_path: Path) -> None:
         assert terminal.leave() == 0
     finally:
         terminal.close()
-    saved = json.loads((tmp_path / "said.jsonl").read_text())
+    saved = json.loads((tmp_path / "saved.jsonl").read_text())
     assert saved["messages"][0] == {"role": "user", "content": "Hello"}
     assert saved["messages"][1]["content"]

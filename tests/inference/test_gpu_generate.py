@@ -24,11 +24,11 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    made = load_model(ModelConfig(path="builtin:tiny"), torch.float32, torch.device("cuda"))
-    for parameter in made.parameters():
+    model_ = load_model(ModelConfig(path="builtin:tiny"), torch.float32, torch.device("cuda"))
+    for parameter in model_.parameters():
         if parameter.ndim == 2:
             parameter.data.mul_(8)
-    return made
+    return model_
 
 
 def test_greedy_completions_are_those_of_transformers(model: Any, prompts: list[list[int]]) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from whet.inference.config import TaskConfig
 from whet.inference.sandbox import ProgramResult, SandboxError, SandboxLimits, require_sandbox, run_program
+from whet.inference.tasks.load_tasks import load_file_task
 from whet.inference.tasks.scorers import make_unit_test_scorer
 from whet.inference.tasks.task import Example
-from whet.inference.tasks.task_files import load_file_task
 
 AMPLE = SandboxLimits(seconds=20)  # enough on a busy machine
 

@@ -21,6 +21,7 @@ from whet.inference.generate import generate
 from whet.inference.inference_model import InferenceModel
 from whet.inference.sampling import Sampling
 from whet.inference.tasks import scoring
+from whet.inference.tasks.load_tasks import load_tasks, loaded_tasks
 from whet.inference.tasks.scorers import make_scorer
 from whet.inference.tasks.scoring import (
     answer_examples,
@@ -32,7 +33,6 @@ from whet.inference.tasks.scoring import (
     with_task_settings,
 )
 from whet.inference.tasks.task import Example, Scorer, Task
-from whet.inference.tasks.task_registry import load_tasks, loaded_tasks
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
@@ -124,8 +124,8 @@ def test_all_ranks_stop_when_one_is_late(fixed_answers: InferenceModel, monkeypa
 
 def test_the_baseline_is_chance_or_the_score_of_empty_answers(fixed_answers: InferenceModel) -> None:
     def choices(count: int) -> list[Example]:
-        asked = ({"role": "user", "content": "question 0"},)
-        return [Example(asked, ("A",), f"x:{i}", choices) for i, choices in enumerate([2, 4, 4, 5])]
+        question = ({"role": "user", "content": "question 0"},)
+        return [Example(question, ("A",), f"x:{i}", choices) for i, choices in enumerate([2, 4, 4, 5])]
 
     letters = Scorer("letters", lambda answer, example: 1.0)
     found = score_task(Task("c", choices, 1, letters), 4, fixed_answers, ALONE)
@@ -137,12 +137,12 @@ def test_the_baseline_is_chance_or_the_score_of_empty_answers(fixed_answers: Inf
 
 
 def test_letters_have_the_highest_logit_in_any_batch(renderer: Renderer, model: Any, answerer: InferenceModel) -> None:
-    def asked(count: int) -> list[Example]:
+    def make_examples(count: int) -> list[Example]:
         questions = [f"Which? {'very ' * (17 * i % 23)}long {i}" for i in range(count)]
         return [Example(({"role": "user", "content": q},), ("A",), "x:1", 2 + i % 4) for i, q in enumerate(questions)]
 
-    examples = asked(12)
-    which = Task("c", asked, 1, Scorer("letters", lambda answer, example: 0.0))
+    examples = make_examples(12)
+    which = Task("c", make_examples, 1, Scorer("letters", lambda answer, example: 0.0))
     attention.install_backend(model, "sdpa")
     found = [sample.answer for sample in score_task(which, 12, answerer, ALONE).samples]
     attention.use_native_attention(model)
@@ -173,11 +173,11 @@ def test_letter_tokens_depend_on_the_chat_template(renderer: Renderer) -> None:
 
 def test_length_sorted_batches_pad_little_and_are_bounded() -> None:
     lengths = [10, 200, 11, 190, 12, 3000]
-    made = length_sorted_batches(lengths, 400)
-    assert sorted(number for each in made for number in each) == list(range(6))
-    assert [5] in made
-    assert all(len(each) == 1 or len(each) * max(lengths[i] for i in each) <= 400 for each in made)
-    assert {frozenset(each) for each in made} == {frozenset({0, 2, 4}), frozenset({1, 3}), frozenset({5})}
+    batches = length_sorted_batches(lengths, 400)
+    assert sorted(number for each in batches for number in each) == list(range(6))
+    assert [5] in batches
+    assert all(len(each) == 1 or len(each) * max(lengths[i] for i in each) <= 400 for each in batches)
+    assert {frozenset(each) for each in batches} == {frozenset({0, 2, 4}), frozenset({1, 3}), frozenset({5})}
 
 
 def test_answers_are_generated_from_the_question_alone(

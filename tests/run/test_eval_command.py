@@ -25,12 +25,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write(name: str, records: list[dict[str, Any]]) -> None:
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    asked = [f"Question {i}, please?" for i in range(40)]
-    write("train.jsonl", [{"prompt": text, "completion": "A"} for text in asked[:30]])
-    write("own.jsonl", [{"prompt": text, "answer": "A"} for text in asked[30:]])
+    questions = [f"Question {i}, please?" for i in range(40)]
+    write("train.jsonl", [{"prompt": text, "completion": "A"} for text in questions[:30]])
+    write("own.jsonl", [{"prompt": text, "answer": "A"} for text in questions[30:]])
     write(
         "choice.jsonl",
-        [{"question": text, "choices": ["x", "y", "z", "u"], "answer": i % 2} for i, text in enumerate(asked[:20])],
+        [{"question": text, "choices": ["x", "y", "z", "u"], "answer": i % 2} for i, text in enumerate(questions[:20])],
     )
     return folder
 
@@ -78,9 +78,9 @@ def test_scores_of_run_and_base_with_intervals(evaluated: Json, run: Path) -> No
     surely = 0.025 ** (1 / 10)
     assert (own["interval"], own["base"]["interval"]) == ([surely, 1], [0, 1 - surely])
     assert (own["examples"], own["scorer"]) == (10, "exact")
-    apart = own["difference"]
-    assert (apart["mean"], apart["test"], apart["significant"]) == (1, "mcnemar", True)
-    assert apart["p"] == pytest.approx(2 / 2**10)
+    difference = own["difference"]
+    assert (difference["mean"], difference["test"], difference["significant"]) == (1, "mcnemar", True)
+    assert difference["p"] == pytest.approx(2 / 2**10)
     assert (choice["score"], choice["baseline"], choice["scorer"]) == (0.5, 0.25, "letters")
     assert choice["interval"][0] < 0.5 < choice["interval"][1]
     assert result["mean_above_baseline"]["score"] == pytest.approx((1 + 1 / 3) / 2)
@@ -114,9 +114,11 @@ def test_against_a_run_and_against_a_result_file(evaluated: Json, run: Path, mat
     same = evaluated(f"{run}@40", "--against", run)
     assert same["tasks"]["own"]["difference"]["mean"] == 0
     assert same["tasks"]["own"]["difference"]["significant"] is False
-    kept = Path(evaluated(run)["file"])
-    assert kept == run / "evals" / "step-000040.json"
-    from_file = evaluated("builtin:tiny", "--tasks", tasks, "--against", kept, "--out", tmp_path / "x" / "tiny.json")
+    result_file = Path(evaluated(run)["file"])
+    assert result_file == run / "evals" / "step-000040.json"
+    from_file = evaluated(
+        "builtin:tiny", "--tasks", tasks, "--against", result_file, "--out", tmp_path / "x" / "tiny.json"
+    )
     assert from_file["tasks"] == models["tasks"]
     written = json.loads((tmp_path / "x" / "tiny.json").read_text())
     assert written["tasks"] == from_file["tasks"]

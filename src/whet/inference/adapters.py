@@ -55,17 +55,17 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
 
 
 def has_embedding_rows(folder: Path, tokens: int) -> bool:
-    """Whether an adapter contains the embedding of the last of `tokens` tokens, as a single row or as a full matrix."""
+    """Whether an adapter contains the embedding of the last of `tokens` tokens, as a row or as a full matrix."""
     settings = _read_adapter_config(folder) if (folder / _CONFIG_FILE).exists() else {}
-    single = settings.get("trainable_token_indices") or []
-    if any(tokens - 1 in ids for ids in (single.values() if isinstance(single, dict) else [single])):
+    token_ids = settings.get("trainable_token_indices") or []
+    if any(tokens - 1 in ids for ids in (token_ids.values() if isinstance(token_ids, dict) else [token_ids])):
         return True
-    whole = tuple(f".{name}.weight" for name in settings.get("modules_to_save") or ())
-    if not whole or not (folder / _WEIGHTS_FILE).is_file():
+    suffixes = tuple(f".{name}.weight" for name in settings.get("modules_to_save") or ())
+    if not suffixes or not (folder / _WEIGHTS_FILE).is_file():
         return False
     try:
         with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
-            return any(file.get_slice(key).get_shape()[0] == tokens for key in file.keys() if key.endswith(whole))  # noqa: SIM118
+            return any(file.get_slice(key).get_shape()[0] == tokens for key in file.keys() if key.endswith(suffixes))  # noqa: SIM118
     except SafetensorError:
         return False  # peft reports the error when it loads the file
 

@@ -178,8 +178,8 @@ def _reply_record(model: InferenceModel, reply: Reply, explain: bool) -> dict[st
 def read_prompts(path: Path) -> list[list[MessageDict]]:
     """One conversation per line, up to where the model's reply begins; blank lines are skipped.
 
-    A line of a `.jsonl` file is a string, {"prompt": "…"} or {"messages": […]}. Trailing assistant messages are dropped,
-    so that a training file works too. In other files a line is a prompt.
+    In a `.jsonl` file a line is a string, {"prompt": "…"} or {"messages": […]}. Trailing assistant messages are
+    removed, so that training files work too. In other files a line is a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -17,12 +17,12 @@ _COLOURS = ("bold cyan", "bold magenta")
 _HELP = """\
 /reset           start a new conversation
 /system TEXT     set the system message and start a new conversation
-/save FILE       append the conversation to FILE, as a line of JSON that whet can train on
+/save FILE       append the conversation to FILE, in JSONL that whet can train on
 /against MODEL   compare with a second model; /against none: stop comparing
 /adapter NAME    switch to another adapter; /adapter none: the base model
 /quit, Ctrl-D    quit
 Ctrl-C           stop a reply
-A line that ends with \\ continues on the next; \"\"\" starts and ends a message of several lines."""
+\\ at the end of a line continues it; \"\"\" starts and ends several lines."""
 
 
 class _QuitError(Exception):

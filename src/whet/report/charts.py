@@ -36,8 +36,8 @@ class Axis:
         largest = max((abs(tick) for tick in self.ticks), default=0.0)
         if largest and not 1e-3 <= largest < 1e6:
             return [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e+") for tick in self.ticks]
-        apart = min((b - a for a, b in pairwise(self.ticks)), default=1.0)
-        digits = min(12, max(0, math.ceil(-math.log10(apart) - 1e-9)))
+        spacing = min((b - a for a, b in pairwise(self.ticks)), default=1.0)
+        digits = min(12, max(0, math.ceil(-math.log10(spacing) - 1e-9)))
         return [f"{tick:,.{digits}f}" for tick in self.ticks]
 
 
@@ -49,21 +49,21 @@ def value_axis(values: Sequence[float], ticks: int = 5) -> Axis:
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         # a constant: the line is in the middle
         low, high = min(0.0, 2 * low), max(0.0, 2 * high) or (0.0 if low else 1.0)
-    apart = _nice_step((high - low) / ticks)
-    if apart <= 0:  # the range is too small for floating point
+    spacing = _nice_step((high - low) / ticks)
+    if spacing <= 0:  # the range is too small for floating point
         return Axis(low, high, ())
-    first, last = math.floor(low / apart + 1e-9), math.ceil(high / apart - 1e-9)
-    marks = tuple(apart * i for i in range(first, last + 1))
-    return Axis(min(low, marks[0]), max(high, marks[-1]), marks)
+    first, last = math.floor(low / spacing + 1e-9), math.ceil(high / spacing - 1e-9)
+    positions = tuple(spacing * i for i in range(first, last + 1))
+    return Axis(min(low, positions[0]), max(high, positions[-1]), positions)
 
 
 def step_axis(steps: Sequence[int], ticks: int = 6) -> Axis:
     """An axis from the first to the last step, with ticks at whole steps."""
     low, high = min(steps, default=0), max(steps, default=0)
-    apart = max(1, round(_nice_step((high - low) / ticks))) if high > low else 1
-    marks = range(-(-low // apart) * apart, high + 1, apart)
+    spacing = max(1, round(_nice_step((high - low) / ticks))) if high > low else 1
+    round_steps = range(-(-low // spacing) * spacing, high + 1, spacing)
     # the first and last step replace round ticks that are too close to them
-    inner = [step for step in marks if min(step - low, high - step) >= 0.6 * apart]
+    inner = [step for step in round_steps if min(step - low, high - step) >= 0.6 * spacing]
     return Axis(low, high, tuple(map(float, sorted({low, *inner, high}))))
 
 

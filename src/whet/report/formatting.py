@@ -54,12 +54,12 @@ def format_seconds(value: float | None) -> str:
         return f"{value * 1000:.0f} ms"
     if value < 10:
         return f"{value:.1f} s"
-    whole = round(value)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    seconds = round(value)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
 
 
 def format_time(value: float | None) -> str:

@@ -195,9 +195,9 @@ def samples_section(run: RunView) -> Markup:
         else _EMPTY
     )
     wrong = sum(pair.wrong_after for pair in run.pairs)
-    judged = sum(bool(pair.after and pair.after.right is not None) for pair in run.pairs)
+    scored = sum(bool(pair.after and pair.after.right is not None) for pair in run.pairs)
     note = f"{len(pairs)} of {len(run.pairs)} held-out samples." + (
-        f" After training, {wrong} of {judged} answers are wrong; the selection includes wrong ones." if wrong else ""
+        f" After training, {wrong} of {scored} answers are wrong; the selection includes wrong ones." if wrong else ""
     )
     return html_section("Before and after", *map(_sample_article, pairs), more, note=note)
 

@@ -24,8 +24,8 @@ from whet.core.errors import WhetError
 from whet.core.files import read_json, write_json
 from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
+from whet.inference.tasks.load_tasks import load_tasks
 from whet.inference.tasks.task import TaskResult
-from whet.inference.tasks.task_registry import load_tasks
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits

@@ -12,9 +12,9 @@ from whet.core.distributed import Ranks
 from whet.data.plan.planner import plan_single_step
 from whet.data.render.renderer import Renderer
 from whet.inference.inference_model import InferenceModel, stop_token_ids
+from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
 from whet.inference.tasks.task import AnsweredExample, TaskResult
-from whet.inference.tasks.task_registry import loaded_tasks
 from whet.inference.validation import ValidationMetadata, source_names, validation_loss
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel

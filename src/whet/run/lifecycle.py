@@ -28,7 +28,7 @@ from whet.execution.cuda_graphs import enable_cuda_graphs, release_cuda_graphs, 
 from whet.execution.offload import offload_optimizer_state
 from whet.execution.transform import transform_layers
 from whet.exporting.spec import ExportMismatchError
-from whet.inference.tasks.task_registry import load_tasks
+from whet.inference.tasks.load_tasks import load_tasks
 from whet.model import attention
 from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model

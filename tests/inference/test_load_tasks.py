@@ -11,9 +11,8 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.inference.config import EvalConfig, TaskConfig, parse_task_text
+from whet.inference.tasks.load_tasks import load_file_task, load_tasks
 from whet.inference.tasks.task import Task
-from whet.inference.tasks.task_files import load_file_task
-from whet.inference.tasks.task_registry import load_tasks
 
 Write = Callable[..., str]
 
@@ -191,8 +190,8 @@ def test_titles(path: str, title: str) -> None:
 def test_an_empty_choice_does_not_shift_the_letters(write: Write) -> None:
     """As columns: without B, the answer C is the second of what is left."""
     record = {"question": "?", "A": "one", "B": "", "C": "two", "D": "three", "answer": "C"}
-    (asked,) = read(write(record)).examples(1)
-    assert "- B) two" in asked.messages[0]["content"]
-    assert (asked.answers, asked.choices) == (("B",), 3)
+    (example,) = read(write(record)).examples(1)
+    assert "- B) two" in example.messages[0]["content"]
+    assert (example.answers, example.choices) == (("B",), 3)
     with pytest.raises(WhetError, match=r"my\.jsonl:1"):
         read(write({**record, "answer": "B"}))
