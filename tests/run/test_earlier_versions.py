@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +25,7 @@ from safetensors.torch import load_file
 from whet.data.prepare.store import Store
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "runs-ada285c.tar.xz"
-WRITTEN_ON = ("2.13.0+cpu", "AVX512", "AMD EPYC")
-"""torch, instruction set and CPU of the machine. The same sums are bit-identical there; elsewhere their order differs."""
-
-
-def this_machine() -> tuple[str, str, str]:
-    names = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return torch.__version__, torch.backends.cpu.get_cpu_capability(), names[1] if names else ""
+EXACT_KEYS = ("step", "epoch", "lr", "conversations", "tokens", "supervised_tokens", "flops")
 
 
 @pytest.fixture
@@ -51,14 +44,12 @@ def run_json(whet: Any, *arguments: Any) -> dict[str, Any]:
     return dict(json.loads(ended.out))
 
 
-def assert_same_numbers(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    if this_machine() == WRITTEN_ON:
-        assert found == expected
+def assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Losses and norms up to rounding: the order of fp32 sums depends on the CPU, and on where a version computes what.
+    Seen on 2026-11-17: bit-identical until the last MLP was computed at all positions again, then 2e-10."""
     assert [line.keys() for line in found] == [line.keys() for line in expected]
     for line, wanted in zip(found, expected, strict=True):
-        assert {key: value for key, value in line.items() if isinstance(value, int)} == {
-            key: value for key, value in wanted.items() if isinstance(value, int)
-        }
+        assert {key: line.get(key) for key in EXACT_KEYS} == {key: wanted.get(key) for key in EXACT_KEYS}
         assert line == pytest.approx(wanted, rel=1e-5)
 
 
@@ -68,7 +59,7 @@ def test_a_paused_run_resumes_to_the_same_end(
     options = ("train.precision=fp32", "train.steps=8", "checkpoint.every=4", "run.dir=runs/full")
     ended = whet("train", recipe, *options, "--resume")
     assert ended.code == 0, ended.err
-    assert_same_numbers(exact_of(Path("runs/full")), exact_of(Path("runs/full-end")))
+    assert_same_metrics(exact_of(Path("runs/full")), exact_of(Path("runs/full-end")))
     assert json.loads(Path("runs/full/status.json").read_text())["state"] == "finished"
     assert json.loads(Path("runs/full/exports/merged/certificate.json").read_text())["verified"] is True
     assert sorted(path.name for path in Path("cache/stores").iterdir() if path.is_dir()) == [
