@@ -208,7 +208,7 @@ def test_its_adapter_is_loaded_over_4_bits_and_over_16(whet: Any, run: Path, tmp
     assert "PEFT" in card  # peft's own card is still there
     merging = whet("merge", "builtin:tiny", "--adapter", folder, "--out", tmp_path / "merged", "--json")
     assert merging.code == 0, merging.err
-    assert "in 4 bits, and merged into the whole one" in merging.err
+    assert "in 4 bits, but merged into the unquantized one" in merging.err
     beside = whet("chat", run, "--against", "builtin:tiny", "--prompt", PROMPT, "--max-new-tokens", 2, "--json")
     assert "builtin:tiny in 4 bits" in beside.out, beside.err
     how = BitsAndBytesConfig(

@@ -221,7 +221,7 @@ def _check_one_store(
     if found.compared and not found.ids_differ and not found.mask_differs:
         text = f"{use}: {found.compared:,} conversations, rendered again, have the ids that transformers gives"
         yield Finding("ids", "ok", f"{text}, and the same mask")
-    elif not found.compared and found.ready:
+    elif not found.compared and found.pretokenized:
         yield Finding("ids", "ok", f"{use}: the data are token ids; there is no text to compare with")
     elif not found.compared:
         text = f"{use}: no conversation could be rendered again for comparison: all are split, or the files have moved"
