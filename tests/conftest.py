@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 REAL_PYTHON = sys.executable
 _FORKSERVER = "WHET_TEST_FORKSERVER"  # the folder of the server that all test workers share
 
-RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+RECIPE = str(Path(__file__).parent / "fixtures" / "tiny.yaml")
 _NEEDS = "needs the Debian package "
 
 
@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
             server = subprocess.Popen([REAL_PYTHON, forkserver.__file__, str(folder)], stdout=log, stderr=log)
         os.environ[_FORKSERVER] = str(folder)
         config.add_cleanup(lambda: _stop_forkserver(server, folder))
-    if _FORKSERVER in os.environ:
+    is_worker = hasattr(config, "workerinput")
+    if _FORKSERVER in os.environ and (is_worker or not config.getoption("numprocesses", None)):
         sys.executable = str(Path(os.environ[_FORKSERVER]) / "python")
 
 
@@ -118,8 +119,14 @@ def whet() -> Callable[..., Ended]:
 
 
 @pytest.fixture(scope="session")
+def shipped_recipe() -> str:
+    """recipes/tiny.yaml, for numbers that were measured with it."""
+    return str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+
+
+@pytest.fixture(scope="session")
 def recipe() -> str:
-    """recipes/tiny.yaml."""
+    """fixtures/tiny.yaml: recipes/tiny.yaml with less to compute."""
     return RECIPE
 
 
@@ -195,12 +202,12 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def shared_run(whet: Callable[..., Ended], make_once: Callable[..., Path]) -> Callable[..., Path]:
-    """shared_run(name, *settings): recipes/tiny.yaml with these settings, finished, once for all workers. To be read,
+    """shared_run(name, *settings): fixtures/tiny.yaml with these settings, finished, once for all workers. To be read,
     not changed: copy it for that."""
 
-    def train(name: str, *settings: str) -> Path:
+    def train(name: str, *settings: str, recipe: str = RECIPE) -> Path:
         def make(folder: Path) -> None:
-            ended = whet("train", RECIPE, f"run.dir={folder}", *settings)
+            ended = whet("train", recipe, f"run.dir={folder}", *settings)
             assert ended.code == 0, ended.err
 
         return make_once(name, make)
@@ -210,7 +217,7 @@ def shared_run(whet: Callable[..., Ended], make_once: Callable[..., Path]) -> Ca
 
 @pytest.fixture(scope="session")
 def tiny_run(shared_run: Callable[..., Path]) -> Path:
-    """recipes/tiny.yaml in fp64, finished."""
+    """fixtures/tiny.yaml in fp64, finished."""
     return shared_run("tiny", "train.precision=fp64")
 
 

@@ -69,3 +69,16 @@ def wait_for_lines() -> Callable[[Path, int], None]:
             time.sleep(0.002)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def wait_for_checkpoint() -> Callable[[Path, int], None]:
+    """Wait until the checkpoint of a step is complete."""
+
+    def wait(folder: Path, step: int) -> None:
+        manifest, until = folder / "checkpoints" / f"step-{step:06d}" / "manifest.json", time.monotonic() + 60
+        while not manifest.exists():
+            assert time.monotonic() < until, "the checkpoint was not written"
+            time.sleep(0.002)
+
+    return wait

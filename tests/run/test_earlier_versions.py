@@ -54,10 +54,10 @@ def assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, An
 
 
 def test_a_paused_run_resumes_to_the_same_end(
-    whet: Any, recipe: str, earlier: Path, exact_of: Callable[[Path], list[dict[str, Any]]]
+    whet: Any, shipped_recipe: str, earlier: Path, exact_of: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
     options = ("train.precision=fp32", "train.steps=8", "checkpoint.every=4", "run.dir=runs/full")
-    ended = whet("train", recipe, *options, "--resume")
+    ended = whet("train", shipped_recipe, *options, "--resume")
     assert ended.code == 0, ended.err
     assert_same_metrics(exact_of(Path("runs/full")), exact_of(Path("runs/full-end")))
     assert json.loads(Path("runs/full/status.json").read_text())["state"] == "finished"
@@ -106,13 +106,13 @@ def test_an_export_is_checked_and_answers(whet: Any, earlier: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_store_is_read_and_used_as_it_is(whet: Any, recipe: str, earlier: Path) -> None:
+def test_a_store_is_read_and_used_as_it_is(whet: Any, shipped_recipe: str, earlier: Path) -> None:
     files = {path: path.read_bytes() for path in Path("store").rglob("*") if path.is_file()}
     options = ("train.precision=fp32", "train.steps=1", "eval.at_start=false", "export.at_end=none")
-    assert whet("train", recipe, *options, "data.store=store", "run.dir=runs/stored").code == 0
+    assert whet("train", shipped_recipe, *options, "data.store=store", "run.dir=runs/stored").code == 0
     assert {path: path.read_bytes() for path in files} == files
     assert json.loads(Path("runs/stored/ledger.json").read_text())["stores"]["train"].endswith("store/train")
-    assert whet("train", recipe, *options, "data.store=again", "run.dir=runs/again").code == 0
+    assert whet("train", shipped_recipe, *options, "data.store=again", "run.dir=runs/again").code == 0
     for use, documents in (("train", 200), ("validation", 40)):
         before, now = Store(Path("store", use)), Store(Path("again", use))
         assert len(before) == len(now) == documents

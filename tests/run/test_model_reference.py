@@ -78,10 +78,12 @@ def test_start_step_takes_steps_for_done(
     assert "train.start_step: 30, but this run has only 30 steps" in ended.err
 
 
-def test_epochs_and_measurements_have_checkpoints(whet: Any, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
+def test_epochs_and_measurements_have_checkpoints(
+    whet: Any, shipped_recipe: str, tmp_path: Path, steps_of: Steps
+) -> None:
     folder = tmp_path / "run"
     ended = whet(
-        "train", recipe, "train.steps=20", "checkpoint.epochs=0.4", "checkpoint.every=99",
+        "train", shipped_recipe, "train.steps=20", "checkpoint.epochs=0.4", "checkpoint.every=99",
             "checkpoint.keep_last=99", "eval.every=7",
         "checkpoint.keep_best=1", f"run.dir={folder}", "export.at_end=none",
     )  # fmt: skip

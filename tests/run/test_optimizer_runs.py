@@ -98,12 +98,14 @@ def test_a_schedule_counts_what_the_run_has_seen(
     assert [line["lr"] for line in lines] != pytest.approx(even, abs=1e-4), "or by step would do as well"
 
 
-def test_by_conversation_packing_changes_nothing(whet: Any, recipe: str, tmp_path: Path, steps_of: Lines) -> None:
+def test_by_conversation_packing_changes_nothing(
+    whet: Any, shipped_recipe: str, tmp_path: Path, steps_of: Lines
+) -> None:
     rates = []
     for packing in ("best-fit", "none"):
         folder = tmp_path / packing
         ended = whet(
-            "train", recipe, f"run.dir={folder}", "train.epochs=0.27", f"data.packing={packing}", *SHORT,
+            "train", shipped_recipe, f"run.dir={folder}", "train.epochs=0.27", f"data.packing={packing}", *SHORT,
             "train.schedule={name: cosine, warmup: 12, by: conversation}",
         )  # fmt: skip
         assert ended.code == 0, ended.err

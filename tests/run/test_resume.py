@@ -36,13 +36,15 @@ def unfinished(finished: Path, folder: Path, keep: str | None) -> Path:
 
 @pytest.mark.parametrize("options", [FULL, LORA], ids=["full", "lora with dropout"])
 def test_a_killed_run_continues_bit_for_bit(
-    options: tuple[str, ...], whet: Any, start: Any, wait_for_lines: Any, recipe: str, tmp_path: Path, exact_of: Exact
-) -> None:
+    options: tuple[str, ...], whet: Any, start: Any, wait_for_lines: Any, wait_for_checkpoint: Any,
+    recipe: str, tmp_path: Path, exact_of: Exact,
+) -> None:  # fmt: skip
     arguments = ["train", recipe, "train.steps=30", "eval.every=8", *options]
     assert whet(*arguments, f"run.dir={tmp_path / 'whole'}").code == 0
     folder = tmp_path / "killed"
     process = start(*arguments, f"run.dir={folder}")
     wait_for_lines(folder, 14)
+    wait_for_checkpoint(folder, 10)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert len(exact_of(folder)) < len(exact_of(tmp_path / "whole"))

@@ -81,8 +81,8 @@ def test_what_cannot_be_profiled_is_refused_before_the_first_step(whet: Any, rec
 
 def test_validation_is_measured_by_source_and_in_part(whet: Any, watched: Path, tmp_path: Path) -> None:
     held = (
-        "data.validation.sources=[{path: builtin:orders, split: held-out, max_samples: 30}, "
-        "{path: builtin:orders, split: held-out, start: 30, max_samples: 10}]"
+        "data.validation.sources=[{path: builtin:orders, split: held-out, max_samples: 7}, "
+        "{path: builtin:orders, split: held-out, start: 7, max_samples: 3}]"
     )
     whole = json.loads(whet("eval", watched, "--json").out)
     parts = json.loads(whet("eval", watched, held, "--json").out)
@@ -93,7 +93,7 @@ def test_validation_is_measured_by_source_and_in_part(whet: Any, watched: Path, 
     assert parts["val_bpb"] == pytest.approx(whole["val_bpb"], rel=1e-6)
     assert parts["val_loss/orders-1"] != parts["val_loss/orders-2"]
     assert not any("/" in key for key in whole if key.startswith("val_"))
-    some = json.loads(whet("eval", watched, "eval.rows=3", "--json").out)
+    some = json.loads(whet("eval", watched, "eval.rows=1", "--json").out)
     assert 0 < some["val_part"] < 1
     assert "val_part" not in whole
-    assert "val_part: 0." in whet("eval", watched, "eval.rows=3").out
+    assert "val_part: 0." in whet("eval", watched, "eval.rows=1").out
