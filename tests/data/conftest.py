@@ -16,7 +16,7 @@ from whet.core.files import hash_json
 from whet.data.prepare.store import Store, StoreWriter
 from whet.data.render.chat_tokenizer import ChatTokenizer
 
-from .families import CHATML, tokenizer_of
+from .template_families import CHATML, tokenizer_of
 
 MakeStore = Callable[[Iterable[tuple[list[int], list[int]]]], Store]
 

@@ -53,13 +53,13 @@ def test_without_a_shape_there_is_no_padding(make_store: MakeStore) -> None:
     assert batch.max_seqlen == 3
 
 
-def test_types_are_those_that_attention_and_loss_want(make_store: MakeStore) -> None:
+def test_dtypes_are_those_that_attention_and_loss_need(make_store: MakeStore) -> None:
     batch = pack_batch(make_store(EXAMPLE), [0], 3, BatchShape(8, 2))
     assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.supervised_at.dtype} == {torch.int64}
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_a_full_batch_has_no_padding_document_but_the_same_number_of_edges(make_store: MakeStore) -> None:
+def test_a_full_batch_has_no_padding_document_but_the_same_cu_seqlens_length(make_store: MakeStore) -> None:
     store = make_store(EXAMPLE)
     full = pack_batch(store, [0, 1], 3, BatchShape(6, 2))
     assert full.cu_seqlens.tolist() == [0, 3, 6, 6, 6]

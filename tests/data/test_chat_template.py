@@ -10,9 +10,9 @@ import pytest
 from whet.core.errors import BadRecordError, WhetError
 from whet.tokenizer.chat_template import ChatTemplate
 
-from .families import CHATML_TEMPLATE, DATED, FAMILIES, Family, small_tokenizer, tokenizer_of
-from .shipped import FIXED, SHIPPED, Shipped
-from .test_shipped_templates import as_dicts, full
+from .template_families import CHATML_TEMPLATE, DATED, FAMILIES, Family, small_tokenizer, tokenizer_of
+from .test_trl_templates import as_dicts, full
+from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 
 TALK = [{"role": "user", "content": ' "Hi"\n'}, {"role": "assistant", "content": "Ā <b>&\\"}]
 
@@ -26,9 +26,9 @@ def test_a_family_is_rendered_as_transformers_renders_it(family: Family, prompt:
     assert ChatTemplate(family.template, tokenizer.special_tokens_map).render(messages, prompt=prompt) == wanted
 
 
-@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda shipped: shipped.name)
-def test_a_shipped_template_is_rendered_as_transformers_renders_it(shipped: Shipped) -> None:
-    renderer = full(shipped, "assistant")  # whose dates are answered
+@pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
+def test_a_shipped_template_is_rendered_as_transformers_renders_it(template: TrlTemplate) -> None:
+    renderer = full(template, "assistant")  # whose dates are answered
     for conversation in FIXED.values():
         messages = as_dicts(conversation.messages, renderer)
         outcomes: list[str] = []
@@ -56,7 +56,7 @@ def test_json_is_written_as_transformers_writes_it(options: str) -> None:
 
 
 @pytest.mark.parametrize("tag", ["{% break %}", "{% continue %}", "{% generation %}x{% endgeneration %}"])
-def test_the_tags_that_transformers_adds_are_known(tag: str) -> None:
+def test_the_tags_of_transformers_are_supported(tag: str) -> None:
     source = f"{{% for m in messages %}}a{tag}b{{% endfor %}}"
     wanted = small_tokenizer(source, ()).apply_chat_template(TALK, tokenize=False)
     assert ChatTemplate(source, {}).render(TALK) == wanted
@@ -69,7 +69,7 @@ def test_tools_documents_and_special_tokens_are_there() -> None:
 
 
 @pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
-def test_a_date_is_answered_once_and_for_all(call: str) -> None:
+def test_a_date_is_rendered_at_construction(call: str) -> None:
     chat = ChatTemplate(f"{{{{ {call} }}}}|{{{{ strftime_now('%Y') }}}}", {}, "2001-02-03")
     assert chat.render([]) == "03 Feb 2001|2001"
     assert "strftime_now" not in chat.source
@@ -81,18 +81,18 @@ def test_without_a_date_given_it_is_todays() -> None:
     assert today.strftime("%d %b %Y") in ChatTemplate(DATED.template, {"bos_token": ""}).render(TALK)
 
 
-def test_a_template_may_ask_whether_there_is_a_date() -> None:
+def test_a_template_may_test_whether_strftime_now_is_defined() -> None:
     source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
     assert ChatTemplate(source, {}, "2001-02-03").render([]) == "2001"
 
 
-def test_a_date_that_cannot_be_answered_before_is_refused() -> None:
+def test_a_date_format_that_is_not_constant_is_refused() -> None:
     with pytest.raises(BadRecordError) as refused:
         ChatTemplate("{% set f = '%Y' %}{{ strftime_now(f) }}", {}).render([])
     assert refused.value.reason == "template refuses"
 
 
-def test_words_are_what_a_template_compares_with_or_looks_for() -> None:
+def test_constants_are_what_a_template_compares_with_or_searches_for() -> None:
     source = (
         "{% if '</think>' in c and c != 'a' %}{{ 'printed' }}{{ c.split('b')[0] | replace('d', 'e') }}{% endif %}"
         "{% if c is equalto 'f' %}{% endif %}{{ c.strip(' ') }}"
@@ -100,7 +100,7 @@ def test_words_are_what_a_template_compares_with_or_looks_for() -> None:
     assert ChatTemplate(source, {}).constants() == ("</think>", "a", "b", "d", "e", "f")
 
 
-def test_what_is_no_jinja_is_an_error_and_what_fails_is_refused() -> None:
+def test_invalid_jinja_is_an_error_and_a_failing_template_a_bad_record() -> None:
     with pytest.raises(WhetError, match="not valid Jinja"):
         ChatTemplate("{% if %}", {})
     with pytest.raises(BadRecordError, match="alternate"):

@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from whet.core.errors import WhetError
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
 
-from .families import CHATML, tokenizer_of
+from .template_families import CHATML, tokenizer_of
 
 
 @pytest.fixture(scope="module", params=["fast", "bpe", "unigram"])
@@ -29,9 +29,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_runs_are_the_whole_text_and_change_where_the_mask_does(
-    decoder: tuple[Decoder, int], data: st.DataObject
-) -> None:
+def test_segments_make_up_the_text_and_change_with_the_mask(decoder: tuple[Decoder, int], data: st.DataObject) -> None:
     decode, size = decoder
     pairs = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 1)), max_size=20))
     ids, loss = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -41,7 +39,7 @@ def test_runs_are_the_whole_text_and_change_where_the_mask_does(
     assert [learned for _, learned in found] == changes
 
 
-def test_each_run_has_the_text_of_its_tokens(tmp_path: Path) -> None:
+def test_each_segment_has_the_text_of_its_tokens(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     decode = open_decoder(tmp_path)

@@ -11,7 +11,7 @@ from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.layout_cache import CachedLayout, FastMask, SpecialTokenSpan, build_fast_mask
 from whet.data.render.renderer import CONTROL_TOKENS_IN_TEXT, Rendered, Renderer
 
-from .families import CHATML, small_tokenizer, tokenizer_of
+from .template_families import CHATML, small_tokenizer, tokenizer_of
 
 SPECIAL = re.compile("<A>|<B>")
 IS_SPECIAL = np.array([True, True, False, False, False, False])  # <A> is 0, <B> is 1, other tokens are text

@@ -13,10 +13,10 @@ from whet.data.conversation import Conversation
 from whet.data.render.layout_cache import Layout
 from whet.data.render.renderer import Renderer
 
-from .shipped import FIXED, SHIPPED, Shipped
-from .test_shipped_templates import as_dicts, full, layout_or_reason, learned_characters
+from .test_trl_templates import as_dicts, full, layout_or_reason, supervised_characters
+from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 
-MARKED = [shipped for shipped in SHIPPED if "generation %}" in shipped.source]
+MARKED = [template for template in TRL_TEMPLATES if "generation %}" in template.source]
 UNWEIGHTED = {name: conversation for name, conversation in FIXED.items() if name != "weight"}  # marks know no weights
 
 pytestmark = pytest.mark.skipif(not MARKED, reason="trl, whose marked templates are compared, is not installed")
@@ -27,14 +27,14 @@ def runs(flags: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("shipped", MARKED, ids=lambda shipped: shipped.name)
-def test_what_marks_have_beyond_the_mask_is_given_or_comes_after_the_end(shipped: Shipped) -> None:
-    compared = sum(_compare(shipped, conversation) for conversation in UNWEIGHTED.values())
+@pytest.mark.parametrize("template", MARKED, ids=lambda template: template.name)
+def test_generation_tags_cover_the_mask_plus_header_or_trailing_text(template: TrlTemplate) -> None:
+    compared = sum(_compare(template, conversation) for conversation in UNWEIGHTED.values())
     assert compared >= 5
 
 
-def _compare(shipped: Shipped, conversation: Conversation) -> bool:
-    renderer = full(shipped, "assistant")
+def _compare(template: TrlTemplate, conversation: Conversation) -> bool:
+    renderer = full(template, "assistant")
     layout = layout_or_reason(renderer, conversation)
     if not isinstance(layout, Layout):
         return False
@@ -43,12 +43,12 @@ def _compare(shipped: Shipped, conversation: Conversation) -> bool:
         as_dicts(conversation.messages, renderer), tools=list(conversation.tools) or None, return_dict=True,
         return_assistant_tokens_mask=True,
     )["assistant_masks"]  # fmt: skip
-    mine = learned_characters(renderer, layout.text, rendered.loss)
-    theirs = learned_characters(renderer, layout.text, np.array(marks))
+    mine = supervised_characters(renderer, layout.text, rendered.loss)
+    theirs = supervised_characters(renderer, layout.text, np.array(marks))
     assert not (mine & ~theirs).any(), "learned, but not marked"
     prompts = _prompts(renderer, conversation)
     for start, end in runs(theirs & ~mine):
-        assert _is_given(layout, start, end, prompts) or _comes_after(shipped, layout, start, end)
+        assert _is_given(layout, start, end, prompts) or _comes_after(template, layout, start, end)
     return True
 
 
@@ -71,9 +71,9 @@ def _is_given(layout: Layout, start: int, end: int, prompts: list[str]) -> bool:
     )
 
 
-def _comes_after(shipped: Shipped, layout: Layout, start: int, end: int) -> bool:
+def _comes_after(template: TrlTemplate, layout: Layout, start: int, end: int) -> bool:
     """Whitespace and markers right behind a turn; a marker alone where the end is rewritten."""
     rest = layout.text[start:end]
-    for marker in shipped.markers:
+    for marker in template.markers:
         rest = rest.replace(marker, "")
     return not rest.strip() and any(start == finish for *_, finish in layout.spans)

@@ -15,9 +15,9 @@ from whet.data.render.renderer import LayoutMismatchError, Renderer
 from whet.tokenizer.chat_template import ChatTemplate
 from whet.tokenizer.traced_strings import DataDependentError
 
-from .families import CHATML, CHATML_TEMPLATE, tokenizer_of
-from .shipped import TOOLS
-from .test_render import talk, with_template
+from .render_helpers import conversation_of, tokenizer_with
+from .template_families import CHATML, CHATML_TEMPLATE, tokenizer_of
+from .trl_templates import TOOLS
 
 
 class Counting(Renderer):
@@ -31,7 +31,7 @@ class Counting(Renderer):
 
 
 def dialogue(turns: int, text: str = "x") -> Conversation:
-    return talk(*[(("user", "assistant")[i % 2], f"{text}{i}") for i in range(turns)])
+    return conversation_of(*[(("user", "assistant")[i % 2], f"{text}{i}") for i in range(turns)])
 
 
 # Hits
@@ -67,12 +67,12 @@ def test_texts_with_edge_whitespace_or_sentinels_miss(text: str) -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
     renderer.layout(dialogue(2))
     assert renderer._layout_cache is not None
-    assert renderer._layout_cache.get(talk(("user", text), ("assistant", "b"))) is None
-    assert renderer._layout_cache.get(talk(("user", "b"), ("assistant", text))) is None
+    assert renderer._layout_cache.get(conversation_of(("user", text), ("assistant", "b"))) is None
+    assert renderer._layout_cache.get(conversation_of(("user", "b"), ("assistant", text))) is None
 
 
 def test_a_first_conversation_with_edge_whitespace_does_not_block_its_key() -> None:
-    renderer = Counting(with_template(CHATML_TEMPLATE.replace("m['content']", "m['content'].strip()")), "assistant")
+    renderer = Counting(tokenizer_with(CHATML_TEMPLATE.replace("m['content']", "m['content'].strip()")), "assistant")
     renderer.layout(dialogue(2, " "))
     for _ in range(6):
         renderer.layout(dialogue(2))
@@ -83,8 +83,8 @@ def test_a_first_conversation_with_edge_whitespace_does_not_block_its_key() -> N
 
 def test_a_first_conversation_with_a_constant_does_not_block_its_key() -> None:
     source = CHATML_TEMPLATE.replace("m['content']", "(m['content'][1:] if '!' in m['content'] else m['content'])")
-    renderer = Renderer(with_template(source), "all")
-    renderer.layout(talk(("user", "a!"), ("assistant", "b")))
+    renderer = Renderer(tokenizer_with(source), "all")
+    renderer.layout(conversation_of(("user", "a!"), ("assistant", "b")))
     renderer.layout(dialogue(2))
     assert renderer._layout_cache is not None
     assert renderer._layout_cache.get(dialogue(2, "y")) is not None
@@ -94,7 +94,7 @@ def test_a_first_conversation_with_a_constant_does_not_block_its_key() -> None:
 
 
 def test_the_key_is_everything_but_the_texts() -> None:
-    plain = talk(("user", "a"), ("assistant", "b"))
+    plain = conversation_of(("user", "a"), ("assistant", "b"))
     first, second = plain.messages
     others = [
         replace(plain, messages=(first, replace(second, train=False))),
@@ -105,7 +105,9 @@ def test_the_key_is_everything_but_the_texts() -> None:
         replace(plain, tools=TOOLS),
     ]
     assert len({layout_cache._cache_key(plain), *map(layout_cache._cache_key, others)}) == 7
-    assert layout_cache._cache_key(plain) == layout_cache._cache_key(talk(("user", "other"), ("assistant", "texts")))
+    assert layout_cache._cache_key(plain) == layout_cache._cache_key(
+        conversation_of(("user", "other"), ("assistant", "texts"))
+    )
     assert layout_cache._cache_key(replace(plain, origin=Origin("elsewhere", 9))) == layout_cache._cache_key(plain)
 
 
@@ -136,7 +138,7 @@ def test_reasoning_and_content_are_filled_in_where_they_belong() -> None:
     conversation = Conversation(
         (Message("user", "q"), Message("assistant", "answer", reasoning="thought")), Origin("here", 1)
     )
-    renderer = Counting(with_template(source), "assistant")
+    renderer = Counting(tokenizer_with(source), "assistant")
     for _ in range(6):
         assert "answer/thought<" in renderer.layout(conversation).text
     renderer.renders = 0
@@ -162,8 +164,8 @@ def test_verification_is_frequent_at_first_and_then_every_256th_hit() -> None:
 def untraced(monkeypatch: pytest.MonkeyPatch, source: str) -> Renderer:
     """A renderer without tracing, so that only verification can find what the template does."""
     monkeypatch.setattr(layout_cache.LayoutCache, "_is_reusable", lambda *_: True)
-    renderer = Renderer(with_template(source), "assistant")
-    renderer.layout(talk(("user", "1"), ("assistant", "2")))
+    renderer = Renderer(tokenizer_with(source), "assistant")
+    renderer.layout(conversation_of(("user", "1"), ("assistant", "2")))
     return renderer
 
 

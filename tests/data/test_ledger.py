@@ -14,29 +14,31 @@ from whet.data.prepare.ledger import Account
 FATES = st.sampled_from(["keep", "cut", "bad role", "too long", "cut and dropped"])
 
 
-def settle(account: Account, fate: str, line: int) -> None:
+def settle(account: Account, layout_or_reason: str, line: int) -> None:
     account.read += 1
-    if fate.startswith("cut"):
+    if layout_or_reason.startswith("cut"):
         account.truncate(Origin("a", line))
-    if fate in ("keep", "cut"):
-        account.keep(tokens=10, supervised=4, ended=fate == "keep")
+    if layout_or_reason in ("keep", "cut"):
+        account.keep(tokens=10, supervised=4, ended=layout_or_reason == "keep")
         account.kept += 1
     else:
-        account.drop("nothing to learn" if fate == "cut and dropped" else fate, Origin("a", line))
+        account.drop(
+            "nothing to learn" if layout_or_reason == "cut and dropped" else layout_or_reason, Origin("a", line)
+        )
 
 
 @given(st.lists(FATES, max_size=30))
 def test_every_conversation_is_kept_or_dropped_with_a_reason(fates: list[str]) -> None:
     account = Account()
-    for number, fate in enumerate(fates, 1):
-        settle(account, fate, number)
+    for number, layout_or_reason in enumerate(fates, 1):
+        settle(account, layout_or_reason, number)
     told = account.as_dict("a", "train")
-    kept = [fate for fate in fates if fate in ("keep", "cut")]
+    kept = [layout_or_reason for layout_or_reason in fates if layout_or_reason in ("keep", "cut")]
     assert told["conversations"] == {
         "in": len(fates),
         "kept": len(kept),
         "dropped": len(fates) - len(kept),
-        "truncated": sum(fate.startswith("cut") for fate in fates),
+        "truncated": sum(layout_or_reason.startswith("cut") for layout_or_reason in fates),
         "split": 0,
     }
     assert sum(told["reasons"].values()) == told["conversations"]["dropped"]
@@ -60,14 +62,14 @@ def test_the_first_five_of_each_reason_are_named() -> None:
 
 
 @pytest.mark.parametrize("read", [0, 2])
-def test_a_lost_or_invented_conversation_does_not_pass(read: int) -> None:
+def test_a_lost_or_extra_conversation_is_an_error(read: int) -> None:
     account = Account(read=read)
     account.kept += 1
     with pytest.raises(AssertionError, match="lost"):
         account.as_dict("a", "train")
 
 
-def test_it_says_whose_and_what_for() -> None:
+def test_entries_have_source_and_use() -> None:
     told = Account().as_dict("a.jsonl", "validation")
     assert (told["source"], told["use"]) == ("a.jsonl", "validation")
 
@@ -77,10 +79,10 @@ def test_the_parts_of_a_source_add_up_to_the_whole(parts: list[list[str]]) -> No
     whole, joined, line = Account(), Account(), 0
     for fates in parts:
         part = Account()
-        for fate in fates:
+        for layout_or_reason in fates:
             line += 1
-            settle(part, fate, line)
-            settle(whole, fate, line)
+            settle(part, layout_or_reason, line)
+            settle(whole, layout_or_reason, line)
             for account in (part, whole):
                 account.note("odd", Origin("a", line))
                 account.duplicates += 1

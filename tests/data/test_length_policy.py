@@ -22,7 +22,18 @@ from whet.data.prepare.ledger import Account
 from whet.data.prepare.tokenize import tokenize_records
 from whet.data.render.renderer import Rendered, Renderer
 
-from .families import CHATML, DEEPSEEK, GEMMA, LLAMA2, LLAMA3, MISTRAL, QWEN3, Family, small_tokenizer, tokenizer_of
+from .template_families import (
+    CHATML,
+    DEEPSEEK,
+    GEMMA,
+    LLAMA2,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    Family,
+    small_tokenizer,
+    tokenizer_of,
+)
 
 HERE = Origin("a.jsonl", 1)
 VOCABULARY = 400
@@ -34,7 +45,7 @@ def renderer_of(family: Family) -> Renderer:
     return Renderer(tokenizer_of(family), "assistant")
 
 
-def settled(
+def tokenized(
     item: ParsedRecord, limit: int, family: Family = CHATML, renderer: Renderer | None = None, **options: Any
 ) -> tuple[list[Rendered], Account]:
     """The documents that an item becomes, and its account."""
@@ -55,7 +66,7 @@ def settled(
     return documents, chunk.account
 
 
-def talk(system: str | None, *turns: tuple[str, str]) -> Conversation:
+def conversation_of(system: str | None, *turns: tuple[str, str]) -> Conversation:
     start = [] if system is None else [("system", system)]
     return Conversation(tuple(Message(role, text) for role, text in (*start, *turns)), HERE)
 
@@ -83,11 +94,13 @@ def test_every_exchange_that_fits_is_in_exactly_one_piece(
 
     def ids(numbers: list[int]) -> list[int]:
         turns = [turn for number in numbers for turn in exchanges[number]]
-        messages = [message.as_dict() for message in talk(system, *turns).messages]
+        messages = [message.as_dict() for message in conversation_of(system, *turns).messages]
         return list(tokenizer.apply_chat_template(messages, return_dict=False))
 
     everything = [*range(len(exchanges))]
-    documents, account = settled(talk(system, *(turn for pair in exchanges for turn in pair)), limit, family)
+    documents, account = tokenized(
+        conversation_of(system, *(turn for pair in exchanges for turn in pair)), limit, family
+    )
     if len(ids(everything)) <= limit:
         assert [document.ids.tolist() for document in documents] == [ids(everything)]
         assert (account.kept, account.split, account.notes) == (1, 0, {})
@@ -98,7 +111,7 @@ def test_every_exchange_that_fits_is_in_exactly_one_piece(
     for numbers, document in zip(found, documents, strict=True):
         assert document.ids.tolist() == ids(numbers)
         turns = [turn for number in numbers for turn in exchanges[number]]
-        (alone,) = renderer.render_items([talk(system, *turns)])
+        (alone,) = renderer.render_items([conversation_of(system, *turns)])
         assert isinstance(alone, Rendered)
         assert document.loss.tolist() == alone.loss.tolist()
         assert document.supervises_end == alone.supervises_end
@@ -112,10 +125,10 @@ def test_every_exchange_that_fits_is_in_exactly_one_piece(
         assert (account.kept, account.split, dict(account.reasons)) == (0, 0, {"too long": 1})
 
 
-def test_pieces_beside_a_long_system_prompt_are_as_long_as_can_be() -> None:
+def test_pieces_with_a_long_system_prompt_are_as_long_as_possible() -> None:
     system, turns = "s" * 60, [turn for i in range(6) for turn in exchange(i, "", "")]
-    (three,), _ = settled(talk(system, *turns[:6]), 1000)
-    documents, _ = settled(talk(system, *turns), len(three.ids))
+    (three,), _ = tokenized(conversation_of(system, *turns[:6]), 1000)
+    documents, _ = tokenized(conversation_of(system, *turns), len(three.ids))
     assert [len(document.ids) for document in documents] == [len(three.ids)] * 2
 
 
@@ -126,17 +139,17 @@ def test_pieces_fit_where_exchanges_are_longer_together_than_alone() -> None:
     turns = [turn for i in range(6) for turn in exchange(i, "", "")]
 
     def length(numbers: int) -> int:
-        (found,) = renderer.render_items([talk(None, *turns[: 2 * numbers])])
+        (found,) = renderer.render_items([conversation_of(None, *turns[: 2 * numbers])])
         assert isinstance(found, Rendered)
         return len(found.ids)
 
     assert length(3) > 3 * length(1)
-    documents, account = settled(talk(None, *turns), 3 * length(1), renderer=renderer)
+    documents, account = tokenized(conversation_of(None, *turns), 3 * length(1), renderer=renderer)
     assert [len(document.ids) for document in documents] == [length(2)] * 3
     assert account.notes == {}
 
 
-def test_what_belongs_together_stays_together() -> None:
+def test_exchanges_are_not_split() -> None:
     """Several questions in a row, and calls with their results, are one exchange."""
     messages = (
         Message("system", "Be brief."),
@@ -145,8 +158,8 @@ def test_what_belongs_together_stays_together() -> None:
         Message("tool", "7"), Message("assistant", "seven"),
     )  # fmt: skip
     whole = Conversation(messages, HERE)
-    (complete,), _ = settled(whole, 1000)
-    documents, account = settled(whole, len(complete.ids) - 1)
+    (complete,), _ = tokenized(whole, 1000)
+    documents, account = tokenized(whole, len(complete.ids) - 1)
     texts = [tokenizer_of(CHATML).decode(document.ids) for document in documents]
     assert [re.findall(r"one|two|yes|three|calling|7|seven|brief", text) for text in texts] == [
         ["brief", "one", "two", "yes"], ["brief", "three", "calling", "7", "seven"],
@@ -158,13 +171,13 @@ def test_what_belongs_together_stays_together() -> None:
     ("unlearned", "pieces", "left_out"),
     [((1,), ["01", "23"], 0), ((0,), ["01", "23"], 0), ((2, 3), ["01"], 1), ((0, 1), ["12", "3"], 1)],
 )
-def test_an_exchange_that_is_not_learned_is_context_and_a_piece_of_them_is_left_out_and_told(
+def test_unsupervised_exchanges_are_context_and_a_piece_of_them_is_dropped_and_noted(
     unlearned: tuple[int, ...], pieces: list[str], left_out: int
 ) -> None:
-    whole = talk(None, *(turn for i in range(4) for turn in exchange(i, "x" * 10, "y" * 10)))
+    whole = conversation_of(None, *(turn for i in range(4) for turn in exchange(i, "x" * 10, "y" * 10)))
     answers = [f"a{i}" for i in unlearned]
     messages = [replace(m, train=False if m.content[:2] in answers else None) for m in whole.messages]
-    documents, account = settled(Conversation(tuple(messages), HERE), 80)
+    documents, account = tokenized(Conversation(tuple(messages), HERE), 80)
     texts = [tokenizer_of(CHATML).decode(document.ids) for document in documents]
     assert ["".join(re.findall(r"q(\d),", text)) for text in texts] == pieces
     assert account.notes == ({"a piece of it left out: nothing to learn": 1} if left_out else {})
@@ -173,9 +186,9 @@ def test_an_exchange_that_is_not_learned_is_context_and_a_piece_of_them_is_left_
     assert [re.findall(r"a(\d)\.", text) for text in learned] == wanted
 
 
-def test_a_question_without_an_answer_is_left_out_and_told() -> None:
+def test_a_question_without_an_answer_is_dropped_and_noted() -> None:
     turns = [turn for i in range(3) for turn in exchange(i, "x" * 10, "y" * 10)]
-    documents, account = settled(talk(None, *turns, ("user", "q3, and?")), 80)
+    documents, account = tokenized(conversation_of(None, *turns, ("user", "q3, and?")), 80)
     texts = [tokenizer_of(CHATML).decode(document.ids) for document in documents]
     assert ["".join(re.findall(r"q(\d),", text)) for text in texts] == ["01", "2"]
     assert account.notes == {"a piece of it left out: no assistant turn": 1}
@@ -187,7 +200,7 @@ def test_a_question_without_an_answer_is_left_out_and_told() -> None:
 @settings(deadline=None)
 @given(text=st.text(min_size=1, max_size=200), limit=st.integers(3, 50))
 def test_windows_of_a_text_are_the_text(text: str, limit: int) -> None:
-    documents, account = settled(PlainText(text, HERE), limit)
+    documents, account = tokenized(PlainText(text, HERE), limit)
     (whole,) = renderer_of(CHATML).render_items([PlainText(text, HERE)])
     assert isinstance(whole, Rendered)
     assert np.concatenate([document.ids for document in documents]).tolist() == whole.ids.tolist()
@@ -201,17 +214,17 @@ def test_windows_of_a_text_are_the_text(text: str, limit: int) -> None:
 
 @settings(deadline=None)
 @given(ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=120), limit=st.integers(3, 50))
-def test_windows_of_ready_ids_are_the_ids(ids: list[int], limit: int) -> None:
+def test_windows_of_pretokenized_ids_are_the_ids(ids: list[int], limit: int) -> None:
     loss = [0] + [1] * (len(ids) - 1)
-    documents, account = settled(TokenizedDocument(np.array(ids, np.int32), np.array(loss, np.uint8), HERE), limit)
+    documents, account = tokenized(TokenizedDocument(np.array(ids, np.int32), np.array(loss, np.uint8), HERE), limit)
     assert np.concatenate([document.ids for document in documents]).tolist() == ids
     assert np.concatenate([document.loss for document in documents]).tolist() == loss
     assert (account.kept, account.split) == (1, len(ids) > limit)
 
 
-def test_a_window_in_which_nothing_is_learned_is_left_out_and_told() -> None:
+def test_a_window_without_targets_is_dropped_and_noted() -> None:
     ids, loss = np.arange(12, dtype=np.int32), np.array([0] * 4 + [1] * 4 + [0] * 4, np.uint8)
-    documents, account = settled(TokenizedDocument(ids, loss, HERE), 4)
+    documents, account = tokenized(TokenizedDocument(ids, loss, HERE), 4)
     assert [document.ids.tolist() for document in documents] == [[4, 5, 6, 7]]
     assert account.notes == {"a piece of it left out: nothing to learn": 1}
     assert account.first == {"a piece of it left out: nothing to learn": [str(HERE)]}
@@ -220,31 +233,31 @@ def test_a_window_in_which_nothing_is_learned_is_left_out_and_told() -> None:
 def test_an_id_that_the_tokenizer_does_not_have_is_a_bad_record() -> None:
     tokens = TokenizedDocument(np.array([1, VOCABULARY, 2], np.int32), np.array([0, 1, 1], np.uint8), HERE)
     with pytest.raises(WhetError, match=rf"^{HERE}: id {VOCABULARY} is not below the tokenizer.s size of {VOCABULARY}"):
-        settled(tokens, 10)
-    assert settled(tokens, 10, on_bad="skip")[1].reasons == {"unknown id": 1}
+        tokenized(tokens, 10)
+    assert tokenized(tokens, 10, on_bad="skip")[1].reasons == {"unknown id": 1}
 
 
 # The other policies
 
 
-LONG = talk(None, *exchange(0, "x" * 30, "y" * 30), *exchange(1, "x" * 30, "y" * 30))
+LONG = conversation_of(None, *exchange(0, "x" * 30, "y" * 30), *exchange(1, "x" * 30, "y" * 30))
 
 
-def test_dropped() -> None:
-    documents, account = settled(LONG, 60, too_long="drop")
+def test_too_long_drop() -> None:
+    documents, account = tokenized(LONG, 60, too_long="drop")
     assert (documents, account.kept, dict(account.reasons)) == ([], 0, {"too long": 1})
 
 
-def test_an_error() -> None:
+def test_too_long_error() -> None:
     with pytest.raises(WhetError, match=rf"^{HERE}: \d+ tokens, over data\.max_length = 60\. .*split"):
-        settled(LONG, 60, too_long="error")
+        tokenized(LONG, 60, too_long="error")
 
 
 @settings(deadline=None)
 @given(limit=st.integers(2, 120))
-def test_cut_to_a_prefix_or_dropped_if_nothing_of_it_is_learned(limit: int) -> None:
-    (whole,), _ = settled(LONG, 1000)
-    documents, account = settled(LONG, limit, too_long="truncate")
+def test_too_long_truncate_drops_what_has_no_targets(limit: int) -> None:
+    (whole,), _ = tokenized(LONG, 1000)
+    documents, account = tokenized(LONG, limit, too_long="truncate")
     learned = bool(whole.loss[1:limit].any())
     assert account.truncated == (limit < len(whole.ids))
     assert account.kept == learned

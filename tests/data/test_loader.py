@@ -50,7 +50,7 @@ def plan_by_rows(store: Store, batch: int, length: RunLength, packing: str, seed
 @pytest.mark.parametrize("micro_rows", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
-def test_the_documents_of_a_step_come_alone_each_once_and_as_many_on_every_rank(
+def test_single_document_batches_cover_a_step_with_the_same_number_on_every_rank(
     store: Store, packing: str, world: int, micro_rows: int, padded_to: int | None
 ) -> None:
     plan = plan_by_conversations(store, 7, RunLength(steps=3), packing)
@@ -120,7 +120,7 @@ def dealt(rows: int, rank: int, world: int) -> list[int]:
 
 @pytest.mark.parametrize("micro_rows", [1, 2, 5])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_rows_are_dealt_there_and_back_again(store: Store, world: int, micro_rows: int) -> None:
+def test_rows_are_dealt_in_snake_order(store: Store, world: int, micro_rows: int) -> None:
     plan = plan_by_rows(store, 7, RunLength(steps=2), "best-fit")
     rows = [row.tolist() for row in plan.rows_of(1)]
     share = -(-7 // world)
@@ -160,7 +160,7 @@ def test_the_number_beside_a_micro_batch_is_its_first_row_in_the_step(store: Sto
     st.integers(1, 4),
     st.sampled_from(["none", "best-fit"]),
 )
-def test_ranks_differ_by_less_than_the_heaviest_row(
+def test_ranks_differ_by_less_than_the_most_expensive_row(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], world: int, micro_rows: int, packing: str
 ) -> None:
     store = write_store(
@@ -226,7 +226,7 @@ def test_unpadded_batches_share_one_bound_on_the_longest_document(store: Store) 
     assert bounds == {int(store.lengths.max())}
 
 
-def test_a_rank_without_rows_runs_padding_that_teaches_nothing(store: Store) -> None:
+def test_a_rank_without_rows_gets_padding_without_targets(store: Store) -> None:
     plan = plan_by_conversations(store, 1, RunLength(steps=1), "none")
     for padded_to, size in ((None, 1), (ROW, ROW)):
         [(_, batch)] = batches_of(store, plan, 0, 1, 3, 4, padded_to)
@@ -234,7 +234,7 @@ def test_a_rank_without_rows_runs_padding_that_teaches_nothing(store: Store) -> 
         assert len(batch.supervised_at) == 0
 
 
-def test_any_step_can_be_asked_for_again(store: Store) -> None:
+def test_any_step_can_be_loaded_again(store: Store) -> None:
     plan = plan_by_rows(store, 3, RunLength(steps=5), "best-fit")
     loader = Loader(store, plan, 1, 0, 1)
     forward = [[batch.tokens.tolist() for _, batch in loader.micro_batches(step)] for step in range(5)]
@@ -242,7 +242,7 @@ def test_any_step_can_be_asked_for_again(store: Store) -> None:
     assert forward == backward[::-1]
 
 
-def test_batches_made_ahead_are_those_made_at_once(store: Store) -> None:
+def test_prefetched_batches_are_the_same(store: Store) -> None:
     """Each step asked of a loader of its own, and all of one, over the edges of steps."""
     plan = plan_by_conversations(store, 9, RunLength(epochs=1), "none")
     with contextlib.closing(Loader(store, plan, 2, 1, 2, ROW)) as loader:
@@ -255,9 +255,7 @@ def test_batches_made_ahead_are_those_made_at_once(store: Store) -> None:
                     assert torch.equal(getattr(one, name), getattr(other, name))
 
 
-def test_the_next_step_is_made_while_this_one_computes_but_not_the_whole_run(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetching_crosses_steps_but_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr("whet.data.loader.pack_batch", lambda store, documents, *_: made.append(int(documents[0])))
     plan = plan_by_rows(store, 2, RunLength(epochs=2), "none")
@@ -270,9 +268,7 @@ def test_the_next_step_is_made_while_this_one_computes_but_not_the_whole_run(
     assert made == plan.documents[:6].tolist()  # step 0, and four micro-batches ahead of it
 
 
-def test_an_error_in_the_background_reaches_the_step_that_meets_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefetch_error_is_raised_at_its_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_by_rows(store, 1, RunLength(steps=4), "none")
     broken = int(plan.documents_of(2)[0])
 
@@ -288,7 +284,7 @@ def test_an_error_in_the_background_reaches_the_step_that_meets_it(
             list(loader.micro_batches(2))
 
 
-def test_a_loader_starts_without_a_look_at_all_documents(store: Store) -> None:
+def test_a_loader_starts_without_reading_all_documents(store: Store) -> None:
     """At 60 million documents looking takes a second and a gigabyte on every rank."""
 
     class Untouched:

@@ -69,7 +69,7 @@ def refusal(item: str | Conversation, markers: Markers = MARKERS, train_on: str 
     return found
 
 
-def talk(*turns: tuple[str, str] | Message) -> Conversation:
+def conversation_of(*turns: tuple[str, str] | Message) -> Conversation:
     return Conversation(tuple(turn if isinstance(turn, Message) else Message(*turn) for turn in turns), HERE)
 
 
@@ -115,7 +115,7 @@ def test_without_end_of_document_the_closing_marker_is_the_last_token() -> None:
         (f"{A}b{A}z", [8, 98, 8, 122, 3], [0, 1, 1, 0, 0]),
     ],
 )
-def test_what_stands_where(text: str, ids: list[int], loss: list[int]) -> None:
+def test_ids_and_mask_by_hand(text: str, ids: list[int], loss: list[int]) -> None:
     found = render(text)
     assert found.ids.tolist() == ids
     assert found.loss.tolist() == loss
@@ -132,7 +132,7 @@ def test_what_stands_where(text: str, ids: list[int], loss: list[int]) -> None:
         (f"{U}\ud800{U}{A}b{A}", "bad text", "surrogate"),
     ],
 )
-def test_a_line_that_cannot_be_used_says_why(text: str, reason: str, says: str) -> None:
+def test_a_refused_line_has_a_reason(text: str, reason: str, says: str) -> None:
     error = refusal(text)
     assert error.reason == reason
     assert says in str(error)
@@ -141,7 +141,7 @@ def test_a_line_that_cannot_be_used_says_why(text: str, reason: str, says: str) 
 def test_a_bad_line_does_not_shift_its_neighbours() -> None:
     renderer = MarkedRenderer(Letters(), MARKERS, "assistant")
     found = renderer.render_items(
-        [MarkedText(TWO, HERE), MarkedText("x", HERE), talk(("user", "a"), ("assistant", "b"))]
+        [MarkedText(TWO, HERE), MarkedText("x", HERE), conversation_of(("user", "a"), ("assistant", "b"))]
     )
     assert isinstance(found[1], BadRecordError)
     assert [item.ids.tolist() for item in (found[0], found[2]) if isinstance(item, Rendered)] == [
@@ -152,7 +152,7 @@ def test_a_bad_line_does_not_shift_its_neighbours() -> None:
 @pytest.mark.parametrize(
     "text", ["<<|user|>>", "<|assistant|>", "<<<| User |>>>", "<|USER|>", "<user>", "<|endoftext|>", "a\x07b"]
 )
-def test_what_could_be_taken_for_a_marker_is_kept_and_noted(text: str) -> None:
+def test_marker_look_alikes_are_kept_and_noted(text: str) -> None:
     found = render(f"{U}{text}{U}{A}b{A}")
     assert found.notes == (MARKER_LOOK_ALIKE,)
     assert found.ids.tolist() == [7, *map(ord, text), 7, 8, 98, 8, 3]
@@ -198,24 +198,24 @@ def test_a_marker_may_begin_like_another() -> None:
 # Conversations between markers
 
 
-def test_a_conversation_is_the_marked_line_that_says_the_same() -> None:
-    said = talk(("user", "ab"), ("assistant", "c"), ("user", "d"), ("assistant", "ef"))
+def test_a_conversation_renders_like_the_equivalent_marked_line() -> None:
+    said = conversation_of(("user", "ab"), ("assistant", "c"), ("user", "d"), ("assistant", "ef"))
     for train_on in ("assistant", "last", "all"):
         ours, line = render(said, train_on=train_on), render(TWO, train_on=train_on)
         assert ours.ids.tolist() == line.ids.tolist()
         assert ours.loss.tolist() == line.loss.tolist()
 
 
-def test_a_system_message_has_its_marker_or_goes_before_the_user() -> None:
-    said = talk(("system", "s"), ("developer", "t"), ("user", "a"), ("assistant", "b"))
+def test_a_system_message_has_its_marker_or_is_prepended_to_the_user_turn() -> None:
+    said = conversation_of(("system", "s"), ("developer", "t"), ("user", "a"), ("assistant", "b"))
     assert render(said, WITH_SYSTEM).ids.tolist() == [6, 115, 6, 6, 116, 6, 7, 97, 7, 8, 98, 8, 3]
     merged = [115, 10, 10, 116, 10, 10, 97]
     assert render(said).ids.tolist() == [7, *merged, 7, 8, 98, 8, 3]
     assert render(f"{S}s{S}{U}a{U}{A}b{A}", WITH_SYSTEM).ids.tolist()[:3] == [6, 115, 6]
 
 
-def test_a_turn_that_is_not_to_be_learned_is_not() -> None:
-    said = talk(("user", "a"), ("assistant", "b"), ("user", "c"), Message("assistant", "d", train=False))
+def test_a_turn_with_train_false_is_not_supervised() -> None:
+    said = conversation_of(("user", "a"), ("assistant", "b"), ("user", "c"), Message("assistant", "d", train=False))
     assert render(said).loss.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert render(said, train_on="all").loss.tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
 
@@ -223,17 +223,17 @@ def test_a_turn_that_is_not_to_be_learned_is_not() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (talk(("user", "a"), Message("assistant", "b", tool_calls=(ToolCall("f", {}),))), "tools"),
-        (talk(("user", "a"), ("tool", "1"), ("assistant", "b")), "tools"),
+        (conversation_of(("user", "a"), Message("assistant", "b", tool_calls=(ToolCall("f", {}),))), "tools"),
+        (conversation_of(("user", "a"), ("tool", "1"), ("assistant", "b")), "tools"),
         (Conversation((Message("user", "a"), Message("assistant", "b")), HERE, ({"name": "f"},)), "tools"),
-        (talk(("user", "a"), Message("assistant", "b", reasoning="hm")), "reasoning"),
-        (talk(("user", "a"), ("assistant", " \n")), "empty turn"),
-        (talk(("user", f"a{A}"), ("assistant", "b")), "marker in a message"),
-        (talk(("user", "a"), ("system", "s"), ("assistant", "b")), "system without user"),
-        (talk(("user", "a"), ("assistant", "b"), ("system", "s")), "system without user"),
+        (conversation_of(("user", "a"), Message("assistant", "b", reasoning="hm")), "reasoning"),
+        (conversation_of(("user", "a"), ("assistant", " \n")), "empty turn"),
+        (conversation_of(("user", f"a{A}"), ("assistant", "b")), "marker in a message"),
+        (conversation_of(("user", "a"), ("system", "s"), ("assistant", "b")), "system without user"),
+        (conversation_of(("user", "a"), ("assistant", "b"), ("system", "s")), "system without user"),
     ],
 )
-def test_what_has_no_form_between_markers_is_refused(said: Conversation, reason: str) -> None:
+def test_what_markers_cannot_express_is_refused(said: Conversation, reason: str) -> None:
     assert refusal(said).reason == reason
 
 
@@ -256,7 +256,7 @@ def test_a_marker_without_an_id_is_looked_up() -> None:
         (Marker(text=A, id=7), r"data\.markers\.assistant: .*is also the marker of user"),
     ],
 )
-def test_a_marker_that_cannot_be_one_is_refused(user: Marker, says: str) -> None:
+def test_an_ambiguous_or_unknown_marker_is_refused(user: Marker, says: str) -> None:
     with pytest.raises(WhetError, match=says):
         MarkedRenderer(Letters(), Markers(user=user, assistant=MARKERS.assistant), "assistant")
 
@@ -278,7 +278,7 @@ def as_on_lumi(text: str, processor: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
+def test_sentencepiece_matches_the_lumi_pipeline_and_its_files(
     pieces: Callable[..., Path], kind: str, tmp_path: Path
 ) -> None:
     path = pieces(kind, byte_fallback=True)
@@ -309,7 +309,7 @@ def test_sentencepiece_gives_what_lumi_gives_in_files_that_others_read(
     assert [document.notes for document in found if isinstance(document, Rendered)] == [(), (), (MARKER_LOOK_ALIKE,)]
 
 
-def test_a_sentencepiece_piece_that_text_becomes_is_no_marker(pieces: Callable[..., Path]) -> None:
+def test_an_ordinary_sentencepiece_piece_is_refused_as_marker(pieces: Callable[..., Path]) -> None:
     encoder = SentencePieceEncoder(pieces("bpe", byte_fallback=True))
     for number, kind in (
         (encoder.token_to_id("▁hello"), "ordinary"),
@@ -334,7 +334,7 @@ def test_a_fast_tokenizer_encodes_the_spans_too(chatml: PreTrainedTokenizerFast)
     assert found.ids.tolist() == chatml.encode(text, add_special_tokens=False)
 
 
-def test_a_token_that_changes_the_text_beside_it_is_no_marker(chatml: PreTrainedTokenizerFast) -> None:
+def test_a_token_that_strips_its_neighbours_is_refused_as_marker(chatml: PreTrainedTokenizerFast) -> None:
     chatml.add_special_tokens({"pad_token": AddedToken("<|pad|>", rstrip=True)})
     with pytest.raises(WhetError, match=r"beside <\|pad\|> other ids"):
         FastTokenizerEncoder(chatml).check_markers([chatml.pad_token_id])

@@ -30,7 +30,7 @@ def of_source(drawn: np.ndarray, source: int) -> list[int]:
 
 @QUICK
 @given(SOURCES, st.integers(0, 3), st.integers(1, 6))
-def test_each_epoch_draws_as_often_as_asked_and_passes_are_complete(
+def test_each_epoch_has_its_draws_and_passes_are_complete(
     sources: list[tuple[int, int]], seed: int, epochs: int
 ) -> None:
     mixture = mixture_of(sources)
@@ -59,7 +59,7 @@ def test_epochs_continue_the_passes_of_a_source(count: int, draws: int, seed: in
         assert sorted(together) == sorted(large.epoch(seed, epoch).tolist())
 
 
-def test_passes_have_orders_of_their_own() -> None:
+def test_passes_have_different_orders() -> None:
     """By seed, source and pass: the first half of 40 documents is another one each time."""
     first_halves = {
         tuple(sorted(number % 100 for number in of_source(mixture_of([(40, 20)] * 2).epoch(seed, 2 * walk), source)))
@@ -70,7 +70,7 @@ def test_passes_have_orders_of_their_own() -> None:
     assert len(first_halves) == 18
 
 
-def test_epochs_have_orders_of_their_own_in_which_sources_mingle() -> None:
+def test_epochs_have_different_orders_that_mix_sources() -> None:
     mixture = mixture_of([(60, 60), (60, 60)])
     orders = {tuple(mixture.epoch(seed, epoch).tolist()) for seed in range(2) for epoch in range(3)}
     assert len(orders) == 6
@@ -96,7 +96,7 @@ def test_the_order_of_one_source_is_pinned() -> None:
 
 @QUICK
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.001, 1000)), min_size=1, max_size=6))
-def test_weights_share_as_many_draws_as_there_are_documents(sources: list[tuple[int, float]]) -> None:
+def test_weights_divide_as_many_draws_as_there_are_documents(sources: list[tuple[int, float]]) -> None:
     counts, weights = [count for count, _ in sources], [weight for _, weight in sources]
     draws = draws_by_weight(counts, weights)
     assert sum(draws) == sum(counts)

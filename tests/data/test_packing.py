@@ -119,14 +119,14 @@ def test_best_fit_gives_the_rows_of_the_naive_algorithm(case: tuple[list[int], i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_best_fit_gives_them_where_patterns_repeat(seed: int) -> None:
+def test_best_fit_is_exact_where_patterns_repeat(seed: int) -> None:
     """Few sizes, many documents: a pattern is repeated hundreds of times and then runs short."""
     draw = np.random.default_rng(seed)
     lengths = draw.choice(draw.integers(1, 60, 7), 1500)
     assert listed(best_fit(lengths, 100)) == naive_best_fit(lengths.tolist(), 100)
 
 
-def test_best_fit_gives_them_for_rows_beyond_16_bits() -> None:
+def test_best_fit_is_exact_for_rows_beyond_16_bits() -> None:
     lengths = np.random.default_rng(0).integers(1, 70_000, 200)
     assert listed(best_fit(lengths, 70_000)) == naive_best_fit(lengths.tolist(), 70_000)
 
@@ -138,7 +138,7 @@ def test_k_bin_gives_the_rows_of_the_naive_algorithm(case: tuple[list[int], int]
     assert listed(k_bin(array(lengths), capacity, bins)) == naive_k_bin(lengths, capacity, bins)
 
 
-def test_k_bin_gives_them_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_bin_is_exact_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.data.plan.packing._K_BIN_BLOCK", 7)
     lengths = np.random.default_rng(0).integers(1, 60, 300)
     assert listed(k_bin(lengths, 100, 4)) == naive_k_bin(lengths.tolist(), 100, 4)

@@ -197,7 +197,7 @@ def test_the_order_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_each_epoch_has_an_order_of_its_own(planner) -> None:  # type: ignore[no-untyped-def]
+def test_epochs_have_different_orders(planner) -> None:  # type: ignore[no-untyped-def]
     plan = planner(np.full(100, ROW), 1, RunLength(epochs=2), "none", 0)
     first, second = plan.documents[:100].tolist(), plan.documents[100:].tolist()
     assert first != second
@@ -222,7 +222,7 @@ def test_the_last_step_of_an_epoch_takes_what_is_left() -> None:
 
 @given(LENGTHS, PACKINGS)
 @QUICK
-def test_the_plan_for_measuring_is_everything_once_in_one_step(lengths, packing) -> None:  # type: ignore[no-untyped-def]
+def test_a_single_step_plan_has_each_document_once(lengths, packing) -> None:  # type: ignore[no-untyped-def]
     plan = plan_whole(lengths, ROW, packing)
     check(plan, lengths)
     assert len(plan) == 1
@@ -254,7 +254,7 @@ def test_a_mixture_names_the_documents_and_decides_their_share(planner) -> None:
     assert plan.stats.longest == 11
 
 
-def test_a_plan_for_measuring_names_the_documents_too() -> None:
+def test_a_single_step_plan_keeps_document_numbers() -> None:
     plan = planner.plan_single_step(np.array([5, 30, 7]), np.array([0, 2]), ROW, "best-fit", 3)
     assert sorted(plan.documents.tolist()) == [0, 2]
 
@@ -308,7 +308,7 @@ def test_a_damaged_plan_is_an_error_with_a_remedy(tmp_path: Path, name: str, dam
 
 @QUICK
 @given(st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=6), min_size=1, max_size=12), st.integers(1, 9))
-def test_the_heaviest_rows_of_each_step_come_first(works: list[list[int]], block: int) -> None:
+def test_the_most_expensive_rows_of_each_step_come_first(works: list[list[int]], block: int) -> None:
     steps = np.cumsum([0, *map(len, works)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_SORTED_ROWS", block)

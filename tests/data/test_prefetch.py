@@ -44,7 +44,7 @@ def wait_for(maker: Maker, count: int) -> None:
     time.sleep(0.05)
 
 
-def test_what_follows_is_made_before_it_is_asked_for_but_no_more_than_that(maker: Maker) -> None:
+def test_prefetching_is_bounded_by_depth(maker: Maker) -> None:
     ahead = Prefetcher(maker, following, depth=3)
     maker.allowed.release(100)
     assert ahead.get(0) == 0
@@ -66,7 +66,7 @@ def test_any_order_gives_the_same(maker: Maker, keys: list[int]) -> None:
     ahead.close()
 
 
-def test_an_error_comes_when_its_key_is_asked_for(maker: Maker) -> None:
+def test_an_error_is_raised_when_its_key_is_requested(maker: Maker) -> None:
     maker.allowed.release(1000)
     ahead = Prefetcher(maker, following, depth=3)
     assert ahead.get(3) == 9
@@ -78,7 +78,7 @@ def test_an_error_comes_when_its_key_is_asked_for(maker: Maker) -> None:
     ahead.close()
 
 
-def test_closing_ends_the_thread_and_makes_no_more(maker: Maker) -> None:
+def test_closing_stops_the_thread(maker: Maker) -> None:
     ahead = Prefetcher(maker, following, depth=3)
     maker.allowed.release(2)
     assert ahead.get(0) == 0

@@ -23,7 +23,7 @@ from whet.data.config import DataConfig, Source
 from whet.data.prepare.build import PreparedStore, prepare_store
 
 from .conftest import in_memory_chat_tokenizer, line
-from .families import CHATML, CHATML_TEMPLATE, PHI3, small_tokenizer, tokenizer_of
+from .template_families import CHATML, CHATML_TEMPLATE, PHI3, small_tokenizer, tokenizer_of
 
 Jsonl = Callable[..., Path]
 GOOD = line(("user", "Hi"), ("assistant", "Hello"))
@@ -71,7 +71,7 @@ def test_conversations_become_documents_in_order_with_their_origins(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_the_ledger_counts_tokens_as_the_store_holds_them(jsonl: Jsonl) -> None:
+def test_the_ledger_counts_the_tokens_of_the_store(jsonl: Jsonl) -> None:
     prepared = go(jsonl(GOOD, LONG, GOOD), too_long="truncate")
     told = account(prepared)
     assert told["tokens"] == int(prepared.store.lengths.sum())
@@ -101,7 +101,7 @@ FILTERED = line(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", 
     too_long=st.sampled_from(["drop", "truncate", "split"]),
     deduplicate=st.booleans(),
 )
-def test_what_goes_in_is_kept_or_dropped_whatever_the_mix(
+def test_every_record_is_kept_or_dropped(
     own_cache: Path, tmp_path: Path, files: list[list[str]], too_long: str, deduplicate: bool
 ) -> None:
     paths, seen = [], set[str]()
@@ -120,14 +120,18 @@ def test_what_goes_in_is_kept_or_dropped_whatever_the_mix(
             if is_kept and kind in seen:
                 fates.setdefault("duplicate", []).append(place)
             if not is_kept or (deduplicate and kind in seen):
-                fate = {"filtered": "filter"}.get(kind, "duplicate" if is_kept else kind)
-                fates.setdefault(f"-{fate}", []).append(place)
+                layout_or_reason = {"filtered": "filter"}.get(kind, "duplicate" if is_kept else kind)
+                fates.setdefault(f"-{layout_or_reason}", []).append(place)
             else:
                 fates.setdefault("kept", []).append(place)
             seen |= {kind} if is_kept else set()
         fates.pop("-blank", None)
         told, copies = account(prepared, number), fates.get("duplicate", [])
-        dropped = {fate[1:]: places for fate, places in fates.items() if fate.startswith("-")}
+        dropped = {
+            layout_or_reason[1:]: places
+            for layout_or_reason, places in fates.items()
+            if layout_or_reason.startswith("-")
+        }
         kept = fates.get("kept", [])
         assert told["reasons"] == {reason: len(places) for reason, places in dropped.items()}
         assert told["conversations"] == {
@@ -167,7 +171,7 @@ def test_batches_do_not_mix_up_lines(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LINES if kind not in ("good", "too long")])
-def test_a_bad_line_stops_the_work_and_is_named(own_cache: Path, jsonl: Jsonl, kind: str) -> None:
+def test_a_bad_line_is_an_error_with_its_origin(own_cache: Path, jsonl: Jsonl, kind: str) -> None:
     path = jsonl(GOOD, GOOD, LINES[kind], GOOD)
     with pytest.raises(WhetError) as caught:
         go(path)
@@ -184,7 +188,7 @@ def test_a_too_long_conversation_can_be_an_error(own_cache: Path, jsonl: Jsonl) 
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_truncated_conversation_is_a_prefix_without_an_invented_end(
+def test_a_truncated_conversation_is_a_prefix_without_an_added_end(
     jsonl: Jsonl, chatml: PreTrainedTokenizerFast
 ) -> None:
     path = jsonl(GOOD, LONG)
@@ -199,7 +203,7 @@ def test_a_truncated_conversation_is_a_prefix_without_an_invented_end(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_conversation_cut_before_its_answer_is_dropped_and_both_are_told(jsonl: Jsonl) -> None:
+def test_a_conversation_truncated_before_its_answer_is_counted_as_both(jsonl: Jsonl) -> None:
     told = account(go(jsonl(GOOD, LONG_PROMPT), too_long="truncate"))
     assert told["conversations"] == {"in": 2, "kept": 1, "dropped": 1, "truncated": 1, "split": 0}
     assert told["reasons"] == {"nothing to learn": 1}
@@ -215,7 +219,7 @@ def test_a_conversation_of_exactly_the_longest_length_is_kept(jsonl: Jsonl) -> N
 
 
 @pytest.mark.parametrize("lines", [["{"], [LONG], ["", "  "]])
-def test_nothing_left_to_train_on_is_an_error_that_says_why(own_cache: Path, jsonl: Jsonl, lines: list[str]) -> None:
+def test_nothing_left_to_train_on_is_an_error_with_the_reasons(own_cache: Path, jsonl: Jsonl, lines: list[str]) -> None:
     path = jsonl(*lines)
     with pytest.raises(
         WhetError, match=rf"no conversation is left to train on \({path}: (\d |no conversation in it)"
@@ -226,7 +230,7 @@ def test_nothing_left_to_train_on_is_an_error_that_says_why(own_cache: Path, jso
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_one_source_without_anything_usable_is_told_but_no_error(jsonl: Jsonl) -> None:
+def test_one_source_without_usable_records_is_not_an_error(jsonl: Jsonl) -> None:
     prepared = go(jsonl("{", name="bad"), jsonl(GOOD, name="good"), on_bad="skip")
     assert [account(prepared, i)["conversations"]["kept"] for i in (0, 1)] == [0, 1]
     assert [account(prepared, i)["use"] for i in (0, 1)] == ["train", "train"]
@@ -317,7 +321,7 @@ class _TestError(Exception):
 
 
 @pytest.mark.parametrize("error", [_TestError, KeyboardInterrupt])
-def test_an_interrupted_preparation_leaves_no_store_and_continues_where_it_was(
+def test_an_interrupted_preparation_leaves_no_store_and_continues(
     own_cache: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     path = jsonl(*[GOOD] * 20)
@@ -388,7 +392,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_the_room_asked_for_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_required_disk_space_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(prepare_module, "require_disk_space", lambda _, size, __: asked.append(size))
     one, two = (jsonl(*[LONG] * 3000, name=name) for name in ("one", "two"))
@@ -398,7 +402,7 @@ def test_the_room_asked_for_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_disk_that_fills_up_is_an_error_with_a_remedy_and_can_be_continued(
+def test_a_full_disk_is_an_error_with_a_remedy_and_can_be_continued(
     tiny_disk: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setenv("WHET_CACHE", str(tiny_disk))

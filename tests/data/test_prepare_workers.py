@@ -28,7 +28,7 @@ from whet.data.render.chat_tokenizer import ChatTokenizer
 from whet.data.render.renderer import LayoutMismatchError, Renderer
 
 from .conftest import in_memory_chat_tokenizer, line
-from .families import CHATML, tokenizer_of
+from .template_families import CHATML, tokenizer_of
 from .test_prepare import GOOD, account, go, left_behind
 
 Workers = Callable[[int], None]
@@ -70,7 +70,7 @@ def config_of(sources: list[Source], **options: Any) -> DataConfig:
     return DataConfig(sources=sources, **{"max_length": 64, "on_bad": "skip", **options})
 
 
-def language_for(config: DataConfig) -> ChatTokenizer:
+def tokenizer_for(config: DataConfig) -> ChatTokenizer:
     return in_memory_chat_tokenizer(tokenizer_of(CHATML), config.train_on)
 
 
@@ -81,7 +81,7 @@ def content(store: Store) -> dict[str, bytes]:
 
 def fresh(config: DataConfig, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setenv("WHET_CACHE", str(cache))
-    made = prepare_store(config, config.sources, "train", language_for(config))
+    made = prepare_store(config, config.sources, "train", tokenizer_for(config))
     assert not made.reused
     assert left_behind(cache) == []
     return content(made.store)
@@ -120,7 +120,7 @@ def test_machines_may_make_their_shards_in_any_order(
     config = config_of(mixed, **OPTIONS[1])
     alone = fresh(config, tmp_path / "alone", monkeypatch)
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "shared"))
-    arguments = (config, config.sources, "train", language_for(config))
+    arguments = (config, config.sources, "train", tokenizer_for(config))
     with pytest.raises(WhetError, match=r"16 of 16 chunks of the train data are missing \(chunk 0, 1, 2, .* …\)"):
         require_all_shards(*arguments)
     assert left_behind(tmp_path / "shared") == []
@@ -140,7 +140,7 @@ def test_machines_may_make_their_shards_in_any_order(
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_template_that_treats_one_shape_in_two_ways_is_rendered_in_full(
+def test_a_template_that_branches_on_content_disables_the_render_cache(
     own_cache: Path, workers: Workers, jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     lines = [line(("user", "?"), ("assistant", "odd" if i == 39 else f"say {i}")) for i in range(40)]
@@ -238,7 +238,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_rest_is_kept(
     assert left_behind(own_cache) == []
 
 
-def test_a_worker_that_dies_with_a_lock_holds_up_nobody() -> None:
+def test_a_worker_that_dies_holding_a_lock_blocks_nobody() -> None:
     queue = WorkQueue(0, 1, 2)
 
     def work(worker: int, queue: WorkQueue) -> None:
@@ -252,7 +252,7 @@ def test_a_worker_that_dies_with_a_lock_holds_up_nobody() -> None:
         WorkerPool(work, 2, queue).wait(lambda: None)
 
 
-def test_a_fault_in_a_worker_is_told_with_its_place(
+def test_an_exception_in_a_worker_has_its_traceback(
     own_cache: Path, jsonl: Callable[..., Path], workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers(2)
@@ -271,12 +271,12 @@ def test_no_more_than_a_chunk_is_in_memory(
 ) -> None:
     """Reading, rendering and merging: each holds records or arrays of one chunk at a time."""
     workers(1)
-    settled, merged = list[int](), list[int]()
+    tokenized, merged = list[int](), list[int]()
     settle, add = chunks_module.tokenize_records, prepare_module.merge_chunks.__globals__["StoreWriter"].add
 
     def count(items: Any, *rest: Any) -> None:
         items = list(items)
-        settled.append(len(items))
+        tokenized.append(len(items))
         settle(items, *rest)
 
     def measure(writer: Any, tokens: Any, loss: Any, sizes: Any, *rest: Any) -> None:
@@ -286,4 +286,4 @@ def test_no_more_than_a_chunk_is_in_memory(
     monkeypatch.setattr(chunks_module, "tokenize_records", count)
     monkeypatch.setattr("whet.data.prepare.chunk.StoreWriter.add", measure)
     assert len(go(jsonl(*[GOOD] * 41)).store) == 41
-    assert settled == merged == [4] * 10 + [1]
+    assert tokenized == merged == [4] * 10 + [1]

@@ -14,9 +14,17 @@ from whet.data.prepare.store import Store
 from whet.data.render.renderer import Renderer
 
 from .conftest import write_store
-from .families import CHATML, CHATML_TEMPLATE, DATED, GEMMA, LLAMA2, MISTRAL, small_tokenizer, tokenizer_of
+from .render_helpers import (
+    conversation_of,
+    expected_loss,
+    render,
+    smollm2,
+    supervised_text,
+    tokenizer_with,
+    transformers_ids,
+)
+from .template_families import CHATML, CHATML_TEMPLATE, DATED, GEMMA, LLAMA2, MISTRAL, small_tokenizer, tokenizer_of
 from .test_prepare import GOOD, account, go
-from .test_render import expected_loss, learned_text, own_ids, render, smollm2, talk, with_template
 
 TURNS = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
 
@@ -24,16 +32,16 @@ TURNS = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
 def test_templates_with_a_date_work() -> None:
     tokenizer = tokenizer_of(DATED)
     rendered = render(tokenizer, TURNS)
-    assert rendered.ids.tolist() == own_ids(tokenizer, TURNS)
+    assert rendered.ids.tolist() == transformers_ids(tokenizer, TURNS)
     assert rendered.loss.tolist() == expected_loss(tokenizer, DATED.pieces(TURNS))
 
 
-def test_a_date_is_frozen() -> None:
+def test_a_date_is_fixed() -> None:
     renderer = Renderer(tokenizer_of(DATED), "assistant", today="2001-02-03")
-    assert "Today: 03 Feb 2001" in renderer.layout(talk(*TURNS)).text
+    assert "Today: 03 Feb 2001" in renderer.layout(conversation_of(*TURNS)).text
 
 
-def test_a_header_that_agrees_with_the_prompt_only_in_part_is_not_learned() -> None:
+def test_a_header_that_matches_the_prompt_only_in_part_is_not_supervised() -> None:
     """The last user turn gets a reminder; the prompt of an earlier answer has it, the whole conversation has not."""
     template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -46,10 +54,10 @@ def test_a_header_that_agrees_with_the_prompt_only_in_part_is_not_learned() -> N
     assert refused.value.reason == "no common header"
 
 
-def test_a_header_is_not_learned_when_texts_are_quotes_only() -> None:
+def test_a_header_is_not_supervised_when_texts_are_quotes_only() -> None:
     turns = [("system", '"'), *TURNS[:2], ("user", '"'), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
     tokenizer = tokenizer_of(MISTRAL)
-    assert learned_text(tokenizer, render(tokenizer, turns)) == " b</s>¦ d</s>¦ f</s>"
+    assert supervised_text(tokenizer, render(tokenizer, turns)) == " b</s>¦ d</s>¦ f</s>"
 
 
 def test_whitespace_that_is_an_added_token_is_no_end_of_turn() -> None:
@@ -57,32 +65,32 @@ def test_whitespace_that_is_an_added_token_is_no_end_of_turn() -> None:
     backend.add_tokens([AddedToken("\n", normalized=False)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
     tokenizer.chat_template = GEMMA.template
-    assert learned_text(tokenizer, render(tokenizer, TURNS)) == "b<end_of_turn>¦d<end_of_turn>"
+    assert supervised_text(tokenizer, render(tokenizer, TURNS)) == "b<end_of_turn>¦d<end_of_turn>"
 
 
 @pytest.mark.parametrize("answer", ["user", "assistant", '"', "'\\'"])
-def test_an_answer_of_words_that_the_template_knows_is_not_empty(answer: str) -> None:
+def test_an_answer_of_template_constants_is_not_empty(answer: str) -> None:
     tokenizer = tokenizer_of(LLAMA2)
-    assert learned_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", answer)])) == f" {answer} </s>"
+    assert supervised_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", answer)])) == f" {answer} </s>"
 
 
 @pytest.mark.parametrize("expression", ["1 // 0", "range(10**9) | list", "'{}{}'.format(1)", "cycler().next()"])
 def test_a_template_that_fails_in_any_way_is_refused(expression: str) -> None:
-    tokenizer = with_template(CHATML_TEMPLATE.replace("m['content']", f"m['content'] ~ ({expression})"))
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("m['content']", f"m['content'] ~ ({expression})"))
     with pytest.raises(BadRecordError):
         render(tokenizer, TURNS)
 
 
-def test_an_answer_that_starts_with_a_character_without_a_token_is_learned() -> None:
+def test_an_answer_that_starts_with_a_character_without_a_token_is_supervised() -> None:
     tokenizer = smollm2()
-    assert learned_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", "\x16z")])) == "z<|im_end|>"
+    assert supervised_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", "\x16z")])) == "z<|im_end|>"
 
 
-def test_an_end_of_turn_that_is_learned_counts_as_one_when_everything_is(own_cache: Path, jsonl) -> None:
+def test_train_on_all_counts_a_supervised_end_of_turn(own_cache: Path, jsonl) -> None:
     assert account(go(jsonl(GOOD), train_on="all"))["eos_supervised"] == 1.0
 
 
-def test_of_several_named_templates_the_default_is_taken() -> None:
+def test_the_default_of_several_named_templates_is_used() -> None:
     tokenizer = small_tokenizer(None, CHATML.markers, eos="<|im_end|>")
     tokenizer.chat_template = {"default": CHATML_TEMPLATE, "rag": "x"}
     assert Renderer(tokenizer, "assistant").template == CHATML_TEMPLATE
@@ -121,7 +129,7 @@ def test_offsets_that_point_elsewhere_are_an_error(tmp_path: Path) -> None:
         Store(folder).gather(np.array([1, 0]), np.empty(5, np.int64), np.empty(5, np.uint8))
 
 
-def test_a_source_that_may_not_be_read_is_a_whet_error(own_cache: Path, jsonl, monkeypatch) -> None:
+def test_an_unreadable_source_is_a_whet_error(own_cache: Path, jsonl, monkeypatch) -> None:
     path = jsonl(GOOD)
 
     def forbidden(path: Path) -> str:

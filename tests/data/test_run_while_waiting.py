@@ -13,7 +13,7 @@ from whet.core.files import file_lock
 from whet.data.prepare.workers import WorkerPool, WorkQueue, fork_lock, notify_waiting, run_while_waiting
 
 
-def test_what_is_beside_begins_when_processes_are_at_work_and_again_at_the_end() -> None:
+def test_the_callback_runs_when_workers_start_and_at_the_end() -> None:
     begun: list[int] = []
     share = WorkQueue(0, 1, 2)
     with run_while_waiting(lambda: begun.append(len(multiprocessing.active_children()))):
@@ -25,7 +25,7 @@ def test_what_is_beside_begins_when_processes_are_at_work_and_again_at_the_end()
     assert len(begun) == 2  # over
 
 
-def test_what_is_beside_does_not_begin_after_an_error() -> None:
+def test_the_callback_does_not_run_after_an_error() -> None:
     begun: list[int] = []
     with pytest.raises(ValueError, match="data"), run_while_waiting(lambda: begun.append(1)):
         raise ValueError("data")
@@ -33,7 +33,7 @@ def test_what_is_beside_does_not_begin_after_an_error() -> None:
     assert begun == []
 
 
-def test_a_fork_waits_for_the_thread() -> None:
+def test_a_fork_waits_for_the_fork_lock() -> None:
     """Every process that is forked finds the lock free, and so no module half imported."""
     inside, done = threading.Event(), threading.Event()
 
@@ -52,7 +52,7 @@ def test_a_fork_waits_for_the_thread() -> None:
     running.join()
 
 
-def test_who_waits_for_another_process_says_so_before(tmp_path: Path) -> None:
+def test_waiting_for_a_lock_runs_the_callback(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     go, waiting = context.Event(), context.Event()
 

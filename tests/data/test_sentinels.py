@@ -11,8 +11,8 @@ from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.render.renderer import Rendered, Renderer
 from whet.data.render.sentinels import SentinelMessages, map_texts, text_slots
 
-from .families import CHATML_TEMPLATE
-from .test_render import learned_text, with_template
+from .render_helpers import supervised_text, tokenizer_with
+from .template_families import CHATML_TEMPLATE
 
 CALL = ToolCall("weather", {"city": "Rīga", "n": 3, "deep": {"list": ["x", "", None]}}, "id")
 TALK = (
@@ -179,11 +179,11 @@ def use_of(arguments: dict[str, Any], content: str = "") -> Conversation:
 
 
 def learned(source: str, conversation: Conversation) -> str:
-    tokenizer = with_template(source, MARKERS)
+    tokenizer = tokenizer_with(source, MARKERS)
     [rendered] = Renderer(tokenizer, "assistant").render_items([conversation])
     if not isinstance(rendered, Rendered):
         raise rendered
-    return learned_text(tokenizer, rendered)
+    return supervised_text(tokenizer, rendered)
 
 
 @pytest.mark.parametrize("value", ["Rīga", "q\"uo'te\\", "two\nlines", "", 3, 2.5, None, True, [1, "x"], {"a": ["ā"]}])

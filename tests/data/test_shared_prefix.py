@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder
 
-from .families import CHATML, tokenizer_of
+from .template_families import CHATML, tokenizer_of
 
 START = "<|im_start|>system\nthe answer is this<|im_end|>\n<|im_start|>"
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

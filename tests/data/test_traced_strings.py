@@ -19,10 +19,10 @@ from whet.data.render.renderer import Renderer
 from whet.tokenizer.chat_template import ChatTemplate
 from whet.tokenizer.traced_strings import DataDependentError, TracedStr, TraceGuards
 
-from .families import CHATML_TEMPLATE
-from .test_render import talk, with_template
+from .render_helpers import conversation_of, tokenizer_with
+from .template_families import CHATML_TEMPLATE
 
-TOKENIZER = with_template(CHATML_TEMPLATE, ("<|im_start|>", "<|im_end|>", "<think>"))
+TOKENIZER = tokenizer_with(CHATML_TEMPLATE, ("<|im_start|>", "<|im_end|>", "<think>"))
 TAME = [[("user", f"{mark}u"), ("assistant", f"{mark}a")] for mark in ("Hi", "Zo", "Ku")]
 
 
@@ -34,20 +34,20 @@ def template(expression: str, before: str = "") -> str:
     ).replace("m['content'] + '<|im", f"({expression}) + '<|im")
 
 
-def fate(renderer: Renderer, conversation: Conversation) -> Layout | str:
+def layout_or_reason(renderer: Renderer, conversation: Conversation) -> Layout | str:
     try:
         return renderer.layout(conversation)
     except BadRecordError as error:
         return error.reason
 
 
-def warmed(source: str) -> Renderer:
+def warmed_up(source: str) -> Renderer:
     """One that has met tame texts and never looks whether its skeletons still hold."""
     renderer = Renderer(TOKENIZER, "assistant", template=source)
     assert renderer._layout_cache is not None
     renderer._layout_cache.should_verify = lambda _: False  # type: ignore[method-assign]
     for turns in TAME:
-        fate(renderer, talk(*turns))
+        layout_or_reason(renderer, conversation_of(*turns))
     return renderer
 
 
@@ -58,10 +58,13 @@ def uses_render_cache(renderer: Renderer) -> bool:
 
 def agrees(source: str, *texts: str) -> bool:
     """Whether the cache is of no consequence; returns whether it was in use."""
-    cold, warm = Renderer(TOKENIZER, "assistant", template=source, cached=False), warmed(source)
+    cold, warm = Renderer(TOKENIZER, "assistant", template=source, cached=False), warmed_up(source)
     for text in texts:
         for turns in ([("user", text), ("assistant", "zz")], [("user", "zz"), ("assistant", text)]):
-            assert fate(warm, talk(*turns)) == fate(cold, talk(*turns)), (source, turns)
+            assert layout_or_reason(warm, conversation_of(*turns)) == layout_or_reason(cold, conversation_of(*turns)), (
+                source,
+                turns,
+            )
     return uses_render_cache(warm)
 
 
@@ -165,13 +168,13 @@ LOOKED_INTO = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_texts_that_answer_alike_are_filled_in_and_others_are_not(name: str) -> None:
+def test_guarded_operations_use_the_cache_and_change_nothing(name: str) -> None:
     expression, text = SERVED[name]
     assert agrees(template(expression), text, "other", f"x{text}x", text * 3), "the shape should be in the cache"
 
 
 @pytest.mark.parametrize("name", LOOKED_INTO)
-def test_a_template_that_looks_into_texts_has_no_skeletons(name: str) -> None:
+def test_a_template_that_inspects_texts_is_not_cached(name: str) -> None:
     expression, text = LOOKED_INTO[name]
     assert not agrees(template(expression), text, "other", f"x{text}x", text * 3), "the shape must not be in the cache"
 
@@ -193,12 +196,12 @@ def test_texts_stay_traced_through_blocks_macros_and_namespaces(before: str) -> 
 
 
 @pytest.mark.parametrize("loop", ["{% for x in c %}{% if x == 'l' %}{% set ns.n = 1 %}{% endif %}{% endfor %}"])
-def test_a_loop_over_characters_has_no_skeletons(loop: str) -> None:
+def test_a_loop_over_characters_is_not_cached(loop: str) -> None:
     source = template("c ~ ('#' if ns.n else '')", "{% set ns = namespace(n=0) %}" + loop)
     assert not agrees(source, "all", "other")
 
 
-def test_a_generation_prompt_that_looks_into_texts_has_no_skeletons() -> None:
+def test_a_generation_prompt_that_inspects_texts_is_not_cached() -> None:
     source = CHATML_TEMPLATE.replace(
         "assistant\n' }}", "assistant\n' }}{{ '<think>' if messages[-1]['content'] | length > 5 else '' }}"
     ).replace("+ m['content']", "+ ('<think>' if m['role'] == 'assistant' else '') + m['content']")
@@ -248,7 +251,7 @@ TEXTS = st.lists(st.sampled_from([*WORDS, "c", "user", "think>", "</", "X"]), mi
 @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(expressions(), st.lists(TEXTS, min_size=3, max_size=5))
 @example("(w + c) if w in ('<' ~ c) else c", ["think>"])
-def test_random_templates_treat_texts_alike_with_and_without_the_cache(expression: str, texts: list[str]) -> None:
+def test_random_templates_render_the_same_with_and_without_the_cache(expression: str, texts: list[str]) -> None:
     agrees(template(expression), *texts)
 
 
@@ -260,7 +263,7 @@ def traced(text: str) -> tuple[TracedStr, TraceGuards]:
     return TracedStr(text, questions), questions
 
 
-def test_every_method_of_a_text_is_answered_or_refused() -> None:
+def test_every_string_method_is_traced_or_refused() -> None:
     """A method that a later Python brings must be refused until it is known."""
     answering = {
         "startswith", "endswith", "removeprefix", "removesuffix", "strip", "lstrip", "rstrip", "replace", "split",
@@ -284,14 +287,14 @@ def test_every_method_of_a_text_is_answered_or_refused() -> None:
      lambda t: t % (), lambda t: f"{t}", lambda t: t.split(), lambda t: t.startswith("a", 1),
      lambda t: t.replace("", "-"), lambda t: sorted([t, t])],
 )  # fmt: skip
-def test_a_look_inside_is_refused_and_remembered(look: Any) -> None:
+def test_inspecting_a_text_is_refused_and_recorded(look: Any) -> None:
     text, questions = traced("abc")
     with pytest.raises(DataDependentError):
         look(text)
     assert questions.is_data_dependent
 
 
-def test_asking_about_another_text_is_refused() -> None:
+def test_comparing_two_traced_strings_is_refused() -> None:
     questions = TraceGuards()
     a, b = TracedStr("a", questions), TracedStr("b", questions)
     for ask in (lambda: a == b, lambda: a in b, lambda: a.startswith(b), lambda: a.replace(b, ""), lambda: a.strip(b)):
@@ -299,7 +302,7 @@ def test_asking_about_another_text_is_refused() -> None:
             ask()
 
 
-def test_what_is_printed_joined_and_stripped_stays_traced() -> None:
+def test_concatenation_and_stripping_stay_traced() -> None:
     text, questions = traced("abc")
     for kept in (str(text), text + "x", "x" + text, text.strip(), text.replace("x", "y"), *text.split("x")):
         assert type(kept) is TracedStr
@@ -308,7 +311,7 @@ def test_what_is_printed_joined_and_stripped_stays_traced() -> None:
     assert not questions.is_data_dependent
 
 
-def test_questions_are_answered_for_texts_that_no_word_touches() -> None:
+def test_the_predicate_rejects_texts_that_touch_a_constant() -> None:
     text, questions = traced("abc")
     assert "<think>" not in text
     text.strip("*")
@@ -318,7 +321,7 @@ def test_questions_are_answered_for_texts_that_no_word_touches() -> None:
     assert [text for text in refused if is_answered(text)] == []
 
 
-def test_words_that_are_empty_ask_nothing() -> None:
+def test_empty_constants_are_ignored() -> None:
     text, questions = traced("abc")
     assert text != ""
     assert questions.predicate()("abc")

@@ -32,7 +32,7 @@ def test_a_split_is_disjoint_and_covers_everything(count: int, fraction: float, 
 
 @QUICK
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=80), st.floats(0.01, 0.99), st.integers(0, 5))
-def test_copies_are_on_the_same_side(contents: list[int], fraction: float, seed: int) -> None:
+def test_duplicates_are_on_the_same_side(contents: list[int], fraction: float, seed: int) -> None:
     hashes = np.array(contents, dtype=np.uint64)
     if len(set(contents)) < 2:
         with pytest.raises(WhetError, match="a single conversation cannot be split"):

@@ -19,7 +19,7 @@ from whet.run.data import RunData, make_plan, prepare_data
 Go = Callable[..., RunData]
 
 
-def talk(number: int, exchanges: int = 1) -> str:
+def conversation_of(number: int, exchanges: int = 1) -> str:
     turns = [("user", f"{number}?"), ("assistant", f"{number}!")] * exchanges
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n"
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model")
     assert model.is_dir()
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "train.jsonl").write_text("".join(map(talk, range(10))))
+    (tmp_path / "train.jsonl").write_text("".join(map(conversation_of, range(10))))
     return tmp_path
 
 
@@ -65,7 +65,7 @@ def place(data: RunData) -> Path:
 # What decides
 
 
-def test_what_changes_no_token_changes_no_store(go: Go) -> None:
+def test_options_that_change_no_token_change_no_store(go: Go) -> None:
     first = go()
     assert not first.train.reused
     for source, changed in (
@@ -87,7 +87,7 @@ def test_another_tokenizer_generation_or_template_is_another_store(go: Go, folde
     assert (second.train.reused, place(second) == place(first)) == (False, False)
 
 
-def test_other_weights_are_not(go: Go, folder: Path) -> None:
+def test_other_model_weights_use_the_same_store(go: Go, folder: Path) -> None:
     first = go()
     (folder / "model" / "model.safetensors").write_bytes(b"")
     assert place(go()) == place(first)
@@ -96,14 +96,16 @@ def test_other_weights_are_not(go: Go, folder: Path) -> None:
 @pytest.mark.parametrize(
     "changed", [{"train_on": "all"}, {"max_length": 63}, {"too_long": "split"}, {"deduplicate": True}]
 )
-def test_another_rule_is_another_store(go: Go, changed: dict[str, Any]) -> None:
+def test_another_mask_rule_is_another_store(go: Go, changed: dict[str, Any]) -> None:
     assert place(go(**changed)) != place(go())
 
 
 def test_the_same_content_elsewhere_is_the_same_store_under_its_new_names(go: Go, folder: Path) -> None:
     (folder / "one").mkdir()
     for name in ("a", "b"):
-        (folder / "one" / f"{name}.jsonl").write_text(("{\n" if name == "b" else "") + talk(1) + talk(2))
+        (folder / "one" / f"{name}.jsonl").write_text(
+            ("{\n" if name == "b" else "") + conversation_of(1) + conversation_of(2)
+        )
     first = go({"path": str(folder / "one")}, on_bad="skip")
     assert str(first.train.store.origin(0)) == f"{folder}/one/a.jsonl:1"
     shutil.move(folder / "one", folder / "two")
@@ -123,7 +125,7 @@ def test_a_folder_with_one_file_is_named_by_the_file(go: Go, folder: Path) -> No
     assert str(store.origin(0)) == f"{folder}/one/train.jsonl:1"
 
 
-def test_a_template_that_asks_for_the_date_makes_a_store_a_day(settings: Callable[..., Config], folder: Path) -> None:
+def test_a_template_with_a_date_has_a_store_per_day(settings: Callable[..., Config], folder: Path) -> None:
     config = settings()
     monday, tuesday = (prepare_data(config, today) for today in ("2031-02-03", "2031-02-04"))
     assert place(monday) == place(tuesday)
@@ -144,7 +146,7 @@ SHOUT = "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content + '
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"  # fmt: skip
 
 
-def test_a_template_of_ones_own_is_used_and_part_of_the_key(go: Go, folder: Path) -> None:
+def test_a_template_file_is_used_and_part_of_the_key(go: Go, folder: Path) -> None:
     file = folder / "mine.jinja"
     file.write_text(SHOUT)
     plain, own = go(), go(template=str(file))
@@ -176,7 +178,7 @@ def test_a_named_template_is_used(go: Go, folder: Path) -> None:
         go(template="soft")
 
 
-def test_a_template_file_that_is_not_there_is_an_error(go: Go, folder: Path) -> None:
+def test_a_missing_template_file_is_an_error(go: Go, folder: Path) -> None:
     with pytest.raises(WhetError, match=rf"data\.template: {folder}/no\.jinja cannot be read"):
         go(template=f"{folder}/no.jinja")
     assert not (folder / "cache" / "stores").exists()
@@ -201,7 +203,7 @@ def test_a_run_keeps_its_template_and_its_export_has_it(whet: Any, recipe: str, 
 
 def test_a_folder_for_the_store_is_filled_and_found_again(go: Go, folder: Path) -> None:
     held = {"sources": [{"path": str(folder / "held.jsonl")}]}
-    (folder / "held.jsonl").write_text(talk(3) + talk(77))
+    (folder / "held.jsonl").write_text(conversation_of(3) + conversation_of(77))
     first = go(store=str(folder / "mine"), validation=held)
     assert first.stores() == {"train": f"{folder}/mine/train", "validation": f"{folder}/mine/validation"}
     assert sorted(file.name for file in (folder / "mine").iterdir()) == ["train", "validation"]
@@ -232,7 +234,7 @@ def test_a_folder_with_something_else_is_refused_and_kept(go: Go, folder: Path) 
     ]  # fmt: skip
 
 
-def test_what_a_killed_preparation_left_in_a_folder_is_not_taken_for_another(
+def test_leftovers_of_a_killed_preparation_are_not_reused_for_other_data(
     go: Go, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any) -> None:
@@ -242,7 +244,7 @@ def test_what_a_killed_preparation_left_in_a_folder_is_not_taken_for_another(
         patch.setattr("whet.data.prepare.build.merge_chunks", killed)
         with pytest.raises(KeyboardInterrupt):
             go(store=str(folder / "mine"))
-    (folder / "train.jsonl").write_text("".join(map(talk, range(50, 60))))
+    (folder / "train.jsonl").write_text("".join(map(conversation_of, range(50, 60))))
     store = go(store=str(folder / "mine"))
     assert "50?" in store.tokenizer.decode(store.train.store.ids(0))
 
@@ -250,8 +252,10 @@ def test_what_a_killed_preparation_left_in_a_folder_is_not_taken_for_another(
 # Validation
 
 
-def test_what_is_in_training_and_validation_is_told(go: Go, folder: Path) -> None:
-    (folder / "held.jsonl").write_text(talk(77) + talk(3) + talk(78) + talk(3) + talk(9))
+def test_overlap_of_training_and_validation_is_reported(go: Go, folder: Path) -> None:
+    (folder / "held.jsonl").write_text(
+        conversation_of(77) + conversation_of(3) + conversation_of(78) + conversation_of(3) + conversation_of(9)
+    )
     ledger = go(validation={"sources": [{"path": str(folder / "held.jsonl")}]}).ledger()
     assert ledger["overlap"] == {
         "conversations": 3, "first": [f"{folder}/held.jsonl:{number}" for number in (2, 4, 5)],
@@ -262,7 +266,7 @@ def test_what_is_in_training_and_validation_is_told(go: Go, folder: Path) -> Non
     assert ledger["held_out"] == 5
 
 
-def test_validation_with_the_content_of_training_is_told_in_full(go: Go, folder: Path) -> None:
+def test_validation_equal_to_training_overlaps_completely(go: Go, folder: Path) -> None:
     shutil.copy(folder / "train.jsonl", folder / "copy.jsonl")
     data = go(validation={"sources": [{"path": str(folder / "copy.jsonl")}]})
     ledger = data.ledger()
@@ -273,9 +277,9 @@ def test_validation_with_the_content_of_training_is_told_in_full(go: Go, folder:
     ]  # fmt: skip
 
 
-def test_pieces_are_one_conversation_in_the_overlap(go: Go, folder: Path) -> None:
-    (folder / "train.jsonl").write_text(talk(1, exchanges=6) + talk(2))
-    (folder / "held.jsonl").write_text(talk(1, exchanges=6) + talk(3))
+def test_a_split_conversation_counts_once_in_the_overlap(go: Go, folder: Path) -> None:
+    (folder / "train.jsonl").write_text(conversation_of(1, exchanges=6) + conversation_of(2))
+    (folder / "held.jsonl").write_text(conversation_of(1, exchanges=6) + conversation_of(3))
     data = go(validation={"sources": [{"path": str(folder / "held.jsonl")}]}, too_long="split", max_length=40)
     assert len(data.train.store) > 2
     assert data.overlap() == [f"{folder}/held.jsonl:1"]
@@ -283,7 +287,7 @@ def test_pieces_are_one_conversation_in_the_overlap(go: Go, folder: Path) -> Non
 
 def test_a_fraction_held_out_shares_nothing_with_training(go: Go, folder: Path) -> None:
     (folder / "train.jsonl").write_text(
-        "".join(talk(i % 7 + 10 * (i % 2), exchanges=1 + 5 * (i % 2)) for i in range(28))
+        "".join(conversation_of(i % 7 + 10 * (i % 2), exchanges=1 + 5 * (i % 2)) for i in range(28))
     )
     data = go(validation={"fraction": 0.3}, too_long="split", max_length=40)
     store, held = data.train.store, set(data.validation_documents.tolist())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 
-from .shipped import TOOLS
+from .trl_templates import TOOLS
 
 HOSTILE = (
     " ", "\n", "\n\n", "\t", "\u00a0", '"', "'", "\\", "\\n", "user", "assistant", "system", "tool", "model", "none",

@@ -22,12 +22,12 @@ from whet.data.render.layout_cache import Layout
 from whet.data.render.renderer import Rendered, Renderer
 from whet.model.load.builtin_models import builtin_folder
 
-from .shipped import FIXED, SHIPPED, Shipped
-from .talks import conversations, tame
+from .conversation_strategies import conversations, tame
+from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 
-pytestmark = pytest.mark.skipif(not SHIPPED, reason="trl, whose chat templates are tried, is not installed")
+pytestmark = pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templates are tried, is not installed")
 
-EVERY = pytest.mark.parametrize("shipped", SHIPPED, ids=lambda shipped: shipped.name)
+EVERY = pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
 FEW = settings(
     max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )  # a second for ten templates
@@ -60,7 +60,7 @@ def as_dicts(messages: Iterable[Message], renderer: Renderer) -> list[dict[str, 
     return [message.as_dict(renderer._content_parts) for message in messages]
 
 
-def learned_characters(renderer: Renderer, text: str, loss: np.ndarray) -> np.ndarray:
+def supervised_characters(renderer: Renderer, text: str, loss: np.ndarray) -> np.ndarray:
     """Of each character whether a learned token has it."""
     learned = np.zeros(len(text), dtype=bool)
     offsets = renderer.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -81,7 +81,7 @@ def cores_of(message: Message) -> list[str]:
     return cores(message.reasoning, message.content, *(call.arguments for call in message.tool_calls))
 
 
-def is_learned(conversation: Conversation, number: int, train_on: str) -> bool:
+def is_supervised(conversation: Conversation, number: int, train_on: str) -> bool:
     message = conversation.messages[number]
     later = [m for m in conversation.messages[number + 1 :] if m.role == "assistant"]
     return message.role == "assistant" and message.train is not False and not (train_on == "last" and later)
@@ -96,15 +96,15 @@ def check(renderer: Renderer, conversation: Conversation, layout: Layout, render
         as_dicts(conversation.messages, renderer), tools=list(conversation.tools) or None, return_dict=False
     )
     assert rendered.ids.tolist() == truth
-    learned = learned_characters(renderer, text, rendered.loss)
+    learned = supervised_characters(renderer, text, rendered.loss)
     for number, message in enumerate(conversation.messages):
-        wanted = is_learned(conversation, number, renderer.train_on)
+        wanted = is_supervised(conversation, number, renderer.train_on)
         for core in cores_of(message):
             places = [match.start() for match in re.finditer(core, text)]
             flags = {bool(flag) for at in places for flag in learned[at : at + len(core)]}
             assert flags <= {wanted}, f"{core} of message {number + 1}: {flags}"
             assert places or (wanted and "reasoning left out by the template" in rendered.notes) or not wanted
-    turns = [i for i in range(len(conversation.messages)) if is_learned(conversation, i, renderer.train_on)]
+    turns = [i for i in range(len(conversation.messages)) if is_supervised(conversation, i, renderer.train_on)]
     assert len(turns) == len(layout.spans)
     markers = set(tokenizer.get_added_vocab())
     for turn, (start, marker, end) in zip(turns, layout.spans, strict=True):
@@ -142,33 +142,35 @@ def starts_where_the_prompt_ends(renderer: Renderer, conversation: Conversation,
 
 
 @cache
-def warm(shipped: Shipped, train_on: str) -> Renderer:
+def warm(template: TrlTemplate, train_on: str) -> Renderer:
     """One that keeps all shapes it has met, and never looks whether a skeleton still holds."""
-    renderer = shipped.renderer(train_on)
+    renderer = template.renderer(train_on)
     assert renderer._layout_cache is not None
     renderer._layout_cache.should_verify = lambda _: False  # type: ignore[method-assign]
     return renderer
 
 
 @cache
-def full(shipped: Shipped, train_on: str) -> Renderer:
-    return shipped.renderer(train_on, cached=False)
+def full(template: TrlTemplate, train_on: str) -> Renderer:
+    return template.renderer(train_on, cached=False)
 
 
 @EVERY
 @FEW
 @given(conversation=conversations())
-def test_ids_are_the_templates_and_only_answers_are_learned(shipped: Shipped, conversation: Conversation) -> None:
-    renderer = full(shipped, "assistant")
+def test_ids_match_transformers_and_only_answers_are_supervised(
+    template: TrlTemplate, conversation: Conversation
+) -> None:
+    renderer = full(template, "assistant")
     layout, rendered = layout_or_reason(renderer, conversation), rendered_or_reason(renderer, conversation)
-    assert layout_or_reason(warm(shipped, "assistant"), conversation) == layout, "what was met before matters"
+    assert layout_or_reason(warm(template, "assistant"), conversation) == layout, "what was met before matters"
     if isinstance(layout, Layout) and isinstance(rendered, Rendered):
         check(renderer, conversation, layout, rendered)
-        last = rendered_or_reason(full(shipped, "last"), conversation)
+        last = rendered_or_reason(full(template, "last"), conversation)
         if isinstance(last, Rendered):
             assert last.ids.tolist() == rendered.ids.tolist()
             assert (last.loss <= rendered.loss).all()
-            check(full(shipped, "last"), conversation, full(shipped, "last").layout(conversation), last)
+            check(full(template, "last"), conversation, full(template, "last").layout(conversation), last)
         else:
             assert last == "nothing to learn"
 
@@ -176,17 +178,17 @@ def test_ids_are_the_templates_and_only_answers_are_learned(shipped: Shipped, co
 @EVERY
 @FEW
 @given(conversation=conversations(calls=False), train_on=st.sampled_from(["assistant", "last", "all"]))
-def test_the_cache_changes_nothing(shipped: Shipped, conversation: Conversation, train_on: str) -> None:
-    wanted = layout_or_reason(full(shipped, train_on), conversation)
-    renderer = warm(shipped, train_on)
+def test_the_cache_changes_nothing(template: TrlTemplate, conversation: Conversation, train_on: str) -> None:
+    wanted = layout_or_reason(full(template, train_on), conversation)
+    renderer = warm(template, train_on)
     layout_or_reason(renderer, tame(conversation, "x"))
     served = layout_or_reason(renderer, tame(conversation, "yy"))
-    assert served == layout_or_reason(full(shipped, train_on), tame(conversation, "yy"))
+    assert served == layout_or_reason(full(template, train_on), tame(conversation, "yy"))
     assert layout_or_reason(renderer, conversation) == wanted
-    assert same(rendered_or_reason(renderer, conversation), rendered_or_reason(full(shipped, train_on), conversation))
+    assert same(rendered_or_reason(renderer, conversation), rendered_or_reason(full(template, train_on), conversation))
 
 
-# The fate of fixed conversations
+# The layout_or_reason of fixed conversations
 
 REFUSED = {
     "cohere cohere2 cohere2_training cohere_training gemma3 gemma3_training llava_next llava_next_training": {
@@ -216,9 +218,9 @@ REFUSED = {
 
 
 @EVERY
-def test_what_is_placed_and_what_is_refused_with_which_reason(shipped: Shipped) -> None:
-    pinned = {name: refused for names, refused in REFUSED.items() for name in names.split()}.get(shipped.name, {})
-    renderer, found = shipped.renderer(), dict[str, list[str]]()
+def test_outcome_of_every_template_and_conversation(template: TrlTemplate) -> None:
+    pinned = {name: refused for names, refused in REFUSED.items() for name in names.split()}.get(template.name, {})
+    renderer, found = template.renderer(), dict[str, list[str]]()
     for name, conversation in FIXED.items():
         rendered = rendered_or_reason(renderer, conversation)
         if isinstance(rendered, str):
@@ -230,7 +232,7 @@ def test_what_is_placed_and_what_is_refused_with_which_reason(shipped: Shipped) 
 
 
 def test_there_are_templates_enough() -> None:
-    assert len(SHIPPED) >= 20
+    assert len(TRL_TEMPLATES) >= 20
 
 
 # With a real tokenizer
@@ -242,16 +244,16 @@ def _real(name: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:smollm2"))
     except WhetError as error:
         pytest.skip(f"SmolLM2 cannot be had here: {error}")
-    return next(shipped for shipped in SHIPPED if shipped.name == name).fitted(tokenizer)
+    return next(template for template in TRL_TEMPLATES if template.name == name).fitted(tokenizer)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gptoss"])
 @FEW
 @given(conversation=conversations())
-def test_all_that_holds_with_a_real_tokenizer_too(name: str, conversation: Conversation) -> None:
+def test_masks_are_exact_with_a_real_tokenizer_too(name: str, conversation: Conversation) -> None:
     tokenizer = _real(name)
-    shipped = next(shipped for shipped in SHIPPED if shipped.name == name)
-    renderer = shipped.renderer(tokenizer=tokenizer)
+    template = next(template for template in TRL_TEMPLATES if template.name == name)
+    renderer = template.renderer(tokenizer=tokenizer)
     layout, rendered = layout_or_reason(renderer, conversation), rendered_or_reason(renderer, conversation)
     if isinstance(layout, Layout) and isinstance(rendered, Rendered):
         check(renderer, conversation, layout, rendered)

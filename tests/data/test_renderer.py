@@ -11,13 +11,24 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from whet.core.errors import BadRecordError, WhetError
+from whet.core.errors import WhetError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.layout_cache import Layout
 from whet.data.render.renderer import Rendered, Renderer
 from whet.model.load.builtin_models import builtin_folder
 
-from .families import (
+from .render_helpers import (
+    chatml_with,
+    conversation_of,
+    expected_loss,
+    refusal,
+    render,
+    smollm2,
+    supervised_text,
+    tokenizer_with,
+    transformers_ids,
+)
+from .template_families import (
     CHATML,
     CHATML_TEMPLATE,
     FAMILIES,
@@ -27,7 +38,6 @@ from .families import (
     PHI3,
     QWEN3,
     Family,
-    Turns,
     small_tokenizer,
     tokenizer_of,
 )
@@ -52,82 +62,27 @@ def dialogues(draw: st.DrawFn, system: bool = True) -> list[tuple[str, str]]:
     return turns
 
 
-def talk(*turns: tuple[str, str]) -> Conversation:
-    return Conversation(tuple(Message(role, content) for role, content in turns), Origin("here", 1))
-
-
-def render(
-    tokenizer: PreTrainedTokenizerFast, turns: Turns, train_on: str = "assistant", stop_ids: tuple[int, ...] = ()
-) -> Rendered:
-    renderer = Renderer(tokenizer, train_on, stop_ids)
-    [result] = renderer.encode_layouts([renderer.layout(talk(*turns))])
-    if isinstance(result, BadRecordError):
-        raise result
-    return result
-
-
-def refusal(tokenizer: PreTrainedTokenizerFast, *turns: tuple[str, str], train_on: str = "assistant") -> BadRecordError:
-    with pytest.raises(BadRecordError) as caught:
-        render(tokenizer, turns, train_on)
-    return caught.value
-
-
-def own_ids(tokenizer: PreTrainedTokenizerFast, turns: Turns) -> list[int]:
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-
-
-def learned_text(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> str:
-    """The supervised tokens as text, turns separated by ¦."""
-    texts, run = [], []
-    for i, token in enumerate(rendered.ids):
-        if rendered.loss[i]:
-            run.append(int(token))
-        if run and (i + 1 == len(rendered.ids) or not rendered.loss[i + 1]):
-            texts.append(tokenizer.decode(run))
-            run = []
-    return "¦".join(texts)
-
-
-def with_template(template: str, markers: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> PreTrainedTokenizerFast:
-    return small_tokenizer(template, markers, eos="<|im_end|>")
-
-
-def chatml_but(old: str, new: str) -> PreTrainedTokenizerFast:
-    """ChatML with one thing different."""
-    assert old in CHATML_TEMPLATE
-    return with_template(CHATML_TEMPLATE.replace(old, new))
-
-
-def expected_loss(tokenizer: PreTrainedTokenizerFast, pieces: list[tuple[str, bool]]) -> list[int]:
-    """A token is learned if its first character is in a learned piece."""
-    learned = [flag for text, flag in pieces for _ in text]
-    text = "".join(text for text, _ in pieces)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return [int(learned[start]) for start, _ in encoded["offset_mapping"]]
-
-
 # Ids and masks, against an oracle by hand
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_plain_conversation_is_learned_as_the_family_writes_it(family: Family) -> None:
+def test_supervised_text_of_each_template_family(family: Family) -> None:
     turns = [("user", "What is it?"), ("assistant", "The answer."), ("user", "More"), ("assistant", "this ")]
     tokenizer = tokenizer_of(family)
     stops = (tokenizer.convert_tokens_to_ids(family.stop),) if family.stop else ()
     learned = "¦".join(text for text, flag in family.pieces(turns) if flag)
-    assert learned_text(tokenizer, render(tokenizer, turns, stop_ids=stops)) == learned
+    assert supervised_text(tokenizer, render(tokenizer, turns, stop_ids=stops)) == learned
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_ids_are_the_templates_and_the_mask_is_exact(family: Family, data: st.DataObject) -> None:
+def test_ids_match_transformers_and_the_mask_is_exact(family: Family, data: st.DataObject) -> None:
     turns = data.draw(dialogues(system=family.takes_system))
     tokenizer, pieces = tokenizer_of(family), family.pieces(turns)
     stops = (tokenizer.convert_tokens_to_ids(family.stop),) if family.stop else ()
     rendered = render(tokenizer, turns, stop_ids=stops)
-    assert rendered.ids.tolist() == own_ids(tokenizer, turns)
+    assert rendered.ids.tolist() == transformers_ids(tokenizer, turns)
     assert rendered.ids.tolist() == tokenizer("".join(text for text, _ in pieces), add_special_tokens=False).input_ids
     assert rendered.loss.tolist() == expected_loss(tokenizer, pieces)
     assert rendered.supervises_end
@@ -137,11 +92,11 @@ def test_ids_are_the_templates_and_the_mask_is_exact(family: Family, data: st.Da
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), TEXT), min_size=1, max_size=4), SPOKEN)
 @example([("user", "")], "z")
 @example([("user", "assistant")], '"z"')
-def test_prompts_of_any_content_and_role_leave_the_mask_exact(prompts: list[tuple[str, str]], answer: str) -> None:
+def test_the_mask_is_exact_for_prompts_of_any_content_and_role(prompts: list[tuple[str, str]], answer: str) -> None:
     turns = [*prompts, ("assistant", answer)]
     tokenizer = tokenizer_of(CHATML)
     rendered = render(tokenizer, turns)
-    assert rendered.ids.tolist() == own_ids(tokenizer, turns)
+    assert rendered.ids.tolist() == transformers_ids(tokenizer, turns)
     assert rendered.loss.tolist() == expected_loss(tokenizer, CHATML.pieces(turns))
 
 
@@ -154,48 +109,36 @@ def test_the_mask_is_exact_with_a_real_tokenizer(turns: list[tuple[str, str]]) -
     # It has no tokens at all for some bytes, such as most control characters, and leaves them out.
     turns = [(role, "".join(char for char in content if tokenizer(char).input_ids)) for role, content in turns]
     rendered = render(tokenizer, turns)
-    assert rendered.ids.tolist() == own_ids(tokenizer, turns)
+    assert rendered.ids.tolist() == transformers_ids(tokenizer, turns)
     assert rendered.loss.tolist() == expected_loss(tokenizer, CHATML.pieces(turns))
 
 
-_LOADED: list[PreTrainedTokenizerFast] = []
-
-
-def smollm2() -> PreTrainedTokenizerFast:
-    if not _LOADED:
-        try:
-            _LOADED.append(AutoTokenizer.from_pretrained(builtin_folder("builtin:smollm2")))
-        except WhetError as error:
-            pytest.skip(f"SmolLM2 cannot be had here: {error}")
-    return _LOADED[0]
-
-
-def test_a_template_that_adds_a_system_turn_of_its_own_is_fine() -> None:
+def test_a_template_may_add_a_system_turn() -> None:
     tokenizer = smollm2()
     turns = [("user", "Hi"), ("assistant", "Hello")]
     rendered = render(tokenizer, turns)
-    assert rendered.ids.tolist() == own_ids(tokenizer, turns)
+    assert rendered.ids.tolist() == transformers_ids(tokenizer, turns)
     assert "helpful" in tokenizer.decode(rendered.ids)
-    assert learned_text(tokenizer, rendered) == "Hello<|im_end|>"
+    assert supervised_text(tokenizer, rendered) == "Hello<|im_end|>"
 
 
-def test_a_batch_renders_like_its_conversations_alone() -> None:
+def test_a_batch_renders_like_single_conversations() -> None:
     tokenizer = tokenizer_of(CHATML)
     renderer = Renderer(tokenizer, "assistant")
     dialogues_ = [[("user", "x" * n), ("assistant", "y" * (9 - n))] for n in range(1, 9)]
-    together = renderer.encode_layouts([renderer.layout(talk(*turns)) for turns in dialogues_])
+    together = renderer.encode_layouts([renderer.layout(conversation_of(*turns)) for turns in dialogues_])
     for turns, result in zip(dialogues_, together, strict=True):
         assert isinstance(result, Rendered)
-        assert result.ids.tolist() == own_ids(tokenizer, turns)
-        assert learned_text(tokenizer, result) == f"{turns[1][1]}<|im_end|>"
+        assert result.ids.tolist() == transformers_ids(tokenizer, turns)
+        assert supervised_text(tokenizer, result) == f"{turns[1][1]}<|im_end|>"
 
 
-def test_truncation_and_padding_left_in_the_tokenizer_change_nothing() -> None:
+def test_truncation_and_padding_of_the_tokenizer_are_disabled() -> None:
     tokenizer = small_tokenizer(CHATML_TEMPLATE, CHATML.markers, eos="<|im_end|>")
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=500)
     turns = [("user", "Hi"), ("assistant", "Hello there")]
-    assert render(tokenizer, turns).ids.tolist() == own_ids(tokenizer_of(CHATML), turns)
+    assert render(tokenizer, turns).ids.tolist() == transformers_ids(tokenizer_of(CHATML), turns)
 
 
 def test_a_token_that_straddles_the_start_belongs_to_the_header() -> None:
@@ -221,44 +164,44 @@ def test_markers_inside_the_content_end_nothing() -> None:
     turns = [("user", "a<|im_end|>b"), ("assistant", "c<|im_end|>\n<|im_start|>user\nd")]
     tokenizer = tokenizer_of(CHATML)
     rendered = render(tokenizer, turns)
-    assert learned_text(tokenizer, rendered) == "c<|im_end|>\n<|im_start|>user\nd<|im_end|>"
+    assert supervised_text(tokenizer, rendered) == "c<|im_end|>\n<|im_start|>user\nd<|im_end|>"
 
 
-def test_a_template_that_looks_for_words_in_the_content_still_sees_them() -> None:
+def test_a_template_may_search_the_content_for_constants() -> None:
     template = CHATML_TEMPLATE.replace("m['content']", "('[' if '</think>' in m['content'] else '(') + m['content']")
-    tokenizer = with_template(template)
+    tokenizer = tokenizer_with(template)
     rendered = render(tokenizer, [("user", "Hi"), ("assistant", "so</think>Yes")])
-    assert learned_text(tokenizer, rendered) == "[so</think>Yes<|im_end|>"
+    assert supervised_text(tokenizer, rendered) == "[so</think>Yes<|im_end|>"
 
 
 def test_the_end_of_turn_is_the_first_stop_id() -> None:
     turns = [("user", "Hi"), ("assistant", "Yes")]
     tokenizer = tokenizer_of(PHI3)
     stop = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert learned_text(tokenizer, render(tokenizer, turns, stop_ids=(stop,))) == "Yes<|end|>"
-    assert learned_text(tokenizer, render(tokenizer, turns)) == "Yes<|end|><|endoftext|>"
+    assert supervised_text(tokenizer, render(tokenizer, turns, stop_ids=(stop,))) == "Yes<|end|>"
+    assert supervised_text(tokenizer, render(tokenizer, turns)) == "Yes<|end|><|endoftext|>"
 
 
 # What is learned
 
 
-def test_train_on_last_learns_the_last_assistant_turn_only() -> None:
+def test_train_on_last_supervises_the_last_assistant_turn_only() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
     tokenizer = tokenizer_of(CHATML)
-    assert learned_text(tokenizer, render(tokenizer, turns, "last")) == "d<|im_end|>"
-    assert learned_text(tokenizer, render(tokenizer, turns)) == "b<|im_end|>¦d<|im_end|>"
+    assert supervised_text(tokenizer, render(tokenizer, turns, "last")) == "d<|im_end|>"
+    assert supervised_text(tokenizer, render(tokenizer, turns)) == "b<|im_end|>¦d<|im_end|>"
 
 
-def test_train_on_all_learns_every_token_but_the_first() -> None:
+def test_train_on_all_supervises_every_token_but_the_first() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "only a question")]
     for conversation in (turns, turns[2:]):
         rendered = render(tokenizer_of(CHATML), conversation, "all")
-        assert rendered.ids.tolist() == own_ids(tokenizer_of(CHATML), conversation)
+        assert rendered.ids.tolist() == transformers_ids(tokenizer_of(CHATML), conversation)
         assert rendered.loss.tolist() == [0] + [1] * (len(rendered.ids) - 1)
 
 
-def test_train_on_all_needs_no_mask_so_any_template_will_do() -> None:
-    tokenizer = chatml_but("m['content']", "m['content'] | upper")
+def test_train_on_all_accepts_any_template() -> None:
+    tokenizer = chatml_with("m['content']", "m['content'] | upper")
     assert "HI" in tokenizer.decode(render(tokenizer, [("user", "hi")], "all").ids)
 
 
@@ -279,11 +222,11 @@ def test_the_prompt_ids_are_the_templates(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_prompt_and_learned_text_together_are_the_conversation(family: Family) -> None:
+def test_prompt_and_supervised_text_make_up_the_conversation(family: Family) -> None:
     """What the model is trained to say is what it would be asked to say (a prefill of the prompt aside)."""
     tokenizer = tokenizer_of(family)
     renderer = Renderer(tokenizer, "assistant", [tokenizer.convert_tokens_to_ids(family.stop)] if family.stop else [])
-    layout = renderer.layout(talk(("user", "What is it?"), ("assistant", "this")))
+    layout = renderer.layout(conversation_of(("user", "What is it?"), ("assistant", "this")))
     start, marker, end = layout.spans[0]
     prompt = renderer.apply_chat_template([{"role": "user", "content": "What is it?"}], add_generation_prompt=True)
     assert prompt.removesuffix("<think>\n") == layout.text[:start]
@@ -295,7 +238,7 @@ def test_prompt_and_learned_text_together_are_the_conversation(family: Family) -
 
 
 def test_a_template_with_a_date_has_todays_or_the_one_it_is_given() -> None:
-    tokenizer = with_template(CHATML_TEMPLATE + "{% if false %}{{ strftime_now('%Y') }}{% endif %}")
+    tokenizer = tokenizer_with(CHATML_TEMPLATE + "{% if false %}{{ strftime_now('%Y') }}{% endif %}")
     assert Renderer(tokenizer, "assistant").today == datetime.date.today().isoformat()
     assert Renderer(tokenizer, "assistant", today="2001-02-03").today == "2001-02-03"
 
@@ -320,71 +263,71 @@ def test_the_end_of_turn_is_known_whatever_is_trained_on(family: Family, marker:
 
 
 def test_a_template_without_an_exact_end_of_turn_has_none() -> None:
-    assert Renderer(chatml_but("'<|im_end|>' + ", ""), "all").end_of_turn() is None
-    assert Renderer(chatml_but("m['content']", "m['content'] | upper"), "all").end_of_turn() is None
+    assert Renderer(chatml_with("'<|im_end|>' + ", ""), "all").end_of_turn() is None
+    assert Renderer(chatml_with("m['content']", "m['content'] | upper"), "all").end_of_turn() is None
 
 
 # Refusals
 
 
 def test_a_template_that_uppercases_is_refused() -> None:
-    error = refusal(chatml_but("m['content']", "m['content'] | upper"), ("user", "Hi"), ("assistant", "Yes"))
+    error = refusal(chatml_with("m['content']", "m['content'] | upper"), ("user", "Hi"), ("assistant", "Yes"))
     assert error.reason == "template rewrites"
 
 
 def test_a_template_that_escapes_is_refused_only_where_it_changes_the_text() -> None:
-    tokenizer = chatml_but("m['content']", "m['content'] | replace('&', '&amp;')")
-    assert learned_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", "b")])) == "b<|im_end|>"
-    tokenizer = chatml_but("m['content']", "m['content'] | e")
+    tokenizer = chatml_with("m['content']", "m['content'] | replace('&', '&amp;')")
+    assert supervised_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", "b")])) == "b<|im_end|>"
+    tokenizer = chatml_with("m['content']", "m['content'] | e")
     assert refusal(tokenizer, ("user", "a"), ("assistant", "b < c")).reason == "template rewrites"
 
 
 def test_a_template_that_depends_on_the_length_of_words_is_still_exact_or_refused() -> None:
-    tokenizer = chatml_but("m['content']", "m['content'] | truncate(5, true, '')")
+    tokenizer = chatml_with("m['content']", "m['content'] | truncate(5, true, '')")
     assert refusal(tokenizer, ("user", "Hi"), ("assistant", "much too long")).reason == "template drops text"
 
 
 def test_a_template_that_repeats_content_is_refused() -> None:
-    tokenizer = chatml_but("m['content']", "m['content'] + m['content']")
+    tokenizer = chatml_with("m['content']", "m['content'] + m['content']")
     assert refusal(tokenizer, ("user", "Hi"), ("assistant", "Yes")).reason == "template repeats text"
 
 
 def test_a_template_that_drops_a_role_is_refused_and_the_message_is_named() -> None:
     template = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML_TEMPLATE
-    error = refusal(with_template(template), ("user", "Hi"), ("system", "Be kind"), ("assistant", "Yes"))
+    error = refusal(tokenizer_with(template), ("user", "Hi"), ("system", "Be kind"), ("assistant", "Yes"))
     assert error.reason == "template drops text"
     assert "message 2 (role 'system')" in str(error)
 
 
-def test_a_template_that_drops_an_earlier_assistant_turns_thoughts_is_refused() -> None:
+def test_a_template_that_drops_part_of_an_earlier_answer_is_refused() -> None:
     template = CHATML_TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
     turns = [("user", "Hi"), ("assistant", "hmm</think>Yes")]
-    error = refusal(with_template(template), *turns)
+    error = refusal(tokenizer_with(template), *turns)
     assert error.reason == "template drops text"
     assert "message 2 (role 'assistant')" in str(error)
 
 
 def test_a_template_that_reverses_the_content_is_refused() -> None:
-    error = refusal(chatml_but("m['content']", "m['content'][::-1]"), ("user", "Hi"), ("assistant", "Yes"))
+    error = refusal(chatml_with("m['content']", "m['content'][::-1]"), ("user", "Hi"), ("assistant", "Yes"))
     assert error.reason == "template reorders text"
 
 
-def test_a_template_that_weaves_messages_into_each_other_is_refused() -> None:
+def test_a_template_that_interleaves_messages_is_refused() -> None:
     template = (
         "{{ '<|im_start|>' + messages[1]['content'][0] + messages[0]['content'] + messages[1]['content'][1:] + "
         "'<|im_end|>' }}"
     )
-    error = refusal(with_template(template), ("user", "Hi"), ("assistant", "Yes"))
+    error = refusal(tokenizer_with(template), ("user", "Hi"), ("assistant", "Yes"))
     assert error.reason == "template reorders text"
 
 
-def test_a_template_that_turns_the_conversation_around_is_refused() -> None:
+def test_a_template_that_reverses_the_conversation_is_refused() -> None:
     template = CHATML_TEMPLATE.replace("in messages", "in messages | reverse")
-    assert refusal(with_template(template), ("user", "Hi"), ("assistant", "Yes")).reason == "no common header"
+    assert refusal(tokenizer_with(template), ("user", "Hi"), ("assistant", "Yes")).reason == "no common header"
 
 
 def test_a_template_without_end_of_turn_is_refused() -> None:
-    error = refusal(chatml_but("'<|im_end|>' + ", ""), ("user", "Hi"), ("assistant", "Yes"))
+    error = refusal(chatml_with("'<|im_end|>' + ", ""), ("user", "Hi"), ("assistant", "Yes"))
     assert error.reason == "no end of turn"
     assert "message 2" in str(error)
 
@@ -394,10 +337,10 @@ def test_an_end_marker_that_only_closes_the_conversation_ends_no_earlier_turn() 
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
         "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|im_end|>' }}"
     )
-    tokenizer = with_template(template)
+    tokenizer = tokenizer_with(template)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     assert refusal(tokenizer, *turns).reason == "no end of turn"
-    assert learned_text(tokenizer, render(tokenizer, turns, "last")) == "d\n<|im_end|>"
+    assert supervised_text(tokenizer, render(tokenizer, turns, "last")) == "d\n<|im_end|>"
 
 
 def test_a_template_whose_generation_prompt_is_another_header_is_refused() -> None:
@@ -406,21 +349,21 @@ def test_a_template_whose_generation_prompt_is_another_header_is_refused() -> No
         "{{ '<|im_end|>' if m['role'] == 'assistant' else '' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
     )
-    assert refusal(with_template(template), ("user", "a"), ("assistant", "b")).reason == "no common header"
+    assert refusal(tokenizer_with(template), ("user", "a"), ("assistant", "b")).reason == "no common header"
 
 
-def test_a_turn_that_opens_otherwise_than_its_prompt_is_refused() -> None:
+def test_a_turn_that_starts_differently_from_its_prompt_is_refused() -> None:
     """Whether the model has to produce `<|b|>`, nobody can say: its prompt ends with `<|a|>`."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{{ '<|b|>' if m['role'] == 'assistant' else '' }}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<|a|>' }}{% endif %}"
     )
-    tokenizer = with_template(template, ("<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>"))
+    tokenizer = tokenizer_with(template, ("<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>"))
     assert refusal(tokenizer, ("user", "Hi"), ("assistant", "Yes")).reason == "no common header"
 
 
-def test_a_template_that_raises_on_a_role_is_refused_with_its_own_words() -> None:
+def test_the_error_of_a_template_that_raises_is_reported() -> None:
     error = refusal(tokenizer_of(GEMMA), ("system", "Be kind"), ("user", "Hi"), ("assistant", "Yes"))
     assert error.reason == "template refuses"
     assert "System role not supported" in str(error)
@@ -443,10 +386,10 @@ def test_an_empty_assistant_turn_is_refused(empty: str) -> None:
     assert "message 2" in str(error)
 
 
-def test_an_empty_turn_that_is_not_learned_is_no_fault() -> None:
+def test_an_empty_turn_may_be_unsupervised() -> None:
     turns = [("user", "Hi"), ("assistant", ""), ("user", "Well?"), ("assistant", "Yes")]
     tokenizer = tokenizer_of(CHATML)
-    assert learned_text(tokenizer, render(tokenizer, turns, "last")) == "Yes<|im_end|>"
+    assert supervised_text(tokenizer, render(tokenizer, turns, "last")) == "Yes<|im_end|>"
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
@@ -461,13 +404,13 @@ def test_unassigned_characters_are_refused(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [0x3FFFF, 0xE0000, 0x10FFFF])
-def test_characters_beside_the_dye_are_fine(code: int) -> None:
+def test_code_points_next_to_the_sentinels_are_accepted(code: int) -> None:
     tokenizer = tokenizer_of(CHATML)
     rendered = render(tokenizer, [("user", "Hi"), ("assistant", chr(code))])
-    assert learned_text(tokenizer, rendered) == chr(code) + "<|im_end|>"
+    assert supervised_text(tokenizer, rendered) == chr(code) + "<|im_end|>"
 
 
-def test_more_characters_than_there_is_dye_for_are_refused() -> None:
+def test_more_characters_than_sentinels_are_refused() -> None:
     error = refusal(tokenizer_of(CHATML), ("user", "a" * 0xA0000), ("assistant", "Yes"))
     assert error.reason == "too long to mask"
 
@@ -510,15 +453,15 @@ def test_a_template_that_is_not_jinja_is_refused() -> None:
         Renderer(small_tokenizer("{% for m in messages %}", ()), "assistant")
 
 
-def test_a_template_with_generation_marks_is_accepted() -> None:
+def test_a_template_with_generation_tags_is_accepted() -> None:
     template = CHATML_TEMPLATE.replace("{{ '<|im_start|>'", "{% generation %}{{ '<|im_start|>'").replace(
         "+ '\n' }}{% endfor %}", "+ '\n' }}{% endgeneration %}{% endfor %}"
     )
-    tokenizer = with_template(template)
-    assert learned_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", "b")])) == "b<|im_end|>"
+    tokenizer = tokenizer_with(template)
+    assert supervised_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", "b")])) == "b<|im_end|>"
 
 
-def test_stops_are_the_eos_and_what_the_caller_adds() -> None:
+def test_stop_markers_are_the_eos_and_stop_ids() -> None:
     tokenizer = tokenizer_of(PHI3)
     assert Renderer(tokenizer, "assistant").stop_markers == ["<|endoftext|>"]
     stop = tokenizer.convert_tokens_to_ids("<|end|>")
@@ -535,26 +478,26 @@ def test_no_layouts_render_to_nothing() -> None:
 
 
 def test_a_layout_names_start_marker_and_end_of_each_turn() -> None:
-    layout = Renderer(tokenizer_of(CHATML), "assistant").layout(talk(("user", "Hi"), ("assistant", "Yes")))
+    layout = Renderer(tokenizer_of(CHATML), "assistant").layout(conversation_of(("user", "Hi"), ("assistant", "Yes")))
     assert isinstance(layout, Layout)
     [(start, marker, end)] = layout.spans
     assert (layout.text[start:marker], layout.text[marker:end]) == ("Yes", "<|im_end|>")
 
 
-def test_the_system_text_before_the_last_user_turn_is_never_learned() -> None:
+def test_system_text_before_the_last_user_turn_is_never_supervised() -> None:
     turns = [("system", "Be kind"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     tokenizer = tokenizer_of(MISTRAL)
-    assert learned_text(tokenizer, render(tokenizer, turns)) == " b</s>¦ d</s>"
+    assert supervised_text(tokenizer, render(tokenizer, turns)) == " b</s>¦ d</s>"
 
 
-def test_thoughts_that_the_template_adds_to_the_last_turn_are_learned_there_only() -> None:
+def test_reasoning_tags_added_to_the_last_turn_are_supervised_there_only() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     tokenizer = tokenizer_of(QWEN3)
-    learned = learned_text(tokenizer, render(tokenizer, turns))
+    learned = supervised_text(tokenizer, render(tokenizer, turns))
     assert learned == "b<|im_end|>¦<think>\n\n</think>\n\nd<|im_end|>"
 
 
-def test_templates_that_want_parts_get_them_in_prompts_too() -> None:
+def test_templates_that_need_content_parts_get_them_in_prompts_too() -> None:
     """Trained on what a user says, a model must be asked it as well."""
     tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
     tokenizer.chat_template = (

@@ -10,9 +10,9 @@ from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
 from whet.data.render.renderer import Rendered, Renderer
 
-from .families import CHATML, CHATML_TEMPLATE, small_tokenizer, tokenizer_of
-from .shipped import SHIPPED, conversation, says, user
-from .test_render import learned_text, talk, with_template
+from .render_helpers import conversation_of, supervised_text, tokenizer_with
+from .template_families import CHATML, CHATML_TEMPLATE, small_tokenizer, tokenizer_of
+from .trl_templates import TRL_TEMPLATES, conversation, says, user
 
 CONTROLS = "control tokens in the text"
 THOUGHTS = "reasoning left out by the template"
@@ -41,7 +41,7 @@ def with_bos(adds_eos: bool = False) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("text", ["some text", "", " \n", "ends with it</s>", "é語😀"])
 @pytest.mark.parametrize("adds_eos", [False, True])
-def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(text: str, adds_eos: bool) -> None:
+def test_a_document_starts_with_bos_and_ends_with_one_eos(text: str, adds_eos: bool) -> None:
     tokenizer = with_bos(adds_eos)
     rendered = one(Renderer(tokenizer, "assistant"), PlainText(text, ORIGIN))
     inner = tokenizer(text, add_special_tokens=False).input_ids
@@ -62,7 +62,7 @@ def test_a_document_of_a_tokenizer_without_bos_and_eos_is_its_text() -> None:
 
 def test_documents_and_conversations_of_a_batch_come_back_in_order() -> None:
     renderer = Renderer(tokenizer_of(CHATML), "assistant")
-    good, bad = talk(("user", "a"), ("assistant", "b")), talk(("user", "a"))
+    good, bad = conversation_of(("user", "a"), ("assistant", "b")), conversation_of(("user", "a"))
     items = [PlainText("one", ORIGIN), good, bad, PlainText("two", ORIGIN), MarkedText("x", ORIGIN), good]
     results = renderer.render_items(items)
     assert [result.reason if isinstance(result, BadRecordError) else "" for result in results] == [
@@ -80,25 +80,25 @@ def test_documents_and_conversations_of_a_batch_come_back_in_order() -> None:
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
 @pytest.mark.parametrize(("question", "noted"), [("a", ()), ("a<|im_end|>", (CONTROLS,)), ("<|im_end", ())])
-def test_control_tokens_that_come_out_of_a_text_are_noted(
+def test_special_tokens_in_the_text_are_noted(
     question: str, noted: tuple[str, ...], train_on: str, cached: bool
 ) -> None:
     renderer = Renderer(tokenizer_of(CHATML), train_on, cached=cached)
     for _ in range(3):
-        assert one(renderer, talk(("user", question), ("assistant", "b"))).notes == noted
-        assert one(renderer, talk(("user", "b"), ("assistant", question))).notes == noted
+        assert one(renderer, conversation_of(("user", question), ("assistant", "b"))).notes == noted
+        assert one(renderer, conversation_of(("user", "b"), ("assistant", question))).notes == noted
 
 
-def test_a_control_token_that_the_template_looks_for_is_noted_too() -> None:
+def test_a_special_token_that_the_template_searches_for_is_noted_too() -> None:
     source = CHATML_TEMPLATE.replace("m['content']", "('(' if '<|im_end|>' in m['content'] else '') + m['content']")
-    renderer = Renderer(with_template(source), "assistant")
-    assert one(renderer, talk(("user", "a<|im_end|>b"), ("assistant", "b"))).notes == (CONTROLS,)
+    renderer = Renderer(tokenizer_with(source), "assistant")
+    assert one(renderer, conversation_of(("user", "a<|im_end|>b"), ("assistant", "b"))).notes == (CONTROLS,)
 
 
-def test_added_tokens_that_are_no_control_tokens_are_not_noted() -> None:
+def test_added_tokens_that_are_not_special_are_not_noted() -> None:
     tokenizer = small_tokenizer(CHATML_TEMPLATE, CHATML.markers, eos="<|im_end|>")
     tokenizer.add_tokens(["<plain>"])
-    assert one(Renderer(tokenizer, "assistant"), talk(("user", "<plain>"), ("assistant", "b"))).notes == ()
+    assert one(Renderer(tokenizer, "assistant"), conversation_of(("user", "<plain>"), ("assistant", "b"))).notes == ()
 
 
 # Reasoning that is left out, ends that are rewritten
@@ -108,55 +108,55 @@ FORGETFUL = CHATML_TEMPLATE.replace(
 )
 
 
-def test_reasoning_that_the_template_leaves_out_is_noted() -> None:
-    renderer = Renderer(with_template(FORGETFUL), "assistant")
+def test_reasoning_that_the_template_drops_is_noted() -> None:
+    renderer = Renderer(tokenizer_with(FORGETFUL), "assistant")
     twice = conversation(user("a"), says("b", reasoning="r"), user("c"), says("d", reasoning="s"))
     for _ in range(3):
         rendered = one(renderer, twice)
         assert rendered.notes == (THOUGHTS,)
-        assert learned_text(renderer.tokenizer, rendered) == "b<|im_end|>¦s/d<|im_end|>"
+        assert supervised_text(renderer.tokenizer, rendered) == "b<|im_end|>¦s/d<|im_end|>"
     assert one(renderer, conversation(user("a"), says("b", reasoning="r"))).notes == ()
 
 
 REWRITING = CHATML_TEMPLATE.replace("'<|im_end|>'", "('<|im_end|>' if loop.last or m['role'] == 'user' else '<|end|>')")
 
 
-def test_an_earlier_end_that_is_rewritten_is_not_learned() -> None:
-    tokenizer = with_template(REWRITING, ("<|im_start|>", "<|im_end|>", "<|end|>"))
+def test_a_rewritten_earlier_end_is_not_supervised() -> None:
+    tokenizer = tokenizer_with(REWRITING, ("<|im_start|>", "<|im_end|>", "<|end|>"))
     renderer = Renderer(tokenizer, "assistant")
     turns = [("user", "a"), ("assistant", "bcd"), ("user", "c"), ("assistant", "d")]
     for _ in range(3):
-        rendered = one(renderer, talk(*turns))
-        assert learned_text(tokenizer, rendered) == "bcd¦d<|im_end|>"
+        rendered = one(renderer, conversation_of(*turns))
+        assert supervised_text(tokenizer, rendered) == "bcd¦d<|im_end|>"
         assert not rendered.supervises_end
-        assert one(renderer, talk(*turns[:2])).supervises_end
-    assert one(Renderer(tokenizer, "last"), talk(*turns)).supervises_end
+        assert one(renderer, conversation_of(*turns[:2])).supervises_end
+    assert one(Renderer(tokenizer, "last"), conversation_of(*turns)).supervises_end
 
 
-@pytest.mark.skipif(not SHIPPED, reason="trl, whose template of gpt-oss is tried, is not installed")
-def test_gpt_oss_ends_earlier_turns_otherwise_than_the_last() -> None:
-    renderer = next(shipped for shipped in SHIPPED if shipped.name == "gptoss").renderer()
+@pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose template of gpt-oss is tried, is not installed")
+def test_gpt_oss_ends_earlier_turns_differently() -> None:
+    renderer = next(template for template in TRL_TEMPLATES if template.name == "gptoss").renderer()
     rendered = one(renderer, conversation(user("Hi"), says("Yes"), user("More?"), says("No.")))
     assert not rendered.supervises_end
-    assert learned_text(renderer.tokenizer, rendered) == (
+    assert supervised_text(renderer.tokenizer, rendered) == (
         "<|channel|>final<|message|>Yes¦<|channel|>final<|message|>No.<|return|>"
     )
     assert "Yes<|end|>" in renderer.tokenizer.decode(rendered.ids)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
-def test_a_conversation_of_which_nothing_is_to_be_learned_is_refused(train_on: str) -> None:
+def test_a_conversation_without_supervised_turns_is_refused(train_on: str) -> None:
     [result] = Renderer(tokenizer_of(CHATML), train_on).render_items([conversation(user("a"), says("b", train=False))])
     assert isinstance(result, BadRecordError)
     assert result.reason == "nothing to learn"
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_what_is_not_to_be_learned_is_left_out_of_everything(cached: bool) -> None:
+def test_train_on_all_excludes_turns_with_train_false(cached: bool) -> None:
     renderer = Renderer(tokenizer_of(CHATML), "all", cached=cached)
     talk_ = conversation(user("a"), says("bbb", train=False), Message("user", "c", train=False), says("d"))
     for _ in range(3):
-        learned = learned_text(renderer.tokenizer, one(renderer, talk_))
+        learned = supervised_text(renderer.tokenizer, one(renderer, talk_))
         assert learned == "user\na<|im_end|>\n<|im_start|>assistant\n¦<|im_end|>\n<|im_start|>user\n¦" + (
             "<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
         )

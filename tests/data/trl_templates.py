@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.render.renderer import Renderer
 
-from .families import small_tokenizer
+from .template_families import small_tokenizer
 
 _MARKER = re.compile(
     r"<[a-z]+[|]>|<[|][a-z]+>|<\|[^|<>\s'\"{}]+\|>|</?[a-z_]+>|<｜[^｜]+｜>|\[/?[A-Z_]+\]",
@@ -28,7 +28,7 @@ _STOPS = ("<|im_end|>", "<|eot_id|>", "<|return|>", "<|call|>", "<|end|>", "<|eo
 
 
 @dataclass(frozen=True)
-class Shipped:
+class TrlTemplate:
     """A template as a file of trl."""
 
     name: str
@@ -63,19 +63,19 @@ class Shipped:
 
 
 @cache
-def _tokenizer(shipped: Shipped) -> PreTrainedTokenizerFast:
-    return small_tokenizer(shipped.source, shipped.markers, bos="<s>", eos=shipped.eos)
+def _tokenizer(template: TrlTemplate) -> PreTrainedTokenizerFast:
+    return small_tokenizer(template.source, template.markers, bos="<s>", eos=template.eos)
 
 
-def _all() -> tuple[Shipped, ...]:
+def _all() -> tuple[TrlTemplate, ...]:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
         return ()
     files = sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
-    return tuple(Shipped(file.stem, file.read_text()) for file in files)
+    return tuple(TrlTemplate(file.stem, file.read_text()) for file in files)
 
 
-SHIPPED = _all()
+TRL_TEMPLATES = _all()
 TOOLS: tuple[dict[str, Any], ...] = (
     {
         "type": "function",
@@ -131,4 +131,4 @@ FIXED = {
     "tools": conversation(user("Hi"), says("Yes"), tools=TOOLS),
     "weight": conversation(user("Hi"), says("Yes", train=False), user("More?"), says("No.")),
 }
-"""Conversations whose fate is pinned for every template."""
+"""Conversations whose layout_or_reason is pinned for every template."""
