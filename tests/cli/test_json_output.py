@@ -91,9 +91,9 @@ def test_config_lists_every_setting_with_a_description(whet: Any, recipe: str) -
     assert all(setting["meaning"].strip() for setting in settings)
     assert all(setting["type"].strip() for setting in settings)
     tree = yaml.safe_load(Path(recipe).read_text())
-    for section, knobs in tree.items():
-        for knob in knobs:
-            assert any(key.startswith(f"{section}.{knob}") for key in keys), f"{section}.{knob}"
+    for section, names in tree.items():
+        for name in names:
+            assert any(key.startswith(f"{section}.{name}") for key in keys), f"{section}.{name}"
 
 
 def test_config_filters_by_prefix(whet: Any) -> None:

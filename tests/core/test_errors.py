@@ -1,19 +1,32 @@
-"""Errors carry the exit code; faults of the disk are told in words."""
+"""Exit codes, disk errors and descriptions of errors."""
 
 from __future__ import annotations
 
 import errno
+import json
 
 import pytest
 
-from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError, disk_error
+from whet.core.errors import (
+    CancelledError,
+    ExitCode,
+    RunFailedError,
+    StoppedError,
+    UsageError,
+    WhetError,
+    describe_error,
+    disk_error,
+    first_line,
+)
 
 
 def test_exit_codes_have_their_documented_values() -> None:
-    assert (ExitCode.DONE, ExitCode.INPUT, ExitCode.USAGE, ExitCode.FAILED, ExitCode.STOPPED) == (0, 1, 2, 3, 75)
-    assert (WhetError.exit_code, RunFailedError.exit_code, StoppedError.exit_code) == (1, 3, 75)
-    assert issubclass(RunFailedError, WhetError)
-    assert issubclass(StoppedError, WhetError)
+    codes = {code.name: code.value for code in ExitCode}
+    assert codes == {"DONE": 0, "INPUT": 1, "USAGE": 2, "FAILED": 3, "STOPPED": 75, "INTERRUPTED": 130}
+    errors = (WhetError, UsageError, RunFailedError, StoppedError, CancelledError)
+    assert [error.exit_code for error in errors] == [1, 2, 3, 75, 130]
+    assert all(issubclass(error, WhetError) for error in errors)
+    assert json.dumps({"exit_code": ExitCode.STOPPED}) == '{"exit_code": 75}'
 
 
 @pytest.mark.parametrize(
@@ -45,7 +58,7 @@ def _raised(outer: Exception, inner: Exception, explicit: bool) -> Exception:
         except Exception as caught:
             if explicit:
                 raise outer from caught
-            raise outer
+            raise outer  # noqa: B904
     except Exception as both:
         return both
 
@@ -68,3 +81,10 @@ def test_a_disk_error_that_a_library_reports_as_text_is_found(text: str, says: s
 @pytest.mark.parametrize("error", [ValueError("x"), OSError(errno.ENOENT, "x"), OSError("x"), KeyboardInterrupt()])
 def test_other_errors_are_not_disk_errors(error: BaseException) -> None:
     assert disk_error(error, "saving", "/there") is None
+
+
+def test_the_first_line_of_an_error_is_its_first_text_or_its_type() -> None:
+    assert first_line(ValueError("\n  a  \nb")) == "a"
+    assert first_line(ValueError(" \n")) == first_line(ValueError()) == "ValueError"
+    assert describe_error(ValueError("a\nb")) == "ValueError: a"
+    assert describe_error(ValueError()) == "ValueError"

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -278,8 +277,8 @@ time.sleep(60)
 """
 
 
-def test_a_folder_belongs_to_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+def test_a_folder_belongs_to_one_process_and_is_free_when_that_dies(real_python: str, tmp_path: Path) -> None:
+    with subprocess.Popen([real_python, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"

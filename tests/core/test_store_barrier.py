@@ -1,4 +1,4 @@
-"""Meeting without a collective: no deadline, and the others are told who is missing."""
+"""The barrier in the TCPStore: no deadline, and it reports how many ranks are missing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-import whet.core.distributed as meeting
+import whet.core.distributed as distributed
 from whet.core.distributed import store_barrier
-from whet.core.launch_env import has_agent_store
 
 
 @pytest.fixture
@@ -24,18 +23,18 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
 def test_a_barrier_blocks_until_the_last_rank_and_reports_the_missing(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_LOG_AFTER_S", 0.2)
-    told, came = list[int](), list[int]()
+    monkeypatch.setattr(distributed, "_LOG_AFTER_S", 0.2)
+    missing, came = list[int](), list[int]()
 
     def come(rank: int) -> None:
-        store_barrier("here", rank, 3, told.append)
+        store_barrier("here", rank, 3, missing.append)
         came.append(rank)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     time.sleep(1.0)
-    assert (came, told) == ([], [1, 1])
+    assert (came, missing) == ([], [1, 1])
     store_barrier("here", 2, 3)
     for thread in threads:
         thread.join(10)
@@ -51,10 +50,3 @@ def test_barriers_of_different_names_are_independent(store: TCPStore) -> None:
     store_barrier("two", 1, 2)
     late.join(10)
     assert not late.is_alive()
-
-
-def test_the_agent_store_is_detected_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert not has_agent_store()
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert has_agent_store()

@@ -124,11 +124,11 @@ def test_the_rate_is_set_for_every_group() -> None:
 
 def test_a_rate_for_what_is_not_trained_is_refused() -> None:
     root = LossModel(load_model(TINY, torch.float32))
-    with pytest.raises(WhetError, match=r"train\.optimizer\.head_lr: 0\.1, .*tied.*Leave the knob out"):
+    with pytest.raises(WhetError, match=r"train\.optimizer\.head_lr: 0\.1, .*tied.*Remove it"):
         build_optimizer(root, OptimizerConfig(head_lr=0.1), 0)
 
 
-def test_muons_knobs_without_muon_are_an_error() -> None:
+def test_muons_settings_without_muon_are_an_error() -> None:
     assert OptimizerConfig(name="adamw", momentum=0.95).momentum == 0.95  # a complete config.yaml says so
     with pytest.raises(ValidationError, match="Muon's"):
         OptimizerConfig(name="adamw", momentum=0.5)

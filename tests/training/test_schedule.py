@@ -124,7 +124,9 @@ def test_by_epoch_fractions_are_epochs() -> None:
 
 def test_a_fraction_above_one_is_neither_units_nor_a_part() -> None:
     assert ScheduleConfig(by="epoch", warmup=1.5).warmup == 1.5
-    with pytest.raises(ValidationError, match="neither a whole number of steps nor, up to 1, a part of the run"):
+    with pytest.raises(
+        ValidationError, match="neither an integer number of steps nor a fraction of the run, at most 1"
+    ):
         ScheduleConfig(warmup=1.5)
 
 

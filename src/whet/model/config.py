@@ -1,4 +1,4 @@
-"""The knobs of the model and its adapter."""
+"""Settings of the model and its adapter."""
 
 from __future__ import annotations
 
@@ -11,86 +11,87 @@ from whet.model.load.random_models import resolve_random_path
 
 
 class ModelConfig(Section):
-    """Which model is trained."""
+    """The model to train."""
 
     path: str = Field(
-        description="A model folder, a hub id, a run (RUN, RUN@STEP, RUN@best, RUN@latest: its weights alone), "
-        "builtin:smollm2 (real, small) or builtin:tiny (random, for tests); or random:NAME, random:FOLDER, "
-        "random:FILE.json: random weights of a shape, to measure speed (whet bench)."
+        description="A model folder, a hub id, a run (RUN, RUN@STEP, RUN@best, RUN@latest: its weights only), "
+        "builtin:smollm2 (real, small) or builtin:tiny (random, for tests). random:NAME, random:FOLDER or "
+        "random:FILE.json: random weights of that architecture, to measure speed (whet bench)."
     )
-    revision: str | None = Field(default=None, description="Of a hub id: branch, tag or commit.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub id.")
     tokenizer: str | None = Field(
         default=None,
-        description="A folder or a SentencePiece .model file with another tokenizer than the model's own.",
+        description="A folder or a SentencePiece .model file with another tokenizer; default: the model's own.",
     )
     dtype: Literal["auto", "fp32", "bf16"] = Field(
         default="auto",
-        description="What weights are kept in: trained ones in fp32 and frozen ones in train.precision, unless said; "
-        "bf16 (with train.precision bf16 or fp8) halves their memory; updates are rounded at random, so that none is "
-        "lost.",
+        description="The dtype of the stored weights. auto: fp32 for trained weights, train.precision for frozen ones. "
+        "bf16 (with train.precision bf16 or fp8) halves the memory of trained weights; updates use stochastic "
+        "rounding.",
     )
     attention: Literal["auto", "short", "varlen", "cudnn", "flex", "sdpa", "eager"] = Field(
         default="auto",
-        description="How documents attend. On CUDA short, kernels of whet's own, the same bit by bit from run to run; "
-        "cudnn where documents are long; flex for models with soft-caps or sinks; varlen is flash attention's. "
-        "Elsewhere and in fp32 sdpa; eager is the reference.",
+        description="The attention backend. auto on CUDA: short (whet's Triton kernels, deterministic), cudnn for long "
+        "documents, flex for models with soft-capping or sinks; sdpa elsewhere and in fp32. varlen is flash attention, "
+        "eager the reference implementation.",
     )
     compile: Literal["auto"] | bool = Field(
         default="auto",
-        description="Compile the model's layers, which takes a minute at the start and less time for each step: auto "
-        "does on CUDA, except in fp64.",
+        description="Compile the layers with torch.compile: about a minute at the start, faster steps. auto: on CUDA, "
+        "except in fp64.",
     )
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    trust_remote_code: bool = Field(
+        default=False, description="Allow the Python code that comes with the model to run."
+    )
     add_tokens: list[str] = Field(
         default=[],
-        description="Texts that become tokens of their own. Each starts as the mean of the pieces that it was before, "
-        "in the embedding and in the head; adapters train these rows.",
+        description="New tokens. The embedding and head rows of each start as the mean of the tokens it was split into "
+        "before; adapters train these rows.",
     )
 
     @model_validator(mode="after")
     def _validate_add_tokens(self) -> ModelConfig:
         twice = [token for token in self.add_tokens if self.add_tokens.count(token) > 1]
         if twice or not all(self.add_tokens):
-            wrong = f"{twice[0]!r} stands there twice" if twice else "an empty text cannot be a token"
-            raise config_error("add_tokens", f"{wrong}. Leave it out")
+            wrong = f"{twice[0]!r} is listed twice" if twice else "an empty string cannot be a token"
+            raise config_error("add_tokens", f"{wrong}. Remove it")
         return self
 
     @property
     def resolved_path(self) -> str:
-        """`path`, where it names a shape by its folder or file, with the full path of that."""
+        """`path`; of random:FOLDER and random:FILE with the absolute path."""
         return resolve_random_path(self.path)
 
 
 class AdapterConfig(Section):
-    """Train small matrices beside the frozen weights instead of the weights."""
+    """Low-rank adapters (LoRA) on frozen weights."""
 
     method: Literal["lora", "rslora", "dora"] = Field(
         default="lora",
-        description="lora; rslora scales by alpha / √rank, for large ranks; dora also learns the length of each row of "
-        "the weight, which takes more time.",
+        description="lora; rslora scales by alpha / √rank, for large ranks; dora also learns the magnitude of each "
+        "weight row, and is slower.",
     )
-    rank: int = Field(default=16, ge=1, description="Size of the small matrices.")
-    alpha: float = Field(default=32, gt=0, description="Their output is scaled by alpha / rank.")
+    rank: int = Field(default=16, ge=1, description="Rank of the adapter matrices.")
+    alpha: float = Field(default=32, gt=0, description="The adapter's output is scaled by alpha / rank.")
     ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
         default={},
-        description="Other ranks for some layers, by name (q_proj, layers.3.mlp.up_proj) or regular expression.",
+        description="Ranks of single layers, by name (q_proj, layers.3.mlp.up_proj) or regular expression.",
     )
     alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={}, description="Other alphas for some layers, by name or regular expression."
+        default={}, description="Alphas of single layers, by name or regular expression."
     )
     targets: list[str] | str = Field(
         default="all-linear",
-        description="Names of the layers that get one, or one regular expression for whole names; all-linear spares "
-        "the output head.",
+        description="Names of the layers with an adapter, or a regular expression that matches full names; all-linear: "
+        "all linear layers but the output head.",
     )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Part of the adapter's inputs zeroed in training.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs.")
     also_train: list[str] = Field(
         default=[],
-        description="Names of modules that are trained whole beside the adapters and shipped with them, such as "
-        "embed_tokens, lm_head or norm.",
+        description="Modules whose weights are trained in full and saved with the adapter, such as embed_tokens, "
+        "lm_head or norm.",
     )
     tokens: list[str] = Field(
         default=[],
-        description="Known tokens whose rows of embedding and head are trained too; those of model.add_tokens always "
-        "are.",
+        description="Existing tokens whose embedding and head rows are trained, too, like those of model.add_tokens.",
     )

@@ -1,4 +1,4 @@
-"""The knobs of training."""
+"""Settings of training: batches, optimizer, schedule, profiling."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from whet.core.config import Section, config_error
 
 
 class BatchConfig(Section):
-    """What one optimizer step covers, over all devices."""
+    """The size of one optimizer step, over all devices."""
 
     alternatives = (("conversations", "rows", "tokens"),)
 
     conversations: int | None = Field(
-        default=None, ge=1, description="This many conversations; packing then changes nothing but speed."
+        default=None, ge=1, description="Conversations per step; packing then affects speed only."
     )
-    rows: int | None = Field(default=None, ge=1, description="Or this many packed rows.")
-    tokens: int | None = Field(default=None, ge=1, description="Or rows of about this many tokens together.")
+    rows: int | None = Field(default=None, ge=1, description="Alternative: packed rows per step.")
+    tokens: int | None = Field(
+        default=None, ge=1, description="Alternative: tokens per step, rounded down to whole rows."
+    )
 
     @model_validator(mode="after")
-    def _something(self) -> BatchConfig:
+    def _require_one(self) -> BatchConfig:
         if self.conversations is None and self.rows is None and self.tokens is None:
             raise config_error("conversations", "give one of conversations, rows, tokens")
         return self
@@ -31,140 +33,147 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """How gradients become updates."""
+    """The optimizer and its learning rates."""
 
     name: Literal["adamw", "adamw16bit", "adamw8bit", "muon"] = Field(
         default="adamw",
-        description="The rule: AdamW, with states in 16 or 8 bits where memory is short, or Muon for matrices and "
-        "AdamW for all else.",
+        description="AdamW, AdamW with 16-bit or 8-bit state to save memory, or Muon for matrices with AdamW for all "
+        "other parameters.",
     )
-    lr: float = Field(default=1e-4, gt=0, description="The highest learning rate; the schedule scales it.")
+    lr: float = Field(default=1e-4, gt=0, description="Peak learning rate; the schedule scales it.")
     embedding_lr: float | None = Field(
-        default=None, gt=0, description="The input embedding's, and a tied head's; lr if absent."
+        default=None, gt=0, description="Learning rate of the input embedding, also when tied to the head; default: lr."
     )
-    head_lr: float | None = Field(default=None, gt=0, description="Of an output head of its own; lr if absent.")
-    matrix_lr: float | None = Field(default=None, gt=0, description="Of all other matrices; lr if absent.")
-    scalar_lr: float | None = Field(default=None, gt=0, description="Of vectors and single numbers; lr if absent.")
+    head_lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of an untied output head; default: lr."
+    )
+    matrix_lr: float | None = Field(default=None, gt=0, description="Learning rate of all other matrices; default: lr.")
+    scalar_lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of vectors and scalars; default: lr."
+    )
     betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = Field(
-        default=(0.9, 0.95), description="How long AdamW remembers gradients and their squares."
+        default=(0.9, 0.95), description="AdamW's decay rates of the moving averages of gradients and their squares."
     )
-    eps: float = Field(default=1e-8, gt=0, description="Keeps AdamW from dividing by zero.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Pull of matrices towards zero; vectors are spared.")
-    momentum: _Beta = Field(default=0.95, description="How long Muon remembers gradients.")
-    momentum_start: _Beta = Field(default=0.85, description="Muon's momentum in the first step.")
-    momentum_warmup: int = Field(default=300, ge=0, description="Steps over which it moves to `momentum`.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the denominator.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
+    momentum: _Beta = Field(default=0.95, description="Muon's momentum.")
+    momentum_start: _Beta = Field(default=0.85, description="Muon's momentum at the first step.")
+    momentum_warmup: int = Field(default=300, ge=0, description="Steps over which it changes linearly to `momentum`.")
 
     @model_validator(mode="after")
-    def _momentum_is_muons(self) -> OptimizerConfig:
+    def _check_momentum(self) -> OptimizerConfig:
         for key in ("momentum", "momentum_start", "momentum_warmup"):
             if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
-                raise config_error(key, f"it is Muon's, and train.optimizer.name is {self.name}")
+                raise config_error(key, f"only Muon uses it, and train.optimizer.name is {self.name}. Remove it")
         return self
 
 
 class ScheduleConfig(Section):
-    """How the learning rate moves."""
+    """The learning-rate schedule."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="linear", description="Its shape after the warm-up; wsd is flat, then falls over `decay`."
+        default="linear", description="The shape after the warm-up; wsd is constant, then decays over `decay`."
     )
     by: Literal["step", "epoch", "conversation", "token"] = Field(
-        default="step", description="What `warmup` and `decay` count, and what the way through the run is measured in."
+        default="step", description="The unit of `warmup` and `decay`, and of progress through the run."
     )
     warmup: int | float = Field(
         default=0.03,
         ge=0,
-        description="Over how many of them it rises; a fraction is a part of the run, but by epoch it is epochs.",
+        description="Length of the warm-up in that unit, or as a fraction of the run; with by: epoch, in epochs.",
     )
-    decay: int | float = Field(
-        default=0.2, ge=0, description="Of wsd: over how many of them it falls at the end; fractions as of warmup."
+    decay: int | float = Field(default=0.2, ge=0, description="For wsd: length of the decay at the end, like warmup.")
+    init_frac: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate at the start of the warm-up, as a fraction of lr."
     )
-    init_frac: float = Field(default=0.0, ge=0, le=1, description="Where the warm-up starts, as a part of lr.")
-    min_frac: float = Field(default=0.0, ge=0, le=1, description="Where it ends, as a part of lr.")
+    min_frac: float = Field(default=0.0, ge=0, le=1, description="Learning rate at the end, as a fraction of lr.")
 
     @model_validator(mode="after")
-    def _a_part_of_the_run(self) -> ScheduleConfig:
+    def _check_fractions(self) -> ScheduleConfig:
         for key, given in (("warmup", self.warmup), ("decay", self.decay)):
             if isinstance(given, float) and given > 1 and self.by != "epoch":
                 raise config_error(
-                    key, f"{given} is neither a whole number of {self.by}s nor, up to 1, a part of the run"
+                    key, f"{given} is neither an integer number of {self.by}s nor a fraction of the run, at most 1"
                 )
         return self
 
 
 Tracker = Literal["tensorboard"]
-"""Services that show a run's curves."""
+"""Experiment trackers."""
 
 _Step = Annotated[int, Field(ge=1)]
 
 
 class ProfileConfig(Section):
-    """Watch some steps closely, into the run's folder `profile`; they are slower for it."""
+    """Profile some steps with torch.profiler into RUN/profile; profiled steps are slower."""
 
     steps: Annotated[tuple[_Step, _Step], Field(strict=False)] = Field(
-        description="From this step to that one, both included; the first step of a run is 1."
+        description="First and last step to profile, inclusive, counted from 1."
     )
-    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], description="On these processes.")
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], description="Ranks to profile.")
     memory: bool = Field(
-        default=False, description="Who holds which memory: on CUDA a snapshot for pytorch.org/memory_viz."
+        default=False, description="Profile memory; on CUDA with a snapshot for pytorch.org/memory_viz."
     )
-    stack: bool = Field(default=False, description="The lines of Python that every operation comes from.")
-    shapes: bool = Field(default=False, description="The shapes of every operation's inputs.")
+    stack: bool = Field(default=False, description="Record the Python stack of every operation.")
+    shapes: bool = Field(default=False, description="Record the input shapes of every operation.")
 
     @model_validator(mode="after")
-    def _in_order(self) -> ProfileConfig:
+    def _check_order(self) -> ProfileConfig:
         if self.steps[0] > self.steps[1]:
             raise config_error("steps", f"{list(self.steps)} ends before it begins: give [first, last]")
         return self
 
 
 class TrainConfig(Section):
-    """How long, in which batches and how."""
+    """Length of the run, batches, optimizer and precision."""
 
     alternatives = (("steps", "epochs", "tokens"),)
 
     steps: int | None = Field(default=None, ge=1, description="Length of the run in optimizer steps.")
     epochs: float | None = Field(
-        default=None, gt=0, description="Or in passes over the data, fractions too; without any of the three, 1."
+        default=None, gt=0, description="Alternative: length in epochs, which may be a fraction; default 1."
     )
-    tokens: int | None = Field(default=None, ge=1, description="Or in tokens.")
+    tokens: int | None = Field(default=None, ge=1, description="Alternative: length in tokens.")
     batch: BatchConfig = Field(
-        default=BatchConfig(conversations=16), description="One optimizer step; 16 conversations if absent."
+        default=BatchConfig(conversations=16), description="The size of one optimizer step; default: 16 conversations."
     )
     start_step: int = Field(
         default=0,
         ge=0,
-        description="Begin after so many steps of the plan, as if they were done: their conversations are passed over, "
-        "schedule and counts go on from there. For weights that have learned from them already (model.path: RUN).",
+        description="Start after this many steps of the plan as if they were done: their conversations are skipped, "
+        "schedule and counts continue from there. For weights already trained on them (model.path: RUN).",
     )
-    row_length: int | None = Field(default=None, ge=2, description="Tokens of a packed row; data.max_length if absent.")
+    row_length: int | None = Field(default=None, ge=2, description="Tokens per packed row; default: data.max_length.")
     micro_rows: int = Field(
-        default=1, ge=1, description="Rows in memory at a time on each device; changes speed and memory, not the loss."
+        default=1, ge=1, description="Rows per micro-batch on each device; affects speed and memory, not the loss."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig())
     schedule: ScheduleConfig = Field(default=ScheduleConfig())
     precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto",
-        description="Of the arithmetic: bf16 on CUDA, otherwise fp32; fp16 is for cards without bf16, fp64 for proofs. "
-        "fp8 multiplies large matrices in 8 bits.",
+        description="The precision of the computation. auto: bf16 on CUDA, fp32 elsewhere. fp16 is for GPUs without "
+        "bf16, fp64 for verification; fp8 multiplies large matrices in 8 bits.",
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=1, description="This part of each target is spread over all tokens; not part of `loss`."
+        default=0.0, ge=0, lt=1, description="Label smoothing; not included in the logged loss."
     )
     z_loss: float = Field(
-        default=0.0, ge=0, description="Weight of the squared log of the softmax's denominator, which keeps logits "
-        "small; not part of `loss`.",
+        default=0.0, ge=0, description="Weight of the z-loss (squared log of the softmax denominator), which keeps "
+        "logits small; not included in the logged loss.",
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="What to do when a loss or gradient is not finite or nothing is supervised: end the run, leave the "
-        "step out, or return to the newest checkpoint and pass over the steps since.",
+        description="What to do when the loss or a gradient is not finite, or a step has no supervised token: stop the "
+        "run, skip the step, or return to the newest checkpoint and skip the steps since.",
     )
     on_spike: Literal["warn", "stop", "skip", "rollback"] = Field(
-        default="warn", description="What to do when the loss jumps far above its recent values; warn takes the step."
+        default="warn",
+        description="What to do when the loss jumps far above its recent values; warn logs it and takes the step.",
     )
-    clip_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to at most this norm.")
-    deterministic: bool = Field(default=False, description="On GPUs: bit-equal repetition, at some cost in speed.")
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down to it."
+    )
+    deterministic: bool = Field(default=False, description="Bit-identical repetition on GPUs, at some cost in speed.")
 
     @model_validator(mode="before")
     @classmethod

@@ -36,7 +36,7 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
     }
     groups: list[dict[str, Any]] = []
     for name, parameters in _sort_parameters(model).items():
-        knob, rate = given[name]
+        key, rate = given[name]
         if parameters:
             decay = 0.0 if name == "scalars" else config.weight_decay
             highest = config.lr if rate is None else rate
@@ -44,7 +44,7 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
             groups.extend({"params": alike, **rule} for alike in _group_by_mesh(parameters))
         elif rate is not None:
             raise WhetError(
-                f"train.optimizer.{knob}: {rate}, but this run does not train {_GROUP_DESCRIPTIONS[name]}. Leave the knob out"
+                f"train.optimizer.{key}: {rate}, but this run does not train {_GROUP_DESCRIPTIONS[name]}. Remove it"
             )
     return groups
 

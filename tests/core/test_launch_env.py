@@ -1,0 +1,53 @@
+"""What the launcher's environment variables mean, and that reading them needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from whet.core import launch_env
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*_VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_without_a_launcher_is_alone() -> None:
+    assert (launch_env.rank(), launch_env.world_size()) == (0, 1)
+    assert (launch_env.local_rank(), launch_env.local_world_size(), launch_env.local_world_size(4)) == (0, 1, 4)
+    assert not launch_env.started_by_torchrun()
+    assert not launch_env.has_agent_store()
+    assert launch_env.error_file() is None
+
+
+def test_torchruns_variables_are_read(alone: pytest.MonkeyPatch) -> None:
+    for name, value in zip(_VARIABLES, ("5", "8", "1", "4", "id", "/tmp/error.json"), strict=True):
+        alone.setenv(name, value)
+    alone.setenv("MASTER_ADDR", "node")
+    alone.setenv("MASTER_PORT", "29500")
+    assert (launch_env.rank(), launch_env.world_size()) == (5, 8)
+    assert (launch_env.local_rank(), launch_env.local_world_size(9)) == (1, 4)
+    assert launch_env.store_address() == ("node", 29500)
+    assert launch_env.started_by_torchrun()
+    assert str(launch_env.error_file()) == "/tmp/error.json"
+
+
+def test_the_agent_store_is_detected_by_its_variable(alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert not launch_env.has_agent_store()
+    alone.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert launch_env.has_agent_store()
+
+
+@pytest.mark.parametrize("module", ["launch_env", "run_folder", "heartbeat", "error_report", "signals", "files"])
+def test_modules_of_the_launcher_import_no_heavy_library(real_python: str, module: str) -> None:
+    code = f"import sys, whet.core.{module}; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
+    done = subprocess.run([real_python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
