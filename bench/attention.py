@@ -1,13 +1,13 @@
-"""How fast `short` is beside `varlen` on rows of packed documents, and with which tiles; on a CUDA machine.
+"""Speed and error of `short` compared with `varlen` on rows of packed documents, by tile; needs a CUDA device.
 
-    python bench/attention.py [--quick] [--window N]     --quick: the tiles that whet uses, no others
+    python bench/attention.py [--quick] [--window N]     --quick: only the tiles that whet uses
 
-For each shape (tokens, heads, key heads, width) and mean length of documents: milliseconds of both back-ends' forward
-and backward kernels, the largest error of output and gradients against fp64 beside varlen's, relative to the largest
-number (on the first 4096 tokens of the row), and TFLOP/s of useful work (pairs that see each other; 5 / 2 of the
-forward's in the backward). Then the milliseconds of each kernel of `short` by tile: rows, keys, warps, stages, s where
-the mask is spared, registers; * marks the tile in use. Times are the median of 20 runs with a cold L2 cache. Tiles are
-compiled beforehand by several processes. The last line is a JSON object with everything.
+For each shape (tokens, heads, key heads, head dimension) and mean document length: milliseconds of both back-ends'
+forward and backward kernels, their largest errors of output and gradients against fp64, relative to the largest value
+(on the first 4096 tokens of the row), and TFLOP/s of useful work (visible pairs; the backward counts 5 / 2 of the
+forward). Then milliseconds of each kernel of `short` by tile: rows, keys, warps, stages, s for skip_mask, registers; *
+marks the tile in use. Times are the median of 20 runs with a cold L2 cache. Tiles are compiled beforehand by several
+processes. The last line is a JSON object with all results.
 """
 
 from __future__ import annotations
@@ -44,31 +44,39 @@ TIMES = 20
 _TRIED: dict[KernelName, dict[int, list[AttentionTile]]] = {
     "forward": {
         64: [
-            AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 3, registers=128),
-            AttentionTile(128, 32, 4, 3), AttentionTile(128, 64, 4, 3), AttentionTile(64, 32, 4, 4), AttentionTile(128, 128, 8, 3),
+            AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3),
+            AttentionTile(64, 64, 4, 3, registers=128),
+            AttentionTile(128, 32, 4, 3), AttentionTile(128, 64, 4, 3), AttentionTile(64, 32, 4, 4),
+            AttentionTile(128, 128, 8, 3),
         ],
         128: [
-            AttentionTile(128, 32, 8, 3, registers=128), AttentionTile(128, 32, 8, 4, registers=128), AttentionTile(128, 64, 8, 2, registers=128),
-            AttentionTile(128, 64, 8, 3), AttentionTile(64, 32, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2),
+            AttentionTile(128, 32, 8, 3, registers=128), AttentionTile(128, 32, 8, 4, registers=128),
+            AttentionTile(128, 64, 8, 2, registers=128),
+            AttentionTile(128, 64, 8, 3), AttentionTile(64, 32, 4, 3, registers=168), AttentionTile(64, 64, 4, 3),
+            AttentionTile(64, 64, 4, 2),
         ],
     },
     "backward_query": {
         64: [
-            AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3, registers=168), AttentionTile(64, 32, 4, 3),
+            AttentionTile(128, 64, 8, 3, registers=128), AttentionTile(64, 64, 4, 3, registers=168),
+            AttentionTile(64, 32, 4, 3),
             AttentionTile(64, 64, 4, 2), AttentionTile(128, 32, 8, 3, registers=128),
         ],
         128: [
-            AttentionTile(64, 32, 4, 3), AttentionTile(64, 32, 4, 2, registers=168), AttentionTile(64, 64, 4, 2), AttentionTile(128, 32, 8, 3),
+            AttentionTile(64, 32, 4, 3), AttentionTile(64, 32, 4, 2, registers=168), AttentionTile(64, 64, 4, 2),
+            AttentionTile(128, 32, 8, 3),
             AttentionTile(128, 32, 8, 3, registers=128), AttentionTile(128, 64, 8, 2),
         ],
     },
     "backward_key_value": {
         64: [
-            AttentionTile(32, 64, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2), AttentionTile(64, 128, 8, 3),
+            AttentionTile(32, 64, 4, 3, registers=168), AttentionTile(64, 64, 4, 3), AttentionTile(64, 64, 4, 2),
+            AttentionTile(64, 128, 8, 3),
             AttentionTile(32, 128, 8, 3),
         ],
         128: [
-            AttentionTile(32, 64, 4, 3), AttentionTile(32, 64, 4, 2), AttentionTile(64, 64, 8, 3), AttentionTile(64, 64, 8, 2), AttentionTile(32, 128, 8, 3),
+            AttentionTile(32, 64, 4, 3), AttentionTile(32, 64, 4, 2), AttentionTile(64, 64, 8, 3),
+            AttentionTile(64, 64, 8, 2), AttentionTile(32, 128, 8, 3),
             AttentionTile(64, 128, 8, 2),
         ],
     },
@@ -76,7 +84,7 @@ _TRIED: dict[KernelName, dict[int, list[AttentionTile]]] = {
 
 
 def candidates_of(kernel: KernelName, width: int) -> list[AttentionTile]:
-    """The tile in use first; each with the mask spared and not."""
+    """The tile in use first; each with and without skip_mask."""
     tiles = dict.fromkeys([ATTENTION_TILES[kernel][width], *_TRIED[kernel][width]])
     return list(
         dict.fromkeys(

@@ -55,7 +55,7 @@ def test_a_model_with_state_leaks(check: Any, write: Any, tiny_model: Path, arch
     write()
     make_model(architecture, tiny_model, **STATEFUL[architecture])
     found = check(f"model.path={tiny_model}")
-    found.fault("leak", "model.path", "would see each other", "layers with state", "data.packing=none")
+    found.fault("leak", "model.path", "influence each other", "recurrent layers", "data.packing=none")
     assert [each["check"] for each in found.checks if each["level"] == "fault"] == ["leak"]
 
 

@@ -91,7 +91,7 @@ def test_a_cache_without_room_for_the_model_keeps_none(
 ) -> None:
     disk = small_disk("size=100k")
     monkeypatch.setenv("WHET_CACHE", str(disk))
-    check(whet("prepare", recipe), str(disk / "models"), "the disk is full while making builtin:tiny")
+    check(whet("prepare", recipe), str(disk / "models"), "the disk is full while building builtin:tiny")
     assert [path.name for path in (disk / "models").iterdir() if path.suffix != ".lock"] == []
 
 

@@ -48,7 +48,7 @@ def test_a_model_that_does_something_else_than_its_configuration_says_is_refused
     """A cap of 30 moves none of these logits, all below 1, by more than 1e-4: it is heard when they are loud."""
     model = make_model("Llama", dtype=dtype, **said)
     attention.install_backend(model, "sdpa")
-    with pytest.raises(WhetError, match="more with its logits"):
+    with pytest.raises(WhetError, match="transforms its logits"):
         check_packing(LossModel(model), 64, 16)
 
 
@@ -62,7 +62,7 @@ def test_a_bias_that_whet_would_not_see_is_refused(
     model.lm_head.bias.data.fill_(0.5)
     attention.install_backend(model, "sdpa")
     monkeypatch.setattr(module, "read_output_head", lambda model: OutputHead(read_output_head(model).weight))
-    with pytest.raises(WhetError, match="more with its logits"):
+    with pytest.raises(WhetError, match="transforms its logits"):
         check_packing(LossModel(model), 64, 16)
 
 

@@ -60,4 +60,4 @@ def test_an_adapter_of_the_head_with_dropout_is_an_error_that_names_it(
 def test_an_adapter_of_a_head_that_is_the_embedding_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "adapter={rank: 4, targets: [lm_head]}")
     assert ended.code == 1
-    assert "adapter.targets: this model's output head is also its embedding" in ended.err
+    assert "adapter.targets: this model's output head is tied to its embedding" in ended.err

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-# The matrices of a model that tokens are multiplied with, and which gradients each of them takes.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ADAPTER_SUFFIX = re.compile(r"\.(base_layer|lora_[AB])(?=\.|$).*")
 _EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.")
@@ -23,44 +24,44 @@ _EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_
 
 @dataclass(frozen=True, slots=True)
 class MatrixCost:
-    """One matrix, as a token meets it."""
+    """The cost of one weight matrix for a token."""
 
     name: str
-    """Of its module."""
+    """The name of its module."""
     size: int
-    """Its numbers."""
+    """Number of elements."""
     active_share: float
-    """The part of it that a token passes: 1, or of fused experts the chosen ones."""
+    """The share of it that a token is multiplied with: 1, or the active experts' share of fused experts."""
     trained: bool
     needs_input_grad: bool = True
-    """Whether what goes into it depends on something that is trained, so that its gradient has to go on downwards."""
+    """Whether its input depends on trained weights, so that the backward pass computes the input's gradient."""
 
     @property
     def layer(self) -> str:
-        """The module that an adapter, if there is one, was put into."""
+        """The layer, without the suffixes of an adapter."""
         return _ADAPTER_SUFFIX.sub("", self.name)
 
     @property
     def block(self) -> str:
-        """The module above it: an attention, an MLP."""
+        """The parent module: an attention or an MLP."""
         return self.layer.rpartition(".")[0]
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs for one token: a multiplication and an addition for each number."""
+        """FLOPs for one token: a multiplication and an addition for each element."""
         return round(2 * self.size * self.active_share)
 
     @property
     def matmuls_per_step(self) -> int:
-        """Products as large as the forward one that a step computes, itself included."""
+        """Products of this size in a step: forward, weight gradient and input gradient, as far as needed."""
         return 1 + self.trained + self.needs_input_grad
 
 
 def matrix_costs(model: nn.Module) -> list[MatrixCost]:
-    """All but embedding and head, in the order in which the model has them.
+    """All weight matrices but embedding and head, in the model's order.
 
-    `needs_input_grad` is exact where a block's modules but the last share its input, as in the usual attention (q, k, v, then o) and
-    MLP; elsewhere it may be wrong inside the one block where training begins.
+    `needs_input_grad` is exact for blocks in which all layers but the last share the input, as in the usual attention
+    (q, k, v, then o) and MLP; otherwise it may be wrong inside the one block where training begins.
     """
     ends = {
         id(inside)
@@ -71,23 +72,24 @@ def matrix_costs(model: nn.Module) -> list[MatrixCost]:
     found = [
         matrix
         for name, module in model.named_modules()
-        if id(module) not in ends and "original_module" not in name.split(".")  # what a trained copy stands for
+        if id(module) not in ends
+        and "original_module" not in name.split(".")  # a frozen original beside its trained copy
         for matrix in _module_matrices(model, name)
     ]
     return _mark_input_gradients(model, found)
 
 
 def _module_matrices(model: nn.Module, name: str) -> Iterator[MatrixCost]:
-    """The matrices that a module holds itself: linear layers of any kind, routers, fused experts."""
+    """The matrices of a module without its children: linear layers of any kind, routers, fused experts."""
     module = model.get_submodule(name)
     if isinstance(module, nn.Embedding):
         return
     parameters = [
         parameter
         for kind, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim in (2, 3) and not kind.endswith("bias")  # stacked experts have stacked biases
+        if parameter.ndim in (2, 3) and not kind.endswith("bias")  # biases of fused experts are 2-D
     ]
-    if isinstance(module, nn.Linear):  # by its widths: a quantized one holds packed bytes
+    if isinstance(module, nn.Linear):  # by its features: a quantized weight is packed
         trained = module.weight.requires_grad
         yield MatrixCost(name, module.in_features * module.out_features, _expert_share(model, name), trained)
         return
@@ -97,20 +99,20 @@ def _module_matrices(model: nn.Module, name: str) -> Iterator[MatrixCost]:
 
 
 def _expert_share(model: nn.Module, name: str) -> float:
-    """1, or for one expert of a list of them how many tokens of all it gets on average."""
+    """1, or for an expert in a ModuleList the average share of tokens it gets."""
     expert = _EXPERT_NAME.match(name)
     return _active_expert_share(model, len(list(model.get_submodule(expert[1]).children()))) if expert else 1.0
 
 
 def _active_expert_share(model: nn.Module, experts: int) -> float:
-    """The part of the experts that a token goes through; all of them where the configuration does not say."""
+    """The share of experts that a token is routed to; 1 if the configuration does not tell."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     return next((getattr(config, key) / experts for key in _EXPERTS_PER_TOKEN_KEYS if getattr(config, key, None)), 1.0)
 
 
 def first_trained_module(model: nn.Module) -> str | None:
-    """The first module in which something is trained: a linear layer, or a whole layer where its norm is trained too,
-    which stands before all of it; empty if that is the embedding; None if nothing is trained."""
+    """The first module with trained weights: a linear layer, or the decoder layer if its norms are trained too; "" for
+    the embedding, None if nothing is trained."""
     if any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]
         return ""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), None)
@@ -123,7 +125,7 @@ def first_trained_module(model: nn.Module) -> str | None:
 
 
 def _mark_input_gradients(model: nn.Module, matrices: list[MatrixCost]) -> list[MatrixCost]:
-    """Below the first trained weight no gradient is needed, and none for what a first block is given."""
+    """No input gradients are needed before the first trained weight, nor for the input of its block."""
     first = first_trained_module(model)
     if first == "":
         return matrices
@@ -144,28 +146,18 @@ def _mark_input_gradients(model: nn.Module, matrices: list[MatrixCost]) -> list[
     return found
 
 
-# How much arithmetic a training step takes, from the model itself.
-#
-# Counted are matrix products: linear layers by token, the head by supervised position, attention by the pairs of tokens
-# that see each other. Not counted are norms, activations, softmax, rotary positions, the optimizer, padding, and what is
-# computed a second time to save memory.
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Attention layers that look equally far back, together."""
+    """The cost of all attention layers with the same window."""
 
     window: int | None
-    """Tokens that one sees, itself included; None: all before it."""
+    """Tokens that a token attends to, itself included; None: all before it."""
     forward_flops_per_pair: int
-    """FLOPs of a pair of tokens: QKᵀ and PV."""
+    """QKᵀ and PV."""
     backward_flops_per_pair: int
 
     def pairs(self, lengths: NDArray[np.integer]) -> int:
-        """How many pairs of tokens of the same document see each other."""
+        """Number of (query, key) pairs within documents of these lengths."""
         long = lengths.astype(np.int64)
         near = long if self.window is None else np.minimum(long, self.window)
         return int((near * (near + 1) // 2 + (long - near) * near).sum())
@@ -173,14 +165,14 @@ class AttentionCost:
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """What a step costs in FLOPs, forward and backward."""
+    """FLOPs of a step, forward and backward."""
 
     per_token: int
     per_target: int
     attention: tuple[AttentionCost, ...] = ()
 
     def for_documents(self, lengths: NDArray[np.integer], supervised: int) -> int:
-        """FLOPs of a step with documents of these lengths and so many supervised positions."""
+        """FLOPs for documents of these lengths with this many supervised positions in all."""
         attention = sum(
             (span.forward_flops_per_pair + span.backward_flops_per_pair) * span.pairs(lengths)
             for span in self.attention
@@ -189,19 +181,21 @@ class StepFlops:
 
 
 def count_step_flops(model: nn.Module) -> StepFlops:
-    """`model` is a transformers model, with adapters or without; what is trained decides the backward pass."""
+    """Count a transformers model, with adapters or without. What requires a gradient decides the backward pass."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    whole = getattr(head, "original_module", head)  # peft wraps one that is trained beside adapters
-    learns = whole.weight.requires_grad or (whole is not head and any(part.requires_grad for part in head.parameters()))
+    whole = getattr(head, "original_module", head)  # peft wraps a head in adapter.also_train
+    is_trained = whole.weight.requires_grad or (
+        whole is not head and any(part.requires_grad for part in head.parameters())
+    )
     return StepFlops(
         per_token=sum(matrix.forward_flops * matrix.matmuls_per_step for matrix in matrix_costs(model)),
-        per_target=2 * whole.weight.numel() * (1 + learns + (first_trained_module(model) is not None)),
+        per_target=2 * whole.weight.numel() * (1 + is_trained + (first_trained_module(model) is not None)),
         attention=attention_costs(model),
     )
 
 
 def attention_costs(model: nn.Module) -> tuple[AttentionCost, ...]:
-    """The attention layers by how far they look."""
+    """The attention layers, grouped by window."""
     forward: Counter[int | None] = Counter()
     backward: Counter[int | None] = Counter()
     first = first_trained_module(model)
@@ -210,12 +204,12 @@ def attention_costs(model: nn.Module) -> tuple[AttentionCost, ...]:
         begun = begun or (first is not None and not _is_before_training(model, name, first))
         window, cost = _attention_window(module), _flops_per_pair(module)
         forward[window] += cost
-        backward[window] += 2 * cost if begun else 0  # four products against two
+        backward[window] += 2 * cost if begun else 0  # four products instead of two
     return tuple(AttentionCost(window, cost, backward[window]) for window, cost in forward.items())
 
 
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """transformers tells each attention the number of its layer."""
+    """Modules named *Attention with a layer_idx, as all of transformers' have."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -224,7 +218,7 @@ def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_before_training(model: nn.Module, attention: str, trained: str) -> bool:
-    """Whether nothing that goes into the attention's product is trained: all is later, or its last projection is."""
+    """Whether q, k and v do not depend on trained weights: training begins later, or at the output projection."""
     order = [name for name, _ in model.named_modules()]
     if not trained.startswith(f"{attention}."):
         return order.index(attention) < order.index(trained)
@@ -242,7 +236,7 @@ def _attention_window(module: nn.Module) -> int | None:
 
 
 def _flops_per_pair(module: nn.Module) -> int:
-    """2 FLOPs for each number of a query and of a value, in every head."""
+    """2 FLOPs for each element of a query and of a value, in every head."""
     config: Any = module.config
     heads = config.num_attention_heads
     width: Any = getattr(module, "head_dim", None) or config.hidden_size // heads
@@ -250,16 +244,13 @@ def _flops_per_pair(module: nn.Module) -> int:
     return 2 * heads * (query + value)
 
 
-# Where a model's arithmetic is, module by module; equal layers share a line.
-
-
 def flops_table(model: nn.Module, length: int, supervised: float) -> str:
-    """FLOPs of the forward pass for a token of a document of `length` tokens, of which a part is supervised."""
+    """A table of forward FLOPs for a token by module, in documents of `length` tokens; equal layers share a line."""
     rows: dict[str, tuple[int, int, float]] = {}
     for matrix in matrix_costs(model):
         _add_row(rows, re.sub(r"\.\d+(?=\.)", ".*", matrix.name), matrix.size, matrix.forward_flops)
     for span in attention_costs(model):
-        name = "attention, all before" if span.window is None else f"attention, window of {span.window}"
+        name = "attention, full" if span.window is None else f"attention, window of {span.window}"
         _add_row(rows, name, 0, span.forward_flops_per_pair * span.pairs(np.array([length])) / length)
     head = model.get_output_embeddings().weight.numel()  # type: ignore[operator]
     _add_row(rows, f"head, at {supervised:.0%} of the positions", head, 2 * head * supervised)

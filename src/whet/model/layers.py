@@ -1,4 +1,4 @@
-"""Finds the decoder layers of a language model, whatever its architecture calls them."""
+"""The decoder layers of a language model, independent of the architecture."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from whet.core.errors import WhetError
 
 
 def decoder_layers(language_model: nn.Module) -> list[nn.Module]:
-    """The repeated layers in their order: the list of modules that holds the most weights.
+    """The decoder layers in order: the ModuleList with the most weights.
 
-    Lists of experts stand inside a layer, so they hold less; towers for images and sound are smaller than the text's.
+    Lists of experts are inside a layer and so hold less; vision and audio towers are smaller than the text decoder.
     """
     lists = [module for module in language_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise WhetError(
-            "model.path: whet does not find this model's layers, so it cannot compile them, compute them again or move "
-            "what they keep: set model.compile=false, parallel.recompute=none and leave out activations in "
-            "parallel.offload"
+            "model.path: this model's decoder layers cannot be found, so they cannot be compiled, recomputed or "
+            "offloaded. Set model.compile=false, parallel.recompute=none and remove activations from parallel.offload"
         )
     sizes = [sum(parameter.numel() for parameter in modules.parameters()) for modules in lists]
     return list(lists[sizes.index(max(sizes))])

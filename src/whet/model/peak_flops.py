@@ -8,7 +8,7 @@ import torch
 
 _TERA = 1e12
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
-    # A pattern for the name that the driver gives; the first that fits. TFLOP/s, without sparsity.
+    # A regular expression for the device name (the first match counts), and TFLOP/s without sparsity
     (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp8": 5000, "fp32": 80}),
     (r"\bB200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp8": 4500, "fp32": 75}),
     (r"\bH[12]00 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp8": 1670.5, "fp32": 60}),
@@ -29,22 +29,21 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"V100-PCIE", {"fp16": 112, "fp32": 14}),
     (r"Tesla T4\b", {"fp16": 65, "fp32": 8.1}),
     (r"MI210\b", {"bf16": 181, "fp16": 181, "fp32": 45.3}),
-    (r"MI250X\b", {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9}),  # a half of the card: each is a device of its own
+    (r"MI250X\b", {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9}),  # one of its two devices
     (r"MI3(00|25)X\b", {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp8": 2614.9, "fp32": 163.4}),
 )
 
 
 def peak_flops_of(name: str, precision: str) -> float | None:
-    """FLOP/s of the card with this name; None where it is not known. fp32 is that of full precision, tf32 a name of
-    its own."""
+    """Peak FLOP/s of the GPU with this name; None if unknown. `fp32` is without TF32, which has its own key."""
     found = next((peaks for pattern, peaks in _PEAK_TFLOPS if re.search(pattern, name)), {})
     return found[precision] * _TERA if precision in found else None
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s of this device in the arithmetic of the run; None for a CPU and for what is not known.
+    """Peak FLOP/s of this device in a precision of train.precision; None for a CPU and if unknown.
 
-    In 8 bits it is that of 8-bit products, although attention, head and small matrices are computed in 16.
+    For fp8 it is the peak of fp8 products, although attention, head and small matrices are computed in bf16.
     """
     if device.type != "cuda":
         return None
@@ -54,5 +53,5 @@ def device_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls it."""
+    """The name that the driver reports."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,9 +1,8 @@
-"""Frozen weights in 4 bits (QLoRA): NF4 by bitsandbytes, with adapters in full numbers beside them.
+"""QLoRA: frozen weights in 4 bits (NF4 by bitsandbytes), with adapters in higher precision.
 
-64 numbers in a row share a scale, the largest of them; each is the nearest of 16 values chosen for a normal
-distribution. The scales are kept in 8 bits, 256 of them sharing one in fp32, so that a weight takes
-4 + 8/64 + 32/(64·256) = 4.127 bits. Arithmetic is in the type that the weight came in: a product turns the matrix back
-into numbers of that type first, in the forward and again in the backward pass.
+Blocks of 64 weights share a scale, their amax; each weight is the nearest of 16 quantiles of a normal distribution. The
+scales are 8-bit, 256 of them sharing one in fp32 (double quantization): 4 + 8/64 + 32/(64·256) = 4.127 bits for each
+weight. Products dequantize the weight to its original dtype, in the forward and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from whet.core.errors import WhetError
 from whet.model.frozen_weight import materialize_weight, weight_compute_dtype, weight_parts
 
 MIN_QUANTIZED_SHARE = 0.5
-"""A model with a smaller part of its weights in 4 bits saves less than whoever asked for it expects."""
+"""Below this share of 4-bit weights, whet warns that quantization saves little."""
 
 
 def require_bitsandbytes() -> None:
-    """Refuse at the start of a run, not after its data was prepared."""
+    """Raise at the start of a run, before data is prepared."""
     if find_spec("bitsandbytes") is None:
         raise WhetError("quantize: nf4 needs bitsandbytes, which is not installed: pip install 'whet[quantize]'")
 
 
 def quantize_(model: nn.Module, device: torch.device) -> None:
-    """Put every frozen linear layer but the head in 4 bits onto `device`, one after the other.
+    """Replace every frozen linear layer but the head by a 4-bit one on `device`, one after the other.
 
-    The 16-bit weight is freed as its layer is replaced: beside the 4-bit model the device holds one of them at a time,
-    if `model` is on the host. A matrix whose rows are no whole number of blocks stays as it is: bitsandbytes'
-    kernels for CPUs give such a one back with scales of other rows (seen in 0.50.2: errors of 1.4, not 0.4).
+    With `model` on the host, the device holds the 4-bit model and at most one 16-bit weight. Layers whose in_features
+    are not a multiple of the block size stay as they are: bitsandbytes' CPU kernels dequantize them with scales of
+    other rows (seen in 0.50.2: errors of 1.4 instead of 0.4).
     """
     require_bitsandbytes()
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -45,15 +44,15 @@ def quantize_(model: nn.Module, device: torch.device) -> None:
     ]  # fmt: skip
     if not names:
         raise WhetError(
-            "quantize: nf4, but whet finds no linear layers in this model that it could keep in 4 bits. Leave quantize "
-            "out"
+            f"quantize: nf4, but this model has no linear layers with in_features a multiple of {NF4_BLOCK}. Remove "
+            "quantize"
         )
     for name in names:
         try:
             model.set_submodule(name, _to_linear_4bit(model.get_submodule(name), device))
         except NotImplementedError:
             raise WhetError(
-                f"quantize: nf4: bitsandbytes does not serve {device.type} devices here. Leave quantize out"
+                f"quantize: nf4: bitsandbytes does not support {device.type} devices. Remove quantize"
             ) from None
 
 
@@ -73,20 +72,17 @@ def _to_linear_4bit(linear: Any, device: torch.device) -> nn.Module:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Whether it is a linear layer with its weight in 4 bits; an adapter around one is not."""
+    """Whether it is a linear layer with a 4-bit weight. An adapter around one is not."""
     return isinstance(layer, nn.Linear) and quant_state(layer.weight) is not None
 
 
 def dequantize_weight(layer: Any) -> Tensor:
-    """The weight [out, in] of a 4-bit layer as the numbers that it is multiplied as, in the layer's compute type.
-
-    Nothing here waits for the device.
-    """
+    """The weight [out, in] of a 4-bit layer in the layer's compute dtype. Does not synchronise with the device."""
     return materialize_weight(weight_parts(layer), layer.out_features, layer.in_features, weight_compute_dtype(layer))
 
 
 def dequantize_linear(layer: Any) -> nn.Linear:
-    """A 4-bit layer as the ordinary one that computes the same."""
+    """The nn.Linear that computes the same as a 4-bit layer."""
     with torch.device("meta"):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
     plain.weight = nn.Parameter(dequantize_weight(layer), requires_grad=False)
@@ -95,20 +91,20 @@ def dequantize_linear(layer: Any) -> nn.Linear:
 
 
 def count_weights(parameter: Tensor) -> int:
-    """How many weights a parameter stands for; 4-bit ones are two to a byte."""
+    """The number of weights in a parameter, whose 4-bit weights are packed two to a byte."""
     state = quant_state(parameter)
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
 def quantized_share(model: nn.Module) -> float:
-    """The part of the weights that is in 4 bits."""
+    """The share of weights that are 4-bit."""
     parameters = list(model.parameters())
     packed = sum(count_weights(parameter) for parameter in parameters if quant_state(parameter) is not None)
     return packed / sum(map(count_weights, parameters))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What the weights take, scales included."""
+    """Bytes of all weights, with their scales."""
     total = 0
     for parameter in model.parameters():
         state = quant_state(parameter)
@@ -119,7 +115,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def dequantized_bytes(model: nn.Module) -> int:
-    """What the weights take once none is in 4 bits any more."""
+    """Bytes of all weights after dequantization."""
     total = 0
     for parameter in model.parameters():
         state = quant_state(parameter)

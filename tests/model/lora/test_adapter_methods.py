@@ -203,15 +203,15 @@ def test_modules_trained_whole_are_counted_once(make_model: Make) -> None:
 
 BAD = {
     "adapter.also_train: this model has no module 'nose'": {"also_train": ["nose"]},
-    "adapter.ranks: 'nose' fits no layer": {"ranks": {"nose": 3}},
-    "adapter.alphas: 'embed_tokens' fits no layer": {"alphas": {"embed_tokens": 3}},
-    r"adapter.targets: '\(\[' does not fit this model": {"targets": "(["},
-    "adapter.targets: 'q_proj' does not fit": {"targets": "q_proj"},
+    "adapter.ranks: 'nose' matches no layer": {"ranks": {"nose": 3}},
+    "adapter.alphas: 'embed_tokens' matches no layer": {"alphas": {"embed_tokens": 3}},
+    r"adapter.targets: '\(\[' does not match this model": {"targets": "(["},
+    "adapter.targets: 'q_proj' does not match": {"targets": "q_proj"},
 }
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_does_not_fit_is_named(message: str, make_model: Make) -> None:
+def test_settings_that_match_nothing_are_errors(message: str, make_model: Make) -> None:
     with pytest.raises(WhetError, match=message):
         adapted(make_model, **BAD[message])
 

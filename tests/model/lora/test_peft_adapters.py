@@ -44,7 +44,7 @@ def test_named_targets_get_adapters_and_no_others(make_model: Callable[..., Any]
 
 
 def test_targets_that_do_not_exist_are_an_error_with_a_remedy(make_model: Callable[..., Any]) -> None:
-    with pytest.raises(WhetError, match=r"adapter\.targets: \['nonsense'\].*Leave it out"):
+    with pytest.raises(WhetError, match=r"adapter\.targets: \['nonsense'\].*Set adapter\.targets=all-linear"):
         add_adapter(make_model("Llama"), AdapterConfig(targets=["nonsense"]), seed=0)
 
 

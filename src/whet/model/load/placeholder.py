@@ -1,7 +1,5 @@
-"""Models without memory: every weight has its shape and type, and one number that stands for all.
-
-For weights that are divided among processes: each reads its own rows from the files, and none ever holds the whole.
-"""
+"""Models with placeholder weights, for sharded training: each process reads its own rows from the files, and none ever
+holds the whole model. A placeholder has the shape and dtype of a weight and stride 0, so it takes no memory."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.weight_files import load_error, locate_model
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the types that need no scale."""
+"""safetensors' names of dtypes whose values need no scale."""
 _ALL_COLUMNS = slice(None)
 
 
 class WeightSource(Protocol):
-    """Where the weights of a hollow model are."""
+    """Where the weights of a placeholder model come from."""
 
     def read_rows(self, name: str, start: int, stop: int, columns: slice = _ALL_COLUMNS) -> Tensor:
-        """Some rows of a weight, of a matrix also some of its columns, as it is kept."""
+        """Rows of a weight, and columns of a matrix, in the stored dtype."""
 
 
 class SafetensorsSource:
@@ -42,7 +40,7 @@ class SafetensorsSource:
         self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
 
     def has_matching(self, name: str, like: Tensor) -> bool:
-        """Whether this weight is there as the model has it: of the same shape, in numbers that mean themselves."""
+        """Whether the files have this weight in the same shape and in an unscaled dtype."""
         if name not in self._of:
             return False
         kept = self._of[name].get_slice(name)
@@ -68,9 +66,11 @@ class InMemorySource:
 
 
 def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, WeightSource]:
-    """The model without memory, and where its weights are. Files that hold them otherwise than the model does (fused
-    experts, GGUF, random ones, added tokens) are read whole into the host's memory, which the operating system may
-    share."""
+    """A model with placeholder weights, and their source.
+
+    Weights that the files do not store as the model has them (fused experts, GGUF, random weights, added tokens) are
+    loaded into host memory.
+    """
     files = None if is_random_model(config.path) else SafetensorsSource(_snapshot_folder(config))
     if files is not None and not config.trust_remote_code and not config.add_tokens:
         model = build_meta_model(config, dtype)
@@ -91,7 +91,7 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
 
 
 def replace_with_placeholders_(model: nn.Module) -> nn.Module:
-    """Take the memory of a model's weights away; single numbers keep theirs. Those that were one weight stay one."""
+    """Replace all weights but scalars by placeholders. Tied weights stay tied."""
     for weight in list(model.parameters()):
         if weight.numel() > 1:
             _replace_parameter(model, weight, torch.zeros((), dtype=weight.dtype).expand(weight.shape))
@@ -99,7 +99,7 @@ def replace_with_placeholders_(model: nn.Module) -> nn.Module:
 
 
 def _replace_parameter(model: nn.Module, weight: nn.Parameter, by: Tensor) -> None:
-    """Wherever it is used."""
+    """Replace a parameter in every module that uses it."""
     new = nn.Parameter(by, requires_grad=weight.requires_grad)
     for module in model.modules():
         for name, held in list(module.named_parameters(recurse=False)):
@@ -112,7 +112,7 @@ def is_placeholder(weight: Tensor) -> bool:
 
 
 def move_real_tensors_(model: nn.Module, device: torch.device) -> None:
-    """Move what a hollow model holds in memory all the same: buffers, adapters."""
+    """Move what is not a placeholder: buffers and adapters."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if not is_placeholder(weight):
@@ -122,7 +122,7 @@ def move_real_tensors_(model: nn.Module, device: torch.device) -> None:
 
 
 def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
-    """On no device, but for what is computed from the configuration."""
+    """The model on the meta device; buffers that are computed from the configuration are real."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,4 +149,4 @@ def _snapshot_folder(config: ModelConfig) -> Path:
     try:
         return Path(snapshot_download(str(place), revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise WhetError(f"model.path: {config.path}: its files cannot be had from the hub ({error})") from None
+        raise WhetError(f"model.path: {config.path}: downloading from the hub failed: {error}") from None

@@ -1,4 +1,4 @@
-"""Loading a model, with errors that say what is missing."""
+"""Loads a model with transformers, or initialises one at random."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from whet.model.load.weight_files import load_error, locate_model
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
-    """The model in `dtype`, with rows for added tokens; `auto` is the type it was saved in. Each weight goes from its
-    file straight to `device`; random ones are made there."""
+    """The model in `dtype` (`auto`: as saved), with rows for added tokens. Weights are read directly onto `device`."""
     model = _load_pretrained(config, dtype, device)
     add_token_rows_(model, config)
     return set_experts_for_dtype(model, dtype)
@@ -28,41 +27,43 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
         return _init_random_model(config, dtype, device or torch.device("cpu"))
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            locate_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code, dtype=dtype,
-            output_loading_info=True, device_map=None if device is None else {"": device},
+            locate_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code,
+            dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
         )  # fmt: skip
     except torch.OutOfMemoryError:
-        raise  # the device is too small, and nothing is wrong with the files
+        raise  # nothing is wrong with the files
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise load_error(config.path, "model", error) from None
     missing = sorted(found["missing_keys"])
     if missing:
         raise WhetError(
             f"model.path: {config.path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
-            "random numbers. The files do not belong to this config.json, or some were not copied"
+            "initialised at random. Check that config.json belongs to the weight files and that all were copied"
         )
     return model
 
 
 def _init_random_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> nn.Module:
-    """Made where and in what it is used: an 8B model in fp32 would not fit many a host's memory. The same every time,
-    and no other random number changes."""
+    """Initialised on `device` in the final dtype, because an 8B model in fp32 exceeds many hosts' memory. Always the
+    same weights, and global random states do not change."""
     from transformers import AutoModelForCausalLM
 
     shape = random_model_config(config.path, config.trust_remote_code)
-    kept = (shape.dtype or torch.float32) if dtype == "auto" else dtype
+    target_dtype = (shape.dtype or torch.float32) if dtype == "auto" else dtype
     seeded = [device] if device.type not in ("cpu", "mps") else []
     with torch.random.fork_rng(seeded, device_type=device.type if seeded else "cuda"), device:
         torch.manual_seed(0)
         try:
-            model = AutoModelForCausalLM.from_config(shape, dtype=kept, trust_remote_code=config.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                shape, dtype=target_dtype, trust_remote_code=config.trust_remote_code
+            )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise load_error(config.path, "model", error) from None
     return model.eval()
 
 
 def set_experts_for_dtype(model: nn.Module, dtype: torch.dtype | str) -> nn.Module:
-    """Experts one by one in fp64, which torch's grouped products do not know; other models stay as they are."""
+    """Compute experts one by one in fp64, which torch's grouped matmul does not support."""
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # type: ignore[operator]
     return model

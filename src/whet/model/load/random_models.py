@@ -1,7 +1,6 @@
-"""Models of random weights: `random:NAME` for a known shape, `random:FOLDER` or `random:FILE.json` for any other.
+"""Models with random weights: `random:NAME` for a known shape, `random:FOLDER` or `random:FILE.json` for any other.
 
-They have the shape of a real model and nothing else of it, which is enough to measure speed and memory without a
-download. Nothing here needs torch.
+They serve to measure speed and memory without a download. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ MODEL_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
     }),
 }  # fmt: skip
-"""By name: the kind of model and what transformers' configuration of it says."""
+"""By name: transformers' model type and its configuration."""
 
 
 def is_random_model(path: str) -> bool:
-    """Whether a model.path asks for random weights."""
+    """Whether model.path is `random:…`."""
     return path.startswith(RANDOM_PREFIX)
 
 
 def random_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration that a `random:` path means, for transformers to build a model from."""
+    """transformers' configuration for a `random:` path."""
     from transformers import AutoConfig
 
     name = path.removeprefix(RANDOM_PREFIX)
@@ -62,20 +61,20 @@ def random_model_config(path: str, trust_remote_code: bool = False) -> PreTraine
         config = AutoConfig.from_pretrained(_config_file(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = first_line(error)
-        raise WhetError(f"model.path: {path}: this configuration cannot be used: {first}") from None
+        raise WhetError(f"model.path: {path}: transformers rejects this configuration: {first}") from None
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # how its weights were stored; random ones never were
+        del config.quantization_config  # random weights are not quantized
     return config
 
 
 def config_folder(path: str) -> Path | None:
-    """The folder that a `random:` path names, whose tokenizer it may use; None for a shape known by name."""
+    """The folder of a `random:` path, which may hold a tokenizer; None for a known shape."""
     name = path.removeprefix(RANDOM_PREFIX)
     return None if name in MODEL_SHAPES else _config_file(path).parent
 
 
 def resolve_random_path(path: str) -> str:
-    """The same with the full path of its folder or file, so that it means the same from any folder."""
+    """A `random:` path with its folder or file made absolute, so that it works from any directory."""
     place = Path(path.removeprefix(RANDOM_PREFIX)).expanduser()
     known = not is_random_model(path) or path.removeprefix(RANDOM_PREFIX) in MODEL_SHAPES or not place.exists()
     return path if known else f"{RANDOM_PREFIX}{place.resolve()}"
@@ -89,6 +88,6 @@ def _config_file(path: str) -> Path:
         return file
     nearest = sorted(MODEL_SHAPES, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio(), reverse=True)
     raise WhetError(
-        f"model.path: {path}: there is no such shape, and no folder with a config.json or file of that name (looked in "
-        f"{Path.cwd()}). Known shapes: {', '.join(RANDOM_PREFIX + known for known in nearest)}"
+        f"model.path: {path}: there is no such shape, no folder with a config.json and no such file in {Path.cwd()}. "
+        f"Known shapes: {', '.join(RANDOM_PREFIX + known for known in nearest)}"
     )

@@ -1,4 +1,8 @@
-"""Embedding and head rows for added tokens."""
+"""Embedding and head rows for added tokens.
+
+A new row is the mean of the rows of the tokens that the text was split into before, so that the model starts with a
+token that means about the same. Random rows are far from all others and disturb the model at first.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,12 @@ from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 
-# Tokens that a model did not know: in the tokenizer, in the embedding and in the head.
-#
-# A new row is the mean of the rows of the pieces that the text was before, so that the model begins with a token that
-# means about what it read until now. Random rows are far from all others, and a model falls silent over them at first.
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 def add_token_rows_(model: nn.Module, config: ModelConfig) -> None:
-    """Give the model rows for `config.add_tokens`. Rows that are there already, as padding, are used first."""
+    """Add rows for `config.add_tokens` to embedding and head. Existing padding rows are used first."""
     if not config.add_tokens:
         return
     before = load_tokenizer(config.model_copy(update={"add_tokens": []}))
@@ -45,8 +44,8 @@ def add_token_rows_(model: nn.Module, config: ModelConfig) -> None:
 
 @torch.no_grad()
 def resize_embeddings_(model: nn.Module, tokens: int) -> None:
-    """Rows for so many tokens, of which an adapter brings its own. Without it they are the mean of all others, which is
-    never the likeliest: the model says what it said before."""
+    """Resize embedding and head to `tokens` rows for an adapter that brings the new ones. Without the adapter they are
+    the mean of all rows, which is never the argmax, so generation does not change."""
     before = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if tokens <= before:
         return
@@ -60,16 +59,16 @@ def resize_embeddings_(model: nn.Module, tokens: int) -> None:
 def lookup_token_ids(
     tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str], key: str = "model.add_tokens"
 ) -> list[int]:
-    """The ids of tokens, each of which must be one."""
+    """The ids of tokens, each of which must be in the vocabulary."""
     known = tokenizer.get_vocab()
     unknown = [token for token in tokens if token not in known]
     if unknown:
-        raise WhetError(f"{key}: {unknown[0]!r} is no token of this tokenizer. Add it with model.add_tokens")
+        raise WhetError(f"{key}: {unknown[0]!r} is not a token of this tokenizer. Add it with model.add_tokens")
     return [known[token] for token in tokens]
 
 
 def trainable_token_ids(config: ModelConfig, known: Sequence[str]) -> list[int]:
-    """The ids of the rows that an adapter trains: of new tokens, and of `known` ones that it names."""
+    """The ids whose rows an adapter trains: added tokens, and the `known` ones of adapter.tokens."""
     if not config.add_tokens and not known:
         return []
     tokenizer = load_tokenizer(config)
@@ -78,14 +77,14 @@ def trainable_token_ids(config: ModelConfig, known: Sequence[str]) -> list[int]:
 
 
 def _split_before(tokenizer: PreTrainedTokenizerFast, token: str) -> list[int]:
-    """What the text was before; none if that was the unknown token."""
+    """The ids that the text was split into before, without the unknown token."""
     ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
     return [number for number in ids if number != tokenizer.unk_token_id]
 
 
 @torch.no_grad()
 def _fill_rows(weight: Tensor, numbers: Sequence[int], pieces: Sequence[Sequence[int]], known: int) -> None:
-    """Rows of a matrix, or single numbers of a bias. Means are taken in fp32 at least."""
+    """Set rows of a matrix or elements of a bias to means, computed in at least fp32."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     overall = None
     rows = []

@@ -1,4 +1,4 @@
-"""Load a model's tokenizer, its generation settings and the files that define it. Nothing here needs torch."""
+"""Loads a model's tokenizer and generation settings, and hashes the files that define them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def locate_tokenizer(config: ModelConfig) -> str:
-    """Where the tokenizer is: what model.tokenizer names, else the model's folder or hub id. Random weights have none,
-    unless their folder brings one: they read what SmolLM2 does."""
+    """The folder, file or hub id of the tokenizer: model.tokenizer, or the model's own. Models with random weights use
+    SmolLM2's tokenizer unless their folder has one."""
     if config.tokenizer is not None:
         return str(Path(config.tokenizer).expanduser())
     if not is_random_model(config.path):
@@ -32,7 +32,7 @@ def locate_tokenizer(config: ModelConfig) -> str:
 
 
 def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> PreTrainedTokenizerFast:
-    """The model's tokenizer, or the one that model.tokenizer names; with `turns`, it speaks between markers."""
+    """The tokenizer of model.tokenizer or model.path; with `turns`, its chat template wraps turns in these markers."""
     from transformers import AutoTokenizer
 
     pieces = sentencepiece_file(config)
@@ -43,7 +43,7 @@ def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> Pre
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise WhetError(
             f"{key}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "
-            "tokenizer's files of the model that it was made from into it"
+            "tokenizer files of its base model into it"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -58,15 +58,15 @@ def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> Pre
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> PreTrainedTokenizerFast:
-    """Each text as one token from now on, whatever stands beside it."""
+    """Add each text as one token, also inside words."""
     from tokenizers import AddedToken
 
     known = tokenizer.get_vocab()
     for token in tokens:
         if token in known:
             raise WhetError(
-                f"model.add_tokens: {token!r} is a token already, number {known[token]}. Leave it out; to train its "
-                "row beside an adapter, name it in adapter.tokens"
+                f"model.add_tokens: {token!r} is a token already, number {known[token]}. Remove it; to train its row "
+                "with an adapter, add it to adapter.tokens"
             )
     if tokens:
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
@@ -74,14 +74,12 @@ def _add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> PreTra
 
 
 def sentencepiece_file(config: ModelConfig) -> Path | None:
-    """The SentencePiece model that the tokenizer is derived from: a `.model` file that model.tokenizer names, or a
-    folder's tokenizer.model where there is no other tokenizer file."""
+    """The SentencePiece model to convert: model.tokenizer if it is a `.model` file, or the folder's tokenizer.model if
+    it has no other tokenizer file."""
     folder = Path(locate_tokenizer(config))
     if config.tokenizer is not None and not folder.is_dir():
         if not folder.is_file() or folder.suffix != ".model":
-            raise WhetError(
-                f"{_config_key(config)}: no folder and no .model file (looked in {Path.cwd()}). Give one of them"
-            )
+            raise WhetError(f"{_config_key(config)}: no such folder or .model file in {Path.cwd()}. Give one of them")
         return folder
     found = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
     return folder / "tokenizer.model" if found == ["tokenizer.model"] else None
@@ -95,8 +93,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def load_generation_settings(config: ModelConfig) -> dict[str, Any]:
-    """What the model's own settings for generating say (temperature and the like); nothing if it has none, or if they
-    speak of another tokenizer's ids."""
+    """The settings of generation_config.json (temperature and the like); empty without one, and with model.tokenizer,
+    because its ids are another tokenizer's."""
     from transformers import GenerationConfig
 
     if config.tokenizer is not None:
@@ -109,8 +107,8 @@ def load_generation_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def stop_ids(config: ModelConfig) -> list[int]:
-    """The ids that end an answer according to the model's generation settings; none if it has no such settings, or if
-    they speak of another tokenizer's ids."""
+    """eos_token_id of generation_config.json as a list; empty without one, and with model.tokenizer, because its ids
+    are another tokenizer's."""
     from transformers import GenerationConfig
 
     if config.tokenizer is not None:
@@ -126,11 +124,11 @@ _DEFINING_FILES = (
     "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
-"""Files that may change tokens, templates or stops."""
+"""Files that define tokens, chat templates and stop tokens."""
 
 
 def tokenizer_files(config: ModelConfig) -> dict[str, Path] | None:
-    """The files that decide what the tokenizer does, by name; None if it is not on this machine yet."""
+    """The files that define the tokenizer, by name; None if it is not on this machine yet."""
     place = Path(locate_tokenizer(config))
     if place.is_file():
         return {place.name: place}
@@ -141,15 +139,15 @@ def tokenizer_files(config: ModelConfig) -> dict[str, Path] | None:
 
 
 def tokenizer_hashes(config: ModelConfig) -> dict[str, str] | None:
-    """The content of these files: the same for two folders with the same tokenizer. The kind of model belongs to it,
-    because transformers cuts words by it: in Qwen2's folder the same tokenizer.json gives other ids than in Llama's."""
+    """Hashes of these files. The model type is included, because transformers pre-tokenizes by it: with the same
+    tokenizer.json, a Qwen2 folder gives other ids than a Llama folder."""
     files = tokenizer_files(config)
     if files is None:
         return None
     try:
         described = json.loads((Path(locate_tokenizer(config)) / "config.json").read_text())
         kind = {"model_type": str(described["model_type"])}
-    except (OSError, ValueError, LookupError, TypeError):  # none, or one that loading will complain about
+    except (OSError, ValueError, LookupError, TypeError):  # missing, or loading will report it
         kind = {}
     added = {"add_tokens": hash_json(config.add_tokens)} if config.add_tokens else {}
     return {name: hash_file(path) for name, path in files.items()} | kind | added

@@ -1,4 +1,4 @@
-"""A model's files: where they are, prefetching them into the page cache, their hash. Nothing here needs torch."""
+"""A model's files: where they are, prefetching into the page cache, and their hash. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from whet.model.load.random_models import is_random_model
 
 
 def locate_model(path: str) -> str:
-    """A folder, or a hub id, that transformers can load."""
+    """The folder or hub id that transformers loads for a model.path."""
     if path.startswith("builtin:"):
         return str(builtin_folder(path))
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
             if (folder / "config.yaml").exists():
-                raise WhetError(f"model.path: {path}: this is a run; train on what it exported: {path}/exports/merged")
-            raise WhetError(f"model.path: {path}: no config.json in this folder, so it is not a model folder")
+                raise WhetError(f"model.path: {path}: this is a run folder. Give its export: {path}/exports/merged")
+            raise WhetError(f"model.path: {path}: no config.json in this folder. Give the folder of a model")
         return str(folder)
     if folder.is_file():
         raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
@@ -40,21 +40,18 @@ def load_error(path: str, what: str, error: Exception) -> WhetError:
     return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")
 
 
-# Have the system read a model's files from the disk while this process does something else, without torch.
-
 _PREFETCH_BYTES = 2**26
 
 
 def prefetch_weights(path: str, revision: str | None = None) -> threading.Thread | None:
-    """Ask for the weights of a model folder or of a hub's model that is on this machine, to be in memory when they are
-    loaded; a hint, which never fails. Nothing is asked where they would fill more than half of the memory.
+    """Start reading a local model's weights into the page cache in the background; never fails.
 
-    The thread makes system calls and nothing else, so it may be there when processes are forked.
+    Does nothing if they exceed half of the physical memory. The thread only makes system calls, so forking is safe.
     """
     with contextlib.suppress(OSError):
         files = sorted(local_model_folder(path, revision).glob("*.safetensors"))
         if 0 < sum(file.stat().st_size for file in files) < _physical_memory() // 2:
-            thread = threading.Thread(target=_advise, args=(files,), name="read ahead", daemon=True)
+            thread = threading.Thread(target=_advise, args=(files,), name="prefetch weights", daemon=True)
             thread.start()
             return thread
     return None
@@ -64,14 +61,12 @@ def _advise(files: list[Path]) -> None:
     with contextlib.suppress(OSError):
         for path in files:
             with path.open("rb") as file:
-                for start in range(
-                    0, path.stat().st_size, _PREFETCH_BYTES
-                ):  # the system may wait for the disk in each call
+                for start in range(0, path.stat().st_size, _PREFETCH_BYTES):  # each call may block on the disk
                     os.posix_fadvise(file.fileno(), start, _PREFETCH_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def local_model_folder(path: str, revision: str | None) -> Path:
-    """Where the files of a model are, if they are on this machine."""
+    """The folder of a model on this machine, also in the hub cache; it need not exist."""
     folder = Path(path).expanduser()
     if folder.is_dir() or path.count("/") != 1:
         return folder
@@ -86,13 +81,12 @@ def _physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Which weights a model has: the hash of its files, for adapters that are nothing without them.
-
 _HASHED_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def weights_hash(config: ModelConfig) -> str | None:
-    """Of all files with weights, and config.json; None for random weights, and where the files are not at hand."""
+    """Hash of all weight files and config.json, to identify an adapter's base model; None for random weights and if
+    the files are not on this machine."""
     if is_random_model(config.path):
         return None
     folder = local_model_folder(locate_model(config.path), config.revision)
@@ -105,14 +99,14 @@ def weights_hash(config: ModelConfig) -> str | None:
 
 
 def _cached_file_hash(file: Path) -> str:
-    """Computed once for a file of this name, size and time: a base of 100 GB takes minutes to read."""
+    """Cached by path, size and modification time: 100 GB of weights take minutes to read."""
     about = file.resolve().stat()
     key = hash_json([str(file.resolve()), about.st_size, about.st_mtime_ns, about.st_ino])
     kept = cache_dir() / "hashes" / key
     if kept.exists():
         return kept.read_text().strip()
     digest = hash_file(file, sha256=True)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
+    with contextlib.suppress(OSError):  # an unwritable cache only costs time
         kept.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(kept, digest + "\n")
     return digest

@@ -1,4 +1,4 @@
-"""Adapters through peft: small trainable matrices beside the frozen weights, and what is trained whole with them."""
+"""Adapters through peft: LoRA matrices, modules and token rows that are trained with them, and merging."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from whet.model.quantize import dequantize_linear, is_quantized
 
 
 def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequence[int] = ()) -> nn.Module:
-    """Freeze `model` and put adapters into it. The start values depend on the seed alone. `tokens` are the ids whose
-    rows of the embedding, and of a head of its own, are trained too."""
+    """Freeze `model` and add adapters, initialised from `seed` alone. `tokens` are ids whose rows of the embedding, and
+    of an untied head, are trained too."""
     from peft import LoraConfig, get_peft_model
 
     _reject_unknown_modules(model, config)
     tied = _is_tied(model)
     settings = LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # peft declares an int and computes with any number
+        lora_alpha=config.alpha,  # peft declares an int but accepts any number
         target_modules=config.targets,
         lora_dropout=config.dropout,
         rank_pattern=dict(config.ranks),
@@ -34,30 +34,29 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         use_dora=config.method == "dora",
         modules_to_save=config.also_train or None,
         trainable_token_indices=_trainable_token_rows(model, config, tokens, tied) or None,
-        ensure_weight_tying=tied
-        and _trains_embedding_or_head(model, config),  # peft warns where there is nothing to tie
+        ensure_weight_tying=tied and _trains_embedding_or_head(model, config),  # peft warns if there is nothing to tie
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of patterns that fit nothing, which are refused below
-            adapted = get_peft_model(model, settings)  # beside 16-bit weights, adapters are kept in fp32
+            warnings.simplefilter("ignore", RuntimeWarning)  # of unmatched patterns, which are errors below
+            adapted = get_peft_model(model, settings)  # fp32 adapters beside 16-bit weights
     except (ValueError, TypeError, re.error) as error:
         raise WhetError(
-            f"adapter.targets: {config.targets!r} does not fit this model: {error}. "
-            "Leave it out to adapt every linear layer"
+            f"adapter.targets: {config.targets!r} does not match this model: {error}. Set adapter.targets=all-linear "
+            "to adapt every linear layer"
         ) from None
     _reject_tied_head(adapted.get_base_model())
     _reject_unmatched_patterns(adapted, config)
     for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize < 4:  # what peft left in the base's type
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:  # those that peft left in the base's dtype
             parameter.data = parameter.data.float()
     return adapted
 
 
 def _reject_unknown_modules(model: nn.Module, config: AdapterConfig) -> None:
-    """peft passes over names that no module has."""
+    """peft silently ignores names that no module has."""
     names = [name for name, _ in model.named_modules()]
     for wanted in config.also_train:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
@@ -73,8 +72,8 @@ def _reject_unmatched_patterns(adapted: Any, config: AdapterConfig) -> None:
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
                 raise WhetError(
-                    f"adapter.{knob}: {pattern!r} fits no layer that has an adapter. It takes the end of a name, such "
-                    f"as {layers[0].rpartition('model.')[2]}, or a regular expression"
+                    f"adapter.{knob}: {pattern!r} matches no layer with an adapter. Give the end of a name, such as "
+                    f"{layers[0].rpartition('model.')[2]}, or a regular expression"
                 )
 
 
@@ -84,7 +83,7 @@ def _is_tied(model: Any) -> bool:
 
 
 def _embedding_and_head_names(model: Any) -> tuple[str, str]:
-    """What the embedding and the head are called."""
+    """The last part of the names of embedding and head; empty for a missing head."""
     names = {id(module): name for name, module in model.named_modules()}
     found = model.get_input_embeddings(), model.get_output_embeddings()
     return names[id(found[0])].rpartition(".")[2], names.get(id(found[1]), "").rpartition(".")[2]
@@ -96,7 +95,7 @@ def _trains_embedding_or_head(model: nn.Module, config: AdapterConfig) -> bool:
 
 
 def _trainable_token_rows(model: Any, config: AdapterConfig, tokens: Sequence[int], tied: bool) -> dict[str, list[int]]:
-    """Which rows of which module are trained by themselves: none of a module that is trained whole."""
+    """Trainable rows by module, without modules that are trained whole."""
     if not tokens:
         return {}
     embedding, head = _embedding_and_head_names(model)
@@ -105,36 +104,36 @@ def _trainable_token_rows(model: Any, config: AdapterConfig, tokens: Sequence[in
         return {} if whole & {embedding, head} else {embedding: list(tokens)}
     if getattr(model.get_output_embeddings(), "bias", None) is not None and head not in whole:
         raise WhetError(
-            f"adapter.tokens: the output head of this model has a bias, which peft forgets where single rows are "
-            f"trained. Train it whole: adapter.also_train=[{embedding}, {head}]"
+            f"adapter.tokens: the output head of this model has a bias, which peft drops when it trains single rows. "
+            f"Train the modules whole: adapter.also_train=[{embedding}, {head}]"
         )
     return {name: list(tokens) for name in (embedding, head) if name not in whole}
 
 
 def _reject_tied_head(model: Any) -> None:
-    """An adapter of a head that shares its weight with the embedding would be merged into both."""
+    """An adapter of a head tied to the embedding would be merged into both."""
     head = model.get_output_embeddings()
     if is_lora_layer(head) and head.get_base_layer().weight is model.get_input_embeddings().weight:
         raise WhetError(
-            "adapter.targets: this model's output head is also its embedding, so an adapter of the head could not be "
-            "merged. Leave the head out of adapter.targets"
+            "adapter.targets: this model's output head is tied to its embedding, so an adapter of it could not be "
+            "merged. Remove the head from adapter.targets"
         )
 
 
 def unwrap_peft(model: nn.Module) -> nn.Module:
-    """The transformers model inside, with its adapters in place."""
+    """The transformers model inside a peft model, with its adapters in place."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def embedding_rows(model: nn.Module) -> int:
-    """How many tokens a model has rows for, whatever wraps its embedding."""
+    """The number of rows of a model's embedding, wrapped by peft or not."""
     embedding = unwrap_peft(model).get_input_embeddings()  # type: ignore[operator]
     return int(getattr(embedding, "original_module", embedding).num_embeddings)
 
 
 def cast_trained_modules_(model: nn.Module) -> None:
-    """Round modules that were trained whole, in fp32, to the type of those they replace: without mixed precision, what
-    comes out of them would not fit what comes next. Nothing is to be learned afterwards."""
+    """Cast modules of adapter.also_train from fp32 to the dtype of the modules they replace, for use without autocast.
+    Not for further training."""
     if not hasattr(model, "peft_config"):
         return
     wrapper = modules_to_save_type()
@@ -147,10 +146,10 @@ def cast_trained_modules_(model: nn.Module) -> None:
 
 
 def merge_adapter(model: nn.Module) -> nn.Module:
-    """The plain transformers model with the adapters added into its weights; without adapters, the model itself.
+    """The transformers model with adapters merged into its weights; without adapters, the model itself.
 
-    Weights in 4 bits become plain ones and go to the host one by one, because together they may be too large for the
-    device. Added in 4 bits, most of what an adapter learned would be rounded away.
+    4-bit weights are dequantized and moved to the host one by one, because together they may exceed device memory.
+    Merged in 4 bits, most of what the adapter learned would be rounded away.
     """
     if not hasattr(model, "merge_and_unload"):
         return model
