@@ -1,4 +1,4 @@
-"""Conversations drawn at random whose texts can be told from each other, whatever stands around them.
+"""Random conversations whose texts remain identifiable in any rendering.
 
 Every text holds a core such as `«7»` that occurs nowhere else. Around it stands what might mislead: template words,
 markers, think tags, quotes, role names, whitespace.
@@ -81,8 +81,8 @@ def conversations(draw: st.DrawFn, calls: bool = True) -> Conversation:
     return Conversation(tuple(messages), Origin("here", 1), tools)
 
 
-def tame(conversation: Conversation, mark: str) -> Conversation:
-    """One of the same shape whose texts no template treats in a special way."""
+def plain_variant(conversation: Conversation, mark: str) -> Conversation:
+    """A conversation of the same structure whose texts no template treats specially."""
 
     def text(old: str, number: int) -> str:
         return f"{mark}{number}{mark}" if old else ""

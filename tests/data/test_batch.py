@@ -16,7 +16,7 @@ from whet.data.prepare.store import Store
 
 from .conftest import MakeStore, write_store
 
-H, I, BANG, Y, E, S = 72, 105, 33, 89, 101, 115
+H, I, BANG, Y, E, S = 72, 105, 33, 89, 101, 115  # noqa: E741
 EXAMPLE = [([H, I, BANG], [0, 1, 1]), ([Y, E, S], [1, 1, 1])]
 DOCUMENTS = st.lists(
     st.lists(st.tuples(st.integers(1, 900), st.integers(0, 1)), min_size=1, max_size=7), min_size=1, max_size=6

@@ -56,12 +56,12 @@ def test_duplicates_are_counted_and_dropped_and_nothing_else_is(
         for place, n in usable:
             (copies if n in seen else first).append(place)
             seen.add(n)
-        told, left = account(counted, source), account(without, source)
-        assert told["duplicates"] == left["duplicates"] == len(copies)
-        assert told["first"].get("duplicate", []) == left["first"].get("duplicate", []) == copies[:5]
-        assert "duplicate" not in told["reasons"]
+        entry, left = account(counted, source), account(without, source)
+        assert entry["duplicates"] == left["duplicates"] == len(copies)
+        assert entry["first"].get("duplicate", []) == left["first"].get("duplicate", []) == copies[:5]
+        assert "duplicate" not in entry["reasons"]
         assert left["reasons"].get("duplicate", 0) == len(copies)
-        assert told["conversations"]["kept"] == len(usable)
+        assert entry["conversations"]["kept"] == len(usable)
         assert left["conversations"]["kept"] == len(usable) - len(copies)
     one, other = counted.store, without.store
     assert list(dict.fromkeys(str(other.origin(i)) for i in range(len(other)))) == first
@@ -116,8 +116,8 @@ def test_the_same_line_of_two_files_is_two_conversations(own_cache: Path, tmp_pa
     (tmp_path / "many").mkdir()
     write(tmp_path / "many", [[1], [2], [1], [7], [7], [3]])
     counted = go(tmp_path / "many", max_length=40, too_long="split")
-    told = account(counted)
-    assert told["duplicates"] == 2
-    assert told["first"]["duplicate"] == [f"{tmp_path}/many/{name}.jsonl:1" for name in (2, 4)]
+    entry = account(counted)
+    assert entry["duplicates"] == 2
+    assert entry["first"]["duplicate"] == [f"{tmp_path}/many/{name}.jsonl:1" for name in (2, 4)]
     left = account(go(tmp_path / "many", max_length=40, too_long="split", deduplicate=True))
     assert (left["conversations"]["kept"], left["reasons"]) == (4, {"duplicate": 2})

@@ -32,18 +32,18 @@ def test_every_conversation_is_kept_or_dropped_with_a_reason(fates: list[str]) -
     account = Account()
     for number, layout_or_reason in enumerate(fates, 1):
         settle(account, layout_or_reason, number)
-    told = account.as_dict("a", "train")
+    entry = account.as_dict("a", "train")
     kept = [layout_or_reason for layout_or_reason in fates if layout_or_reason in ("keep", "cut")]
-    assert told["conversations"] == {
+    assert entry["conversations"] == {
         "in": len(fates),
         "kept": len(kept),
         "dropped": len(fates) - len(kept),
         "truncated": sum(layout_or_reason.startswith("cut") for layout_or_reason in fates),
         "split": 0,
     }
-    assert sum(told["reasons"].values()) == told["conversations"]["dropped"]
-    assert (told["tokens"], told["supervised_tokens"]) == (10 * len(kept), 4 * len(kept))
-    assert told["eos_supervised"] == (kept.count("keep") / len(kept) if kept else None)
+    assert sum(entry["reasons"].values()) == entry["conversations"]["dropped"]
+    assert (entry["tokens"], entry["supervised_tokens"]) == (10 * len(kept), 4 * len(kept))
+    assert entry["eos_supervised"] == (kept.count("keep") / len(kept) if kept else None)
 
 
 def test_the_first_five_of_each_reason_are_named() -> None:
@@ -70,8 +70,8 @@ def test_a_lost_or_extra_conversation_is_an_error(read: int) -> None:
 
 
 def test_entries_have_source_and_use() -> None:
-    told = Account().as_dict("a.jsonl", "validation")
-    assert (told["source"], told["use"]) == ("a.jsonl", "validation")
+    entry = Account().as_dict("a.jsonl", "validation")
+    assert (entry["source"], entry["use"]) == ("a.jsonl", "validation")
 
 
 @given(st.lists(st.lists(FATES, max_size=12), max_size=4))

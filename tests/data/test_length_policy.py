@@ -1,4 +1,4 @@
-"""What is too long: left out, cut or split, and every exchange and token is found again or told."""
+"""What is too long: left out, cut or split, and every exchange and token is found again or entry."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def tokenized(
     chunk = Spy(0, VOCABULARY)
     config = DataConfig(sources=[Source(path="a")], max_length=limit, **{"too_long": "split", **options})
     tokenize_records([item], chunk, renderer or renderer_of(family), config)
-    told = chunk.account.as_dict("a", "train")
-    assert told["tokens"] == sum(len(document.ids) for document in documents)
-    assert told["supervised_tokens"] == sum(int(document.loss[1:].sum()) for document in documents)
+    entry = chunk.account.as_dict("a", "train")
+    assert entry["tokens"] == sum(len(document.ids) for document in documents)
+    assert entry["supervised_tokens"] == sum(int(document.loss[1:].sum()) for document in documents)
     assert all(len(document.ids) <= limit for document in documents)
     return documents, chunk.account
 
@@ -168,21 +168,21 @@ def test_exchanges_are_not_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unlearned", "pieces", "left_out"),
+    ("unsupervised", "pieces", "dropped"),
     [((1,), ["01", "23"], 0), ((0,), ["01", "23"], 0), ((2, 3), ["01"], 1), ((0, 1), ["12", "3"], 1)],
 )
 def test_unsupervised_exchanges_are_context_and_a_piece_of_them_is_dropped_and_noted(
-    unlearned: tuple[int, ...], pieces: list[str], left_out: int
+    unsupervised: tuple[int, ...], pieces: list[str], dropped: int
 ) -> None:
     whole = conversation_of(None, *(turn for i in range(4) for turn in exchange(i, "x" * 10, "y" * 10)))
-    answers = [f"a{i}" for i in unlearned]
+    answers = [f"a{i}" for i in unsupervised]
     messages = [replace(m, train=False if m.content[:2] in answers else None) for m in whole.messages]
     documents, account = tokenized(Conversation(tuple(messages), HERE), 80)
     texts = [tokenizer_of(CHATML).decode(document.ids) for document in documents]
     assert ["".join(re.findall(r"q(\d),", text)) for text in texts] == pieces
-    assert account.notes == ({"a piece of it left out: nothing to learn": 1} if left_out else {})
+    assert account.notes == ({"a piece of it left out: nothing to learn": 1} if dropped else {})
     learned = [tokenizer_of(CHATML).decode(document.ids[document.loss == 1]) for document in documents]
-    wanted = [[i for i in piece if int(i) not in unlearned] for piece in pieces]
+    wanted = [[i for i in piece if int(i) not in unsupervised] for piece in pieces]
     assert [re.findall(r"a(\d)\.", text) for text in learned] == wanted
 
 

@@ -127,7 +127,7 @@ def test_rows_are_dealt_in_snake_order(store: Store, world: int, micro_rows: int
     for rank in range(world):
         mine = [rows[row] for row in dealt(7, rank, world)]
         batches = [documents_in(batch) for _, batch in batches_of(store, plan, 1, micro_rows, rank, world)]
-        wanted = [sum(mine[i : i + micro_rows], []) for i in range(0, share, micro_rows)]
+        wanted = [sum(mine[i : i + micro_rows], []) for i in range(0, share, micro_rows)]  # noqa: RUF017
         assert batches == wanted
 
 

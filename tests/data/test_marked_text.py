@@ -107,7 +107,7 @@ def test_without_end_of_document_the_closing_marker_is_the_last_token() -> None:
             f"x{U}a{U}y{A}b{A}",
             [120, 7, 97, 7, 121, 8, 98, 8, 3],
             [0, 0, 0, 0, 0, 0, 1, 1, 1],
-        ),  # outside: kept, unlearned
+        ),  # outside: kept, unsupervised
         (f" \n{U}a{U}\t{A}b{A} ", [7, 97, 7, 8, 98, 8, 3], [0, 0, 0, 0, 1, 1, 1]),  # whitespace outside: dropped
         (f"{U} {U}{A} b{A}", [7, 7, 8, 32, 98, 8, 3], [0, 0, 0, 1, 1, 1, 1]),  # and inside, but not beside text
         (f"{U}a{U}{A}{A}", [7, 97, 7, 8, 8, 3], [0, 0, 0, 0, 1, 1]),  # an empty answer teaches to end

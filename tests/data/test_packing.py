@@ -78,7 +78,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 def naive_k_bin(lengths: list[int], capacity: int, bins: int) -> list[list[int]]:
     rows: list[list[int]] = []
     opened: list[int] = []  # numbers of rows, oldest first
-    slack = lambda row: capacity - sum(lengths[number] for number in rows[row])
+    slack = lambda row: capacity - sum(lengths[number] for number in rows[row])  # noqa: E731
     for number, length in enumerate(lengths):
         fitting = [row for row in opened if slack(row) >= length]
         if not fitting:

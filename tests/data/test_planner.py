@@ -180,7 +180,7 @@ def test_packing_changes_no_step_when_a_batch_is_counted_in_conversations(length
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_the_seed_alone_decides_the_order(planner) -> None:  # type: ignore[no-untyped-def]
     lengths = np.random.default_rng(0).integers(1, ROW, 200)
-    make = lambda seed: planner(lengths, 4, RunLength(epochs=2), "best-fit", seed)
+    make = lambda seed: planner(lengths, 4, RunLength(epochs=2), "best-fit", seed)  # noqa: E731
     assert make(3).documents.tolist() == make(3).documents.tolist()
     assert make(3).documents.tolist() != make(4).documents.tolist()
 
@@ -312,7 +312,7 @@ def test_the_most_expensive_rows_of_each_step_come_first(works: list[list[int]],
     steps = np.cumsum([0, *map(len, works)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_SORTED_ROWS", block)
-        order = planner.order_by_cost(np.array(sum(works, [])), steps)
+        order = planner.order_by_cost(np.array(sum(works, [])), steps)  # noqa: RUF017
     for step, own in enumerate(works):
         wanted = sorted(range(len(own)), key=lambda i: (-own[i], i))
         assert (order[steps[step] : steps[step + 1]] - steps[step]).tolist() == wanted

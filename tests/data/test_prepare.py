@@ -73,10 +73,10 @@ def test_conversations_become_documents_in_order_with_their_origins(
 @pytest.mark.usefixtures("own_cache")
 def test_the_ledger_counts_the_tokens_of_the_store(jsonl: Jsonl) -> None:
     prepared = go(jsonl(GOOD, LONG, GOOD), too_long="truncate")
-    told = account(prepared)
-    assert told["tokens"] == int(prepared.store.lengths.sum())
-    assert told["supervised_tokens"] == int(prepared.store.targets.sum())
-    assert told["eos_supervised"] == 2 / 3
+    entry = account(prepared)
+    assert entry["tokens"] == int(prepared.store.lengths.sum())
+    assert entry["supervised_tokens"] == int(prepared.store.targets.sum())
+    assert entry["eos_supervised"] == 2 / 3
 
 
 LINES = {
@@ -126,31 +126,31 @@ def test_every_record_is_kept_or_dropped(
                 fates.setdefault("kept", []).append(place)
             seen |= {kind} if is_kept else set()
         fates.pop("-blank", None)
-        told, copies = account(prepared, number), fates.get("duplicate", [])
+        entry, copies = account(prepared, number), fates.get("duplicate", [])
         dropped = {
             layout_or_reason[1:]: places
             for layout_or_reason, places in fates.items()
             if layout_or_reason.startswith("-")
         }
         kept = fates.get("kept", [])
-        assert told["reasons"] == {reason: len(places) for reason, places in dropped.items()}
-        assert told["conversations"] == {
+        assert entry["reasons"] == {reason: len(places) for reason, places in dropped.items()}
+        assert entry["conversations"] == {
             "in": sum(kind != "blank" for kind in kinds),
             "kept": len(kept),
             "dropped": sum(map(len, dropped.values())),
             "truncated": len(fates.get("truncated", [])),
             "split": 0,
         }
-        assert told["duplicates"] == len(copies)
+        assert entry["duplicates"] == len(copies)
         mine = range(at, at + len(kept))
         at += len(kept)
         assert [str(prepared.store.origin(i)) for i in mine] == [f"{path}:{place}" for place in kept]
-        assert told["tokens"] == int(prepared.store.lengths[mine.start : mine.stop].sum())
-        assert told["supervised_tokens"] == int(prepared.store.targets[mine.start : mine.stop].sum())
-        assert told["supervised_tokens"] == sum(int(prepared.store.loss(i)[1:].sum()) for i in mine)
+        assert entry["tokens"] == int(prepared.store.lengths[mine.start : mine.stop].sum())
+        assert entry["supervised_tokens"] == int(prepared.store.targets[mine.start : mine.stop].sum())
+        assert entry["supervised_tokens"] == sum(int(prepared.store.loss(i)[1:].sum()) for i in mine)
         for reason in ("duplicate", "truncated", *dropped):
             wanted = dropped.get(reason, fates.get(reason, []))
-            assert told["first"].get(reason, []) == [f"{path}:{place}" for place in wanted[:5]]
+            assert entry["first"].get(reason, []) == [f"{path}:{place}" for place in wanted[:5]]
     assert at == len(prepared.store)
 
 
@@ -204,10 +204,10 @@ def test_a_truncated_conversation_is_a_prefix_without_an_added_end(
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_conversation_truncated_before_its_answer_is_counted_as_both(jsonl: Jsonl) -> None:
-    told = account(go(jsonl(GOOD, LONG_PROMPT), too_long="truncate"))
-    assert told["conversations"] == {"in": 2, "kept": 1, "dropped": 1, "truncated": 1, "split": 0}
-    assert told["reasons"] == {"nothing to learn": 1}
-    assert set(told["first"]) == {"nothing to learn", "truncated"}
+    entry = account(go(jsonl(GOOD, LONG_PROMPT), too_long="truncate"))
+    assert entry["conversations"] == {"in": 2, "kept": 1, "dropped": 1, "truncated": 1, "split": 0}
+    assert entry["reasons"] == {"nothing to learn": 1}
+    assert set(entry["first"]) == {"nothing to learn", "truncated"}
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -181,10 +181,10 @@ def test_of_several_bad_lines_the_first_is_named(
     with pytest.raises(WhetError, match=rf"^{path}:6: .*data\.on_bad=skip"):
         go(path)
     assert left_behind(own_cache) == []
-    told = account(go(path, on_bad="skip"))
-    assert told["reasons"] == {"broken JSON": 6}
-    assert told["first"]["broken JSON"] == [f"{path}:{i}" for i in (6, 7, 13, 14, 30)]
-    assert told["conversations"]["kept"] == 34
+    entry = account(go(path, on_bad="skip"))
+    assert entry["reasons"] == {"broken JSON": 6}
+    assert entry["first"]["broken JSON"] == [f"{path}:{i}" for i in (6, 7, 13, 14, 30)]
+    assert entry["conversations"]["kept"] == 34
 
 
 def test_data_that_cannot_be_read_leaves_nothing_either(own_cache: Path, jsonl: Callable[..., Path]) -> None:

@@ -1,7 +1,7 @@
-"""Traced texts: what a template may ask without being found out is what other texts of the shape answer alike.
+"""Traced strings: a cached layout is reused only for texts that the template treats alike.
 
-The property is tried from outside: a renderer that has met tame texts must treat every other text as one that renders
-in full, whatever the template does with texts.
+The property is tested from outside: a renderer whose cache is filled with plain texts must treat every other text as
+one that renders in full, whatever the template does with texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .render_helpers import conversation_of, tokenizer_with
 from .template_families import CHATML_TEMPLATE
 
 TOKENIZER = tokenizer_with(CHATML_TEMPLATE, ("<|im_start|>", "<|im_end|>", "<think>"))
-TAME = [[("user", f"{mark}u"), ("assistant", f"{mark}a")] for mark in ("Hi", "Zo", "Ku")]
+PLAIN_TEXTS = [[("user", f"{mark}u"), ("assistant", f"{mark}a")] for mark in ("Hi", "Zo", "Ku")]
 
 
 def template(expression: str, before: str = "") -> str:
@@ -42,11 +42,11 @@ def layout_or_reason(renderer: Renderer, conversation: Conversation) -> Layout |
 
 
 def warmed_up(source: str) -> Renderer:
-    """One that has met tame texts and never looks whether its skeletons still hold."""
+    """A renderer whose cache is filled with plain texts and never verified."""
     renderer = Renderer(TOKENIZER, "assistant", template=source)
     assert renderer._layout_cache is not None
     renderer._layout_cache.should_verify = lambda _: False  # type: ignore[method-assign]
-    for turns in TAME:
+    for turns in PLAIN_TEXTS:
         layout_or_reason(renderer, conversation_of(*turns))
     return renderer
 
@@ -68,10 +68,10 @@ def agrees(source: str, *texts: str) -> bool:
     return uses_render_cache(warm)
 
 
-# What skeletons must survive: each of these was once filled in wrongly, or could have been
+# Operations that are guarded, each with a text that the guard must reject or that is harmless
 
 IF = "('#' if {} else '') + c"
-SERVED = {
+GUARDED = {
     "plain": ("c", "a"),
     "strip": ("c.strip()", " a"),
     "strip characters": ("c.strip('ab')", "b now"),
@@ -111,7 +111,7 @@ SERVED = {
     "key of a text": (IF.format("c.text is defined"), "a"),
     "compared with itself": (IF.format("c == m['content']"), "a"),
 }
-LOOKED_INTO = {
+REFUSED = {
     "escaped": ("c | e", "a & b"),
     "title": ("c | title", "hello you"),
     "upper": (IF.format("c | upper == c"), "A"),
@@ -167,16 +167,16 @@ LOOKED_INTO = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", GUARDED)
 def test_guarded_operations_use_the_cache_and_change_nothing(name: str) -> None:
-    expression, text = SERVED[name]
-    assert agrees(template(expression), text, "other", f"x{text}x", text * 3), "the shape should be in the cache"
+    expression, text = GUARDED[name]
+    assert agrees(template(expression), text, "other", f"x{text}x", text * 3), "the structure should be cached"
 
 
-@pytest.mark.parametrize("name", LOOKED_INTO)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_template_that_inspects_texts_is_not_cached(name: str) -> None:
-    expression, text = LOOKED_INTO[name]
-    assert not agrees(template(expression), text, "other", f"x{text}x", text * 3), "the shape must not be in the cache"
+    expression, text = REFUSED[name]
+    assert not agrees(template(expression), text, "other", f"x{text}x", text * 3), "the structure must not be cached"
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_random_templates_render_the_same_with_and_without_the_cache(expression:
 
 
 def traced(text: str) -> tuple[TracedStr, TraceGuards]:
-    questions = TraceGuards()
-    return TracedStr(text, questions), questions
+    guards = TraceGuards()
+    return TracedStr(text, guards), guards
 
 
 def test_every_string_method_is_traced_or_refused() -> None:
@@ -270,15 +270,15 @@ def test_every_string_method_is_traced_or_refused() -> None:
     }  # fmt: skip
     for name in dir(str):
         if not name.startswith("_") and name != "maketrans":
-            text, questions = traced("abc")
+            text, guards = traced("abc")
             arguments: tuple[Any, ...] = {"replace": ("x", "y")}.get(name, ("x",))
             if name in answering:
                 getattr(text, name)(*arguments)
-                assert not questions.is_data_dependent, name
+                assert not guards.is_data_dependent, name
             else:
                 with pytest.raises(DataDependentError):
                     getattr(text, name)(*arguments)
-                assert questions.is_data_dependent, name
+                assert guards.is_data_dependent, name
 
 
 @pytest.mark.parametrize(
@@ -288,49 +288,49 @@ def test_every_string_method_is_traced_or_refused() -> None:
      lambda t: t.replace("", "-"), lambda t: sorted([t, t])],
 )  # fmt: skip
 def test_inspecting_a_text_is_refused_and_recorded(look: Any) -> None:
-    text, questions = traced("abc")
+    text, guards = traced("abc")
     with pytest.raises(DataDependentError):
         look(text)
-    assert questions.is_data_dependent
+    assert guards.is_data_dependent
 
 
 def test_comparing_two_traced_strings_is_refused() -> None:
-    questions = TraceGuards()
-    a, b = TracedStr("a", questions), TracedStr("b", questions)
+    guards = TraceGuards()
+    a, b = TracedStr("a", guards), TracedStr("b", guards)
     for ask in (lambda: a == b, lambda: a in b, lambda: a.startswith(b), lambda: a.replace(b, ""), lambda: a.strip(b)):
         with pytest.raises(DataDependentError):
             ask()
 
 
 def test_concatenation_and_stripping_stay_traced() -> None:
-    text, questions = traced("abc")
+    text, guards = traced("abc")
     for kept in (str(text), text + "x", "x" + text, text.strip(), text.replace("x", "y"), *text.split("x")):
         assert type(kept) is TracedStr
     assert bool(text)
     assert not bool(traced("")[0])
-    assert not questions.is_data_dependent
+    assert not guards.is_data_dependent
 
 
 def test_the_predicate_rejects_texts_that_touch_a_constant() -> None:
-    text, questions = traced("abc")
+    text, guards = traced("abc")
     assert "<think>" not in text
     text.strip("*")
-    is_answered = questions.predicate()
-    assert all(map(is_answered, ["abc", "a <thin b", "a* b", "think", "é"][:3]))
+    is_safe = guards.predicate()
+    assert all(map(is_safe, ["abc", "a <thin b", "a* b", "think", "é"][:3]))
     refused = ["a<think>b", "<think>", "think", "k> a", "a <th", "*a", "a*", " a", "a\n", "\u3000a"]
-    assert [text for text in refused if is_answered(text)] == []
+    assert [text for text in refused if is_safe(text)] == []
 
 
 def test_empty_constants_are_ignored() -> None:
-    text, questions = traced("abc")
+    text, guards = traced("abc")
     assert text != ""
-    assert questions.predicate()("abc")
+    assert guards.predicate()("abc")
 
 
 def test_tracing_renders_as_the_template_does() -> None:
-    for expression, text in SERVED.values():
+    for expression, text in GUARDED.values():
         chat = ChatTemplate(template(expression), {})
         plain = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
-        questions = TraceGuards()
-        marked = [{**message, "content": TracedStr(message["content"], questions)} for message in plain]
+        guards = TraceGuards()
+        marked = [{**message, "content": TracedStr(message["content"], guards)} for message in plain]
         assert "".join([chat.render_traced(marked)]) == chat.render(plain)

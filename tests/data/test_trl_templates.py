@@ -1,6 +1,6 @@
 """What must hold of every rendering, tried on all chat templates that trl ships.
 
-Nothing here knows the templates: ids come from transformers, and what may be learned from texts that can be told apart.
+Nothing here is specific to a template: expected ids come from transformers, expected masks from identifiable texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whet.data.render.layout_cache import Layout
 from whet.data.render.renderer import Rendered, Renderer
 from whet.model.load.builtin_models import builtin_folder
 
-from .conversation_strategies import conversations, tame
+from .conversation_strategies import conversations, plain_variant
 from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 
 pytestmark = pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templates are tried, is not installed")
@@ -143,7 +143,7 @@ def starts_where_the_prompt_ends(renderer: Renderer, conversation: Conversation,
 
 @cache
 def warm(template: TrlTemplate, train_on: str) -> Renderer:
-    """One that keeps all shapes it has met, and never looks whether a skeleton still holds."""
+    """A renderer that keeps all cached layouts and never verifies them."""
     renderer = template.renderer(train_on)
     assert renderer._layout_cache is not None
     renderer._layout_cache.should_verify = lambda _: False  # type: ignore[method-assign]
@@ -181,9 +181,9 @@ def test_ids_match_transformers_and_only_answers_are_supervised(
 def test_the_cache_changes_nothing(template: TrlTemplate, conversation: Conversation, train_on: str) -> None:
     wanted = layout_or_reason(full(template, train_on), conversation)
     renderer = warm(template, train_on)
-    layout_or_reason(renderer, tame(conversation, "x"))
-    served = layout_or_reason(renderer, tame(conversation, "yy"))
-    assert served == layout_or_reason(full(template, train_on), tame(conversation, "yy"))
+    layout_or_reason(renderer, plain_variant(conversation, "x"))
+    served = layout_or_reason(renderer, plain_variant(conversation, "yy"))
+    assert served == layout_or_reason(full(template, train_on), plain_variant(conversation, "yy"))
     assert layout_or_reason(renderer, conversation) == wanted
     assert same(rendered_or_reason(renderer, conversation), rendered_or_reason(full(template, train_on), conversation))
 

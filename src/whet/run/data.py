@@ -1,5 +1,7 @@
-"""The data of a run: its tokenizer, its stores and its plan. Nothing here imports torch, and finding a store that exists
-loads no tokenizer."""
+"""The data of a run: its tokenizer, its stores and its plan.
+
+Nothing here imports torch, and finding a store that exists loads no tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class RunData:
         return list(dict.fromkeys(origins))  # the documents of a split conversation have the same
 
     def ledger(self) -> dict[str, Any]:
-        """The content of ledger.json: the outcome of every conversation, and what a resumed run needs to find its data."""
+        """The content of ledger.json: the outcome of all conversations, and what a resumed run needs to find them."""
         accounts = list(self.train.store.manifest["accounts"])
         if self.validation is not None and self.validation is not self.train.store:
             accounts += self.validation.manifest["accounts"]

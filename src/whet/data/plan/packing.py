@@ -200,8 +200,8 @@ def check_lengths(lengths: NDArray[np.integer], capacity: int) -> None:
         raise ValueError("a document without tokens cannot be packed")
 
 
-# Packing within steps. All steps are packed at once: the n-th longest document of every step is placed at the same time.
-# 10 million conversations take seconds; a Python loop over the steps would take minutes.
+# Packing within steps. All steps are packed at once: the n-th longest documents of all steps are placed together. 10
+# million conversations take seconds; a Python loop over the steps would take minutes.
 
 _BATCHED_DOCUMENTS = 1 << 17  # so that the matrices stay in the CPU cache
 

@@ -94,8 +94,8 @@ def packing_efficiency(plan: Plan, row_length: int) -> float:
 # Load balancing: rows of a step descend in cost, so that the loader can deal them evenly to the ranks.
 
 ATTENTION_CROSSOVER = 12_288
-"""The length at which attention costs as much as the matrix products. A layer of width d takes about 24 d² FLOPs a token
-in its matrices and 2 d · length in causal attention: equal at 12 d, here for d = 1024."""
+"""The length at which attention costs as much as the matrix products. A layer of width d takes about 24 d² FLOPs a
+token in its matrices and 2 d · length in causal attention: equal at 12 d, here for d = 1024."""
 
 _SORTED_ROWS = 1 << 16  # sorted together; few enough for 64-bit keys
 
@@ -190,8 +190,8 @@ def plan_single_step(
     lengths: NDArray[np.integer], documents: NDArray[np.integer], row_length: int, packing: str, bins: int,
     rows: int | None = None,
 ) -> Plan:  # fmt: skip
-    """One step with each of these documents once, for evaluation. `rows`: at most this many rows, evenly spaced, because
-    rows are packed by length and the first ones have the longest documents."""
+    """One step with each of these documents once, for evaluation. `rows`: at most this many rows, evenly spaced,
+    because rows are packed by length and the first ones have the longest documents."""
     packed = pack_rows(lengths[documents], row_length, packing, bins)
     count = min(len(packed), rows or len(packed))
     chosen = np.arange(count) * len(packed) // count

@@ -1,8 +1,8 @@
 """Build the store of some sources, or find it.
 
 A store is content-addressed: the same files, tokenizer, template and options give the same key, and the store is built
-once. It is built in chunks by all cores of one or many machines. Chunk borders depend on the sources alone, and finished
-chunks are kept until the store is complete, so that an interrupted preparation continues where it stopped.
+once. It is built in chunks by all cores of one or many machines. Chunk borders depend on the sources alone, and
+finished chunks are kept until the store is complete, so that an interrupted preparation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def require_all_shards(
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
         raise WhetError(
-            f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). `whet prepare --shard i/n` "
-            "makes chunk c with i = c modulo n: wait for the missing shards, or omit --merge to make the chunks here"
+            f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). "
+            "`whet prepare --shard i/n` makes chunk c with i = c modulo n: wait for the missing shards, or omit --merge to make the chunks here"
         )
 
 

@@ -222,7 +222,7 @@ def _repeated_tokens(
     singles: Sequence[Rendered | BadRecordError],
     renderer: ItemRenderer,
 ) -> int:
-    """The tokens that every piece repeats, such as the system prompt: what two exchanges save when rendered together."""
+    """The tokens that every piece repeats, such as the system prompt: what two exchanges save together."""
     if len(exchanges) < 2:
         return 0
     one, other, pair = singles[0], singles[1], renderer.render_items([join_exchanges(conversation, exchanges[:2])])[0]

@@ -59,9 +59,13 @@ def compare_with_sources(
 
 
 def _compare_document(
-    found: StoreComparison, store: Store, document: int, item: Conversation | PlainText | MarkedText, renderer: ItemRenderer,
+    found: StoreComparison,
+    store: Store,
+    document: int,
+    item: Conversation | PlainText | MarkedText,
+    renderer: ItemRenderer,
     config: DataConfig,
-) -> None:  # fmt: skip
+) -> None:
     again = renderer.render_items([item])[0]
     limit, origin = config.max_length, str(item.origin)
     if isinstance(again, Rendered) and len(again.ids) > limit and config.too_long == "split":

@@ -1,7 +1,7 @@
 """Forked worker processes that claim numbered work items from a shared queue.
 
-A worker claims the next free number whenever it has finished one, so a slow item delays only itself. Workers are forked:
-they start in milliseconds with everything loaded. They exit when their parent does.
+A worker claims the next free number whenever it has finished one, so a slow item delays only itself. Workers are
+forked: they start in milliseconds with everything loaded. They exit when their parent does.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class WorkerPool:
         died = self._exit_code() if died is None else died
         if died is not None:
             raise RunFailedError(
-                f"a worker process died while preparing data (exit code {died}; −9 often means out of memory). Finished "
-                "chunks are kept: run the command again to continue"
+                f"a worker process died while preparing data (exit code {died}; −9 often means out of memory). "
+                "Finished chunks are kept: run the command again to continue"
             )
         if failed:
             raise min(failed, key=lambda pair: pair[0])[1]

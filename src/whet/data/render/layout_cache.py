@@ -36,8 +36,8 @@ _VERIFY_EVERY = 256  # hits
 _MAX_ENTRIES = 4096  # conversations of hundreds of turns have a structure each
 
 Span = tuple[int, int, int]
-"""(start, start of the end-of-turn marker, end) of a supervised turn. The last two are equal where the template rewrites
-the ends of earlier turns, so that there is no marker to train on."""
+"""(start, start of the end-of-turn marker, end) of a supervised turn. The last two are equal where the template
+rewrites the ends of earlier turns, so that there is no marker to train on."""
 _Position = tuple[int, int]
 """(index of a literal, offset in it)."""
 

@@ -121,8 +121,8 @@ def _resolve_marker_id(encoder: Encoder, marker: Marker, role: str) -> int:
         found = encoder.token_to_id(marker.text)
         if found is None:
             raise WhetError(
-                f"data.markers.{role}.text: {marker.text} is not a token of the tokenizer; give the id of a reserved one: "
-                f"data.markers.{role}.id"
+                f"data.markers.{role}.text: {marker.text} is not a token of the tokenizer; give the id of a reserved "
+                f"one: data.markers.{role}.id"
             )
         key, number = "text", found
     else:
@@ -134,8 +134,8 @@ def _resolve_marker_id(encoder: Encoder, marker: Marker, role: str) -> int:
     kind = encoder.token_kind(number)
     if kind is not None:
         raise WhetError(
-            f"data.markers.{role}.{key}: id {number} is the {kind} piece {encoder.id_to_token(number)!r}, which encoded text "
-            "may contain, so turns would be ambiguous. Choose the id of a control or unused piece"
+            f"data.markers.{role}.{key}: id {number} is the {kind} piece {encoder.id_to_token(number)!r}, which encoded "
+            "text may contain, so turns would be ambiguous. Choose the id of a control or unused piece"
         )
     return number
 
@@ -216,8 +216,8 @@ def _turns_from_messages(conversation: Conversation, markers: Markers) -> list[M
         if system and role != "user":
             raise BadRecordError(
                 "system without user",
-                f"message {number}: without its own marker, a system message is prepended to the user turn that follows, "
-                f"but a turn of {role} follows. Give it a marker: data.markers.system",
+                f"message {number}: without its own marker, a system message is prepended to the next user turn, but "
+                f"a turn of {role} follows. Give it a marker: data.markers.system",
             )
         turns.append(MarkedTurn(role, "\n\n".join([*system, message.content]), message.train is not False))
         system = []

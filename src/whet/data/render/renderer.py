@@ -1,9 +1,9 @@
 """Render a conversation with any chat template to token ids and an exact loss mask.
 
-The ids are those of transformers' `apply_chat_template` for the whole conversation. The mask marks what the model has to
-produce: text, reasoning and tool calls of the assistant, and the end of each turn. Few templates mark these characters,
-and searching the output for the answer fails as soon as a template strips, repeats or rewrites text. Instead, *sentinel
-rendering* traces each character of the output to where it came from:
+The ids are those of transformers' `apply_chat_template` for the whole conversation. The mask marks what the model has
+to produce: text, reasoning and tool calls of the assistant, and the end of each turn. Few templates mark these
+characters, and searching the output for the answer fails as soon as a template strips, repeats or rewrites text.
+Instead, *sentinel rendering* traces each character of the output to where it came from:
 
 1. Render the conversation twice: as it is, and with each character of the messages replaced by a sentinel, a code point
    that Unicode does not assign, a different one each (`whet.data.render.sentinels`). If restoring the characters gives

@@ -1,8 +1,8 @@
 """Tokenize the prefix that all texts share, such as a system prompt, only once.
 
-A tokenizer first splits its text at special tokens and then encodes the parts independently. Where all texts begin alike
-up to a special token, only the rest has to be encoded each time: a fifth of the work for short conversations with a
-default system prompt. That the split does not change the ids is verified on the texts that the prefix was found in.
+A tokenizer first splits its text at special tokens and then encodes the parts independently. Where all texts begin
+alike up to a special token, only the rest has to be encoded each time. This saves a fifth of the work for short
+conversations with a default system prompt. That the split does not change the ids is verified on the texts that the prefix was found in.
 Tokenizers that treat the first word of a text differently fail this check and encode every text whole.
 """
 
