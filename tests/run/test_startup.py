@@ -174,7 +174,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_the_process(kind: int, recipe: st
         assert not (tmp_path / "run").exists()
     else:  # of a program, which starts it again
         assert process.returncode == 75
-        assert "asked to stop before a step was saved" in said
+        assert "stopped before a step was saved" in said
 
 
 # The seconds

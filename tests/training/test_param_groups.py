@@ -130,7 +130,7 @@ def test_a_rate_for_what_is_not_trained_is_refused() -> None:
 
 def test_muons_settings_without_muon_are_an_error() -> None:
     assert OptimizerConfig(name="adamw", momentum=0.95).momentum == 0.95  # a complete config.yaml says so
-    with pytest.raises(ValidationError, match="Muon's"):
+    with pytest.raises(ValidationError, match="only Muon uses it"):
         OptimizerConfig(name="adamw", momentum=0.5)
 
 

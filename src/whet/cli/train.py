@@ -55,7 +55,7 @@ def train(
         with raise_on_stop_signals():  # before the imports, which take seconds
             return _train(recipe, overrides or [], resume, until, smoke, dry_run)
     except StopRequested:
-        raise StoppedError("asked to stop. Start it again to continue (whet train: with --resume)") from None
+        raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
 
 
 def _train(

@@ -1,4 +1,4 @@
-"""What the launcher told this process through its environment: rank, world size, where the store is. No torch.
+"""The launcher's environment variables: rank, world size, address of the store. No torch.
 
 torchrun and `whet launch` set these variables for each process they start; without them the process is alone.
 """

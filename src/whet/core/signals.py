@@ -15,7 +15,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Stop requests of other programs: schedulers send SIGTERM, Slurm warns with SIGUSR1. Ctrl-C is SIGINT."""
 
 STOPPED_BEFORE_CHECKPOINT = (
-    "asked to stop before a step was saved; start it again (whet train: with --resume), and it begins anew"
+    "stopped before a step was saved. Start it again (whet train: with --resume): it starts over"
 )
 
 _Handlers = dict[signal.Signals, object]
