@@ -1,12 +1,11 @@
-"""Whether training in 8 bits learns what training in 16 bits learns: the same real model, data and order, side by side.
+"""Loss curves of fp8 and bf16 training: the same real model, data and order.
 
     python bench/fp8_curve.py DATA [STEPS] [MODEL] [RANK]
 
-Default: 500 steps of all weights of builtin:smollm2; with a RANK, of an adapter. It takes a CUDA card with fp8.
+Default: 500 steps of full training of builtin:smollm2; with a RANK, of an adapter. Needs a GPU with fp8.
 
-Three runs: bf16 with two seeds, whose difference is what chance does, then fp8 with the first seed.
-Every matrix of the decoder multiplies in 8 bits, also those that whet itself would leave in 16, because they are too
-small for 8 bits to be faster. Prints the mean loss over each fifth of the run and the validation loss at the end; the
+Three runs: bf16 with two seeds, whose difference is seed noise, then fp8 with the first seed. All decoder matrices run
+in fp8, also those that whet would leave in bf16 because they are too small for fp8 to be faster. Prints the mean loss over each fifth of the run and the validation loss at the end; the
 last line is a JSON object.
 """
 

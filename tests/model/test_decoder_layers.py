@@ -1,4 +1,4 @@
-"""The layers of a model are found whatever their list is called."""
+"""decoder_layers finds the layers of every architecture."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_the_layers_are_found(
     assert [type(layer).__name__ for layer in layers] == [name] * 4
 
 
-def test_a_list_of_experts_inside_a_layer_is_not_the_layers() -> None:
+def test_a_list_of_experts_is_not_the_decoder_layers() -> None:
     layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4)] * 8)}) for _ in range(2))
     model = nn.ModuleDict({"side": nn.ModuleList([nn.Linear(2, 2)] * 9), "layers": layers})
     assert decoder_layers(model) == list(layers)
 
 
-def test_a_model_without_layers_is_told_what_to_leave_out() -> None:
+def test_a_model_without_decoder_layers_is_an_error_with_a_remedy() -> None:
     with pytest.raises(WhetError, match=r"model\.compile=false, parallel\.recompute=none"):
         decoder_layers(nn.Linear(2, 2))

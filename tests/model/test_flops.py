@@ -1,4 +1,4 @@
-"""The arithmetic of a step, against torch's own counting and against pairs counted one by one."""
+"""FLOPs of a step against torch's FlopCounterMode and a count of pairs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_layers_below_the_first_trained_one_have_no_backward_pass(
     assert ours == theirs
 
 
-def test_experts_in_a_list_count_by_how_many_are_chosen(make_model: Callable[..., Any]) -> None:
+def test_experts_in_a_list_count_by_their_active_share(make_model: Callable[..., Any]) -> None:
     """As models with code of their own have them: experts.0, experts.1, …"""
     model = make_model("Qwen3Moe", **MOE)
     fused = count_step_flops(model)
@@ -107,7 +107,7 @@ def test_experts_in_a_list_count_by_how_many_are_chosen(make_model: Callable[...
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 40), max_size=5), window=st.none() | st.integers(1, 50))
-def test_pairs_are_those_that_see_each_other(lengths: list[int], window: int | None) -> None:
+def test_pairs_are_the_visible_ones(lengths: list[int], window: int | None) -> None:
     seen = sum(
         1 for length in lengths for query in range(length) for key in range(query + 1) if query - key < (window or 99)
     )

@@ -1,4 +1,4 @@
-"""The card of this machine has a peak, and fp32 is TF32 only where torch was told so."""
+"""The GPU of this machine has a known peak, and fp32 counts as TF32 only if torch uses it."""
 
 from __future__ import annotations
 

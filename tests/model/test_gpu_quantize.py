@@ -1,4 +1,4 @@
-"""Weights in 4 bits on CUDA: the same numbers as on a CPU, in little memory, and nothing waits for the device."""
+"""4-bit weights on CUDA: the same values as on a CPU, low memory, no synchronisation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def packed(device: torch.device, **sizes: int) -> Any:
     return model.to(device)
 
 
-def test_the_numbers_are_those_of_a_cpu() -> None:
+def test_a_gpu_quantizes_as_a_cpu_does() -> None:
     """But for numbers half-way between two values, and the last bit of a scale."""
     here, there = packed(torch.device("cpu")), packed(CUDA)
     for name, layer in here.named_modules():
@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_a_cpu() -> None:
             assert torch.isclose(ours, theirs, rtol=0.01).double().mean() > 0.999
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_dequantizing_does_not_synchronise() -> None:
     layers = [layer for layer in packed(CUDA).modules() if is_quantized(layer)]
     assert len(layers) == 14
     torch.cuda.set_sync_debug_mode("error")
@@ -59,7 +59,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.testing.assert_close(layer(x), nn.functional.linear(x, weight), rtol=0.02, atol=0.02)
 
 
-def test_the_device_holds_one_plain_weight_at_a_time() -> None:
+def test_the_device_holds_one_16_bit_weight_at_a_time() -> None:
     model = make(hidden=2048, layers=4)
     largest = 2 * 2048 * 4096
     torch.cuda.empty_cache()

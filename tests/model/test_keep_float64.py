@@ -1,4 +1,4 @@
-"""fp64 that is fp64 all the way."""
+"""KeepFloat64: fp64 models compute in fp64 throughout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_norm_that_goes_through_fp32_stays_in_fp64_inside_the_context():
     assert (norm(values) - exact).abs().max() > 1e-9  # outside of it the model rounds
 
 
-def test_a_softmax_asked_for_in_fp32_stays_in_fp64_inside_the_context():
+def test_softmax_with_dtype_fp32_stays_in_fp64_inside_the_context():
     values = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with KeepFloat64():
         assert torch.equal(nn.functional.softmax(values, dim=-1, dtype=torch.float32), values.softmax(dim=-1))
@@ -27,7 +27,7 @@ def test_a_softmax_asked_for_in_fp32_stays_in_fp64_inside_the_context():
         assert values.float().double().to(torch.bfloat16).softmax(-1, dtype=torch.float32).dtype == torch.float32
 
 
-def test_other_conversions_are_left_alone():
+def test_other_conversions_are_unchanged():
     values = torch.ones(2)
     with KeepFloat64():
         assert values.double().dtype == torch.float64

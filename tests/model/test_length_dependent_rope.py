@@ -1,4 +1,4 @@
-"""Positions that are turned by the longest document of a row: refused for packing once documents are that long."""
+"""Length-dependent rotary embeddings: no packing for documents beyond the original context."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def model(request: pytest.FixtureRequest, make_model: Callable[..., nn.Module]) 
     return make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
 
 
-def test_a_long_document_would_change_a_short_one_beside_it(model: nn.Module, make_documents: Any, pack: Any) -> None:
+def test_with_dynamic_rope_a_long_document_changes_a_short_one_beside_it(
+    model: nn.Module, make_documents: Any, pack: Any
+) -> None:
     """What the refusal is about: whet cannot serve these models packed."""
     attention.install_backend(model, "sdpa")
     root = LossModel(model)
@@ -42,18 +44,18 @@ def test_a_long_document_would_change_a_short_one_beside_it(model: nn.Module, ma
     assert (alone - beside).abs().max() > 1e-3
 
 
-def test_documents_as_long_as_those_it_was_first_trained_on_are_packed(model: nn.Module) -> None:
+def test_documents_within_the_original_context_are_packed(model: nn.Module) -> None:
     attention.install_backend(model, "sdpa")
     check_packing(LossModel(model), 64, longest=32)
 
 
-def test_longer_ones_are_refused_for_packing(model: nn.Module) -> None:
+def test_longer_documents_cannot_be_packed(model: nn.Module) -> None:
     attention.install_backend(model, "sdpa")
     with pytest.raises(PackingError, match=r"depends on the longest document.*33 tokens.*data\.packing=none"):
         check_packing(LossModel(model), 64, longest=33)
 
 
-def test_alone_a_document_is_turned_by_its_own_length_whatever_the_padding(
+def test_unpacked_a_document_gets_the_rope_of_its_own_length(
     make_model: Callable[..., nn.Module], make_documents: Any, pack: Any
 ) -> None:
     model = make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
@@ -68,7 +70,7 @@ def test_alone_a_document_is_turned_by_its_own_length_whatever_the_padding(
     assert torch.equal(root(plain).nll, root(padded).nll)
 
 
-def test_positions_that_remember_other_documents_are_refused_altogether(make_model: Callable[..., nn.Module]) -> None:
+def test_dynamic_rope_is_an_error_even_unpacked(make_model: Callable[..., nn.Module]) -> None:
     model = make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
     root = LossModel(model)
     root.unpacked = True

@@ -1,4 +1,4 @@
-"""The probe before the first step: which heads it lets pass, what it refuses, and that it leaves no trace."""
+"""The packing check: which models pass, which do not, and that it leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_heads_that_whet_knows_pass(
 @pytest.mark.parametrize(
     "said", [{"final_logit_softcapping": 5.0}, {"final_logit_softcapping": 30.0}, {"logit_scale": 0.9}], ids=str
 )
-def test_a_model_that_does_something_else_than_its_configuration_says_is_refused(
+def test_a_model_with_undeclared_logit_transforms_is_an_error(
     said: dict[str, float], dtype: torch.dtype, make_model: Callable[..., Any]
 ) -> None:
     """A cap of 30 moves none of these logits, all below 1, by more than 1e-4: it is heard when they are loud."""
@@ -52,9 +52,7 @@ def test_a_model_that_does_something_else_than_its_configuration_says_is_refused
         check_packing(LossModel(model), 64, 16)
 
 
-def test_a_bias_that_whet_would_not_see_is_refused(
-    make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_bias_is_an_error(make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from whet.model import packing_check as module
     from whet.model.loss.output_head import OutputHead, read_output_head
 
@@ -89,7 +87,7 @@ def test_every_module_is_left_in_the_mode_it_was_found_in(
     assert model.config._attn_implementation == attention.registered_name("sdpa")
 
 
-def test_an_adapted_head_passes_and_one_with_dropout_is_refused(make_model: Callable[..., Any]) -> None:
+def test_an_adapted_head_passes_and_one_with_dropout_is_an_error(make_model: Callable[..., Any]) -> None:
     for dropout in (0.0, 0.1):
         model = make_model("Llama", dtype=torch.float32, tie_word_embeddings=False)
         attention.install_backend(model, "sdpa")

@@ -1,4 +1,4 @@
-"""Peaks by the names that drivers give."""
+"""Peak FLOP/s by device name."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_peaks(name: str, precision: str, peak: float | None) -> None:
     assert peak_flops_of(name, precision) == (None if peak is None else pytest.approx(peak))
 
 
-def test_a_cpu_has_none() -> None:
+def test_a_cpu_has_no_peak() -> None:
     assert device_peak_flops(torch.device("cpu"), "bf16") is None

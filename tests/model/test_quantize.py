@@ -1,4 +1,4 @@
-"""Weights in 4 bits: what they are by definition, what stays as it is, and gradients through them."""
+"""4-bit weights: their definition, what is not quantized, and gradients through them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_weight_is_the_nearest_of_sixteen_values(make: Any, make_model: Any, d
     assert compared == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 
 
-def test_a_layer_multiplies_with_the_numbers_that_are_given_back(make: Any) -> None:
+def test_a_layer_multiplies_with_its_dequantized_weight(make: Any) -> None:
     for layer in filter(is_quantized, make("Qwen2").modules()):
         torch.nn.init.normal_(layer.bias) if layer.bias is not None else None
         x = torch.randn(5, layer.in_features)
@@ -97,7 +97,7 @@ def test_head_embedding_and_norms_stay_as_they_are(make: Any, make_model: Any) -
             assert torch.equal(kept[name], parameter)
 
 
-def test_what_is_trained_stays_as_it_is(make_model: Any) -> None:
+def test_trained_layers_are_not_quantized(make_model: Any) -> None:
     model = make_model("Llama", torch.float32, **WIDE).requires_grad_(False)
     model.model.layers[0].mlp.requires_grad_(True)
     quantize_(model, CPU)
@@ -105,7 +105,7 @@ def test_what_is_trained_stays_as_it_is(make_model: Any) -> None:
     assert sum(map(is_quantized, model.modules())) == 2 * 7 - 3
 
 
-def test_rows_that_are_no_whole_blocks_stay_as_they_are(make: Any) -> None:
+def test_layers_with_partial_blocks_are_not_quantized(make: Any) -> None:
     model = make(intermediate_size=96)
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if is_quantized(module)}
     assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
@@ -179,7 +179,7 @@ def test_gradients_are_those_of_plain_layers_with_the_same_numbers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_adapters_start_as_beside_plain_weights(make: Any, make_model: Any, dtype: torch.dtype) -> None:
+def test_adapters_start_as_on_unquantized_weights(make: Any, make_model: Any, dtype: torch.dtype) -> None:
     starts = [
         {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         for model in (
@@ -193,7 +193,7 @@ def test_adapters_start_as_beside_plain_weights(make: Any, make_model: Any, dtyp
         assert torch.equal(weight, starts[1][name])
 
 
-def test_each_plain_weight_is_freed_before_the_next_is_packed(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_weight_is_freed_before_the_next_is_quantized(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("Llama", torch.float32, **WIDE).requires_grad_(False)
     weights = [weakref.ref(m.weight) for n, m in model.named_modules() if type(m) is nn.Linear and ".layers." in n]
     alive, original = [], quantize._to_linear_4bit

@@ -1,4 +1,4 @@
-"""Tokens that a model did not know: one id each, rows that begin as the mean of what the text was before."""
+"""Added tokens: one id each, with rows that start as the mean of the split."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.mark.parametrize("spare", [0, 1, 7])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_rows_begin_as_the_mean_of_the_pieces(tied: bool, spare: int, make_folder: Callable[..., Path]) -> None:
+def test_new_rows_start_as_the_mean_of_the_split(tied: bool, spare: int, make_folder: Callable[..., Path]) -> None:
     folder = str(make_folder(tied, spare))
     before: Any = load_model(ModelConfig(path=folder), torch.float64)
     config = ModelConfig(path=folder, add_tokens=NEW)
@@ -59,7 +59,9 @@ def test_rows_begin_as_the_mean_of_the_pieces(tied: bool, spare: int, make_folde
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
 
 
-def test_a_text_without_pieces_begins_as_the_mean_of_all(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_text_of_unknown_tokens_starts_as_the_mean_of_all_rows(
+    make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     """A tokenizer of whole words does not know the new one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -74,7 +76,7 @@ def test_a_text_without_pieces_begins_as_the_mean_of_all(make_folder: Callable[.
     torch.testing.assert_close(model.get_input_embeddings().weight[3], mean, rtol=1e-6, atol=1e-7)
 
 
-def test_each_is_one_id_wherever_it_stands_and_is_written_back() -> None:
+def test_an_added_token_is_one_id_anywhere_and_decodes() -> None:
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny", add_tokens=NEW))
     text = "a lampshade<|tool|>and more"
     ids = tokenizer.encode(text)
@@ -91,7 +93,7 @@ def test_the_address_of_prepared_data_follows_the_tokens() -> None:
     assert "add_tokens" not in plain  # data that was prepared before they existed is still found
 
 
-def test_weights_that_are_divided_have_the_rows_too() -> None:
+def test_sharded_weights_have_rows_for_added_tokens() -> None:
     config = ModelConfig(path="builtin:tiny", add_tokens=NEW)
     whole: Any = load_model(config, torch.float32)
     hollow, source = load_placeholder_model(config, torch.float32)
@@ -101,7 +103,7 @@ def test_weights_that_are_divided_have_the_rows_too() -> None:
     assert torch.equal(source.read_rows(name, rows - 2, rows), whole.get_input_embeddings().weight[-2:])
 
 
-def test_a_token_that_is_known_is_refused() -> None:
+def test_adding_an_existing_token_is_an_error() -> None:
     with pytest.raises(
         WhetError, match=r"model\.add_tokens: '<\|im_end\|>' is a token already, number 2.*adapter\.tokens"
     ):

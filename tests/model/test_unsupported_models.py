@@ -1,4 +1,4 @@
-"""Models that whet would train wrongly, and model folders that are damaged: refused, with a WhetError."""
+"""Models that whet would train wrongly, and damaged model folders, are WhetErrors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ UNUSABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("architecture", [*LEAKING, *UNUSABLE])
-def test_an_architecture_whose_documents_see_each_other_is_refused_before_training(
+def test_an_architecture_that_leaks_between_documents_is_an_error(
     architecture: str, make_model: Callable[..., Any]
 ) -> None:
     model = make_model(architecture, dtype=torch.float32, **(LEAKING | UNUSABLE)[architecture])
@@ -53,7 +53,7 @@ def test_an_architecture_whose_documents_see_each_other_is_refused_before_traini
 
 
 @pytest.mark.parametrize("architecture", [*LEAKING, "Nemotron", "StableLm"])
-def test_given_one_document_at_a_time_it_can_be_trained(
+def test_unpacked_it_can_be_trained(
     architecture: str, make_model: Callable[..., Any], make_documents: Any, pack: Any
 ) -> None:
     model = make_model(architecture, dtype=torch.float32, **(LEAKING | UNUSABLE)[architecture])
@@ -68,7 +68,7 @@ def test_given_one_document_at_a_time_it_can_be_trained(
     assert root(pack([document])).loss.item() == pytest.approx(own.item(), rel=1e-5)
 
 
-def test_what_cannot_be_trained_even_so_is_an_error(make_model: Callable[..., Any]) -> None:
+def test_an_architecture_that_fails_unpacked_is_an_error(make_model: Callable[..., Any]) -> None:
     """Llama 4 does not say where its body is."""
     model = make_model("Llama4Text", dtype=torch.float32, **UNUSABLE["Llama4Text"])
     with pytest.raises(WhetError, match="cannot be trained"):

@@ -112,7 +112,7 @@ def test_packed_documents_have_the_states_and_gradients_that_the_model_gives_eac
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Gemma2", "Qwen3Moe", "GptOss"])
 @torch.no_grad()
-def test_a_changed_document_leaves_the_others_alone(
+def test_changing_a_document_does_not_change_the_others(
     architecture: str, backend: str, model_of: Any, make_documents: Any, pack: Any
 ) -> None:
     model = model_of(architecture, torch.float32)

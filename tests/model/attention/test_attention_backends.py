@@ -84,7 +84,7 @@ def token_by_token(states: list[Tensor], spec: AttentionSpec, edges: tuple[int, 
 
 @settings(max_examples=40, deadline=None)
 @given(questions())
-def test_the_reference_is_the_sentence(question: Any) -> None:
+def test_the_reference_equals_a_loop_over_tokens(question: Any) -> None:
     states, spec, edges = question
     assert (
         eager_attention_forward(*states, spec, documents_of(edges)) - token_by_token(*question)
@@ -120,7 +120,7 @@ def test_flex_is_the_reference(question: Any) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=6).filter(any), st.none() | st.integers(1, 400))
-def test_blocks_are_those_that_torch_finds_in_the_whole_mask(lengths: list[int], window: int | None) -> None:
+def test_block_masks_equal_those_of_torch(lengths: list[int], window: int | None) -> None:
     """The slow path that runs here looks at pairs of tokens only; the kernel skips what is not in these blocks."""
     edges = tuple(itertools.accumulate(lengths, initial=0))
     ours = document_block_mask(torch.tensor(edges, dtype=torch.int32), edges[-1], window)
@@ -140,7 +140,7 @@ def test_blocks_are_those_that_torch_finds_in_the_whole_mask(lengths: list[int],
             assert torch.equal(found, wanted)
 
 
-def test_layers_share_the_masks_of_a_forward_pass() -> None:
+def test_layers_share_block_masks() -> None:
     documents, states = documents_of((0, 5, 12)), [torch.randn(1, 2, 12, 16) for _ in range(3)]
     for window in (None, 3, 7, None, 3):  # none of the documents outgrows 7
         flex_attention_forward(*states, AttentionSpec(1.0, window), documents)
@@ -161,7 +161,7 @@ def _stand_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Tensor, most: int,
 
 @settings(max_examples=60, deadline=None)
 @given(questions())
-def test_varlen_asks_its_kernel_the_right_question(question: Any) -> None:
+def test_varlen_passes_the_right_arguments_to_its_kernel(question: Any) -> None:
     """The kernel runs on CUDA alone; here its place is taken, and the GPU tests hold the kernel itself."""
     states, spec, edges = question
     with pytest.MonkeyPatch.context() as patch:
@@ -229,7 +229,7 @@ def test_the_best_backend_for_device_model_and_documents_is_chosen(
         ("flex", CUDA, torch.float64, [], "at most fp32"),
     ],
 )
-def test_a_backend_that_cannot_serve_is_refused(
+def test_an_unsupported_backend_is_an_error(
     requested: str, device: torch.device, dtype: torch.dtype, layers: list[LayerAttention], reason: str
 ) -> None:
     with pytest.raises(WhetError, match=rf"model\.attention: {requested} .*{reason}"):
@@ -274,7 +274,7 @@ def _broken() -> _Handle:
         (8, {"FA3": _Handle, "FA4": _Handle}, "varlen"),
     ],
 )
-def test_the_newest_flash_attention_that_is_installed_serves(
+def test_the_newest_installed_flash_attention_is_activated(
     generation: int, installed: dict[str, Any], serves: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through torch's own registry, with packages that only say whether they are there."""

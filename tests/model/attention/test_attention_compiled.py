@@ -1,4 +1,4 @@
-"""Compiled and recomputed layers: other documents in a row of the same length compile nothing anew."""
+"""Compiled and recomputed layers: other documents in a row of the same length do not recompile."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Tensor, most: int, _
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen"])
 @pytest.mark.parametrize("architecture", ["Llama", "Mistral"])
-def test_other_documents_compile_nothing_anew(
+def test_other_documents_do_not_recompile(
     architecture: str, backend: str, make_model: Callable[..., Any], batches: list[Any], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(backends, "varlen_attn", _kernel)
@@ -84,7 +84,7 @@ def test_other_documents_compile_nothing_anew(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
-def test_flex_stands_beside_compiled_layers(make_model: Callable[..., Any], batches: list[Any]) -> None:
+def test_flex_works_with_compiled_layers(make_model: Callable[..., Any], batches: list[Any]) -> None:
     """Forward only: it has no gradient on the CPU."""
     model = make_model("Gemma2", torch.float32, head_dim=16, sliding_window=6, attn_logit_softcapping=0.5)
     counter, frames = CompileCounter(), []
@@ -112,7 +112,7 @@ def test_recomputed_layers_give_the_same_gradients(
         assert torch.equal(ours, exact)
 
 
-def test_a_look_compiles_nothing(make_model: Callable[..., Any]) -> None:
+def test_inspecting_attention_compiles_nothing(make_model: Callable[..., Any]) -> None:
     model, counter = make_model("Mistral", sliding_window=6), CompileCounter()
     for layer in model.model.layers:
         layer.compile(backend=counter, dynamic=False)

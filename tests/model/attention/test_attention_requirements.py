@@ -1,4 +1,4 @@
-"""What layers spec is seen before training; what would be trained wrongly is refused, however wide its window."""
+"""Attention requirements of layers, recorded before training; unsupported ones are errors, however wide the window."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ ONLY_MASKED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("architecture", ONLY_MASKED)
-def test_a_window_that_only_the_mask_knows_is_refused_however_wide(
-    architecture: str, make_model: Callable[..., Any]
-) -> None:
+def test_a_window_in_the_mask_only_is_an_error(architecture: str, make_model: Callable[..., Any]) -> None:
     settings, reason = ONLY_MASKED[architecture]
     model = make_model(architecture, dtype=torch.float32, **settings)
     attention.install_backend(model, "sdpa")
@@ -45,13 +43,13 @@ def test_a_window_that_only_the_mask_knows_is_refused_however_wide(
         check_packing(LossModel(model), 64, 16)
 
 
-def test_a_window_by_name_is_served(make_model: Callable[..., Any]) -> None:
+def test_a_window_passed_as_an_argument_is_supported(make_model: Callable[..., Any]) -> None:
     model = make_model("Mistral", dtype=torch.float32, sliding_window=5000)
     attention.install_backend(model, "sdpa")
     check_packing(LossModel(model), 64, 16)
 
 
-def test_layers_are_seen_as_they_are_and_the_model_is_left_as_it_was(make_model: Callable[..., Any]) -> None:
+def test_inspection_reads_each_layer_and_leaves_the_model_unchanged(make_model: Callable[..., Any]) -> None:
     settings = {"head_dim": 16, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
     model = make_model("GptOss", dtype=torch.float32, **settings).train()
     attention.install_backend(model, "eager")
@@ -64,7 +62,7 @@ def test_layers_are_seen_as_they_are_and_the_model_is_left_as_it_was(make_model:
     assert model.training
 
 
-def test_a_model_that_cannot_be_run_shows_nothing(make_model: Callable[..., Any]) -> None:
+def test_inspecting_a_model_that_fails_returns_nothing(make_model: Callable[..., Any]) -> None:
     model = make_model("Llama")
     model.model.norm = None
     assert len(attention.inspect_attention(model)) == 2
@@ -74,7 +72,7 @@ def test_a_model_that_cannot_be_run_shows_nothing(make_model: Callable[..., Any]
 
 
 @pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices"])
-def test_what_no_backend_knows_is_refused_when_asked_for(name: str, make_model: Callable[..., Any]) -> None:
+def test_attention_arguments_that_no_backend_supports_are_errors(name: str, make_model: Callable[..., Any]) -> None:
     attention.install_backend(make_model("Llama"), "sdpa")
     attend = AttentionInterface()[attention.registered_name("sdpa")]
     states = torch.zeros(1, 1, 2, 4)
@@ -84,7 +82,7 @@ def test_what_no_backend_knows_is_refused_when_asked_for(name: str, make_model: 
         attend(None, states, states, states, None, **documents, **{name: states})
 
 
-def test_masks_are_told_apart() -> None:
+def test_masks_are_classified() -> None:
     from transformers import masking_utils as hf
 
     padding = torch.zeros(1, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Document attention on CUDA: the kernels against the definition, their silence between documents, and compiling."""
+"""Document attention on CUDA: kernels against the definition, isolation of documents, and torch.compile."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_short_is_the_same_bit_by_bit_from_run_to_run(window, heads):
 
 @pytest.mark.parametrize("kernel", ["forward", "backward_query", "backward_key_value"])
 @pytest.mark.parametrize("width", [64, 128])
-def test_short_leaves_the_mask_out_only_where_all_see_each_other(kernel, width, monkeypatch):
+def test_short_skips_the_mask_only_where_all_pairs_are_visible(kernel, width, monkeypatch):
     from whet.model.attention import short_kernels
 
     for window in (None, 200):
@@ -132,7 +132,7 @@ def test_short_leaves_the_mask_out_only_where_all_see_each_other(kernel, width, 
         monkeypatch.undo()
 
 
-def test_short_reads_behind_32_bits():
+def test_short_uses_64_bit_offsets():
     """Keys and values that lie further behind one another than an int32 counts, heads too."""
     room = torch.zeros(3 * 2**30, device="cuda", dtype=torch.bfloat16)
     shape, steps = (1, 2, LENGTH, 64), (0, 2**31 - 2**20, 1024, 1)
@@ -155,7 +155,7 @@ def test_flex_takes_other_head_widths(widths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_flex_computes_in_other_types(dtype):
+def test_flex_computes_in_other_dtypes(dtype):
     states, spec = _states(), {"window": 64, "softcap": 2.0, "sinks": _random(8)}
     truth = _gradients(eager_attention_forward, states, torch.float64, **spec)
     ours = _gradients(flex_attention_forward, states, dtype, **spec)
@@ -175,7 +175,7 @@ def test_flex_computes_in_other_types(dtype):
         (sdpa_attention_forward, AttentionSpec(0.125, window=64)),
     ],
 )
-def test_documents_do_not_see_each_other(backend, spec):
+def test_documents_do_not_influence_each_other(backend, spec):
     states = _states()
     before = backend(*states, spec, _documents())
     changed = [state.clone() for state in states]
@@ -188,7 +188,7 @@ def test_documents_do_not_see_each_other(backend, spec):
 
 
 @pytest.mark.parametrize("backend", [varlen_attention_forward, short_attention_forward, flex_attention_forward])
-def test_no_gradient_goes_to_another_document(backend):
+def test_gradients_stay_within_a_document(backend):
     states = [state.requires_grad_() for state in _states()]
     backend(*states, AttentionSpec(0.125, window=64), _documents())[:, 131:512].double().pow(2).sum().backward()
     for state in states:
@@ -208,7 +208,7 @@ def test_flex_takes_rows_of_many_lengths():
         assert (ours - exact).abs().max() <= 0.02 * exact.abs().max()
 
 
-def test_a_model_with_sinks_is_served_by_flex(make_model, make_documents, pack):
+def test_a_model_with_sinks_uses_flex(make_model, make_documents, pack):
     settings = {"head_dim": 16, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2}
     model = make_model("GptOss", dtype=torch.bfloat16, **settings).cuda()
     for layer in model.model.layers:
@@ -248,7 +248,7 @@ def _hidden(model, batch):
         ("Gemma2", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5}, "flex"),
     ],
 )
-def test_compiled_layers_are_compiled_once_for_all_documents(
+def test_layers_compile_once_for_all_document_layouts(
     architecture, settings, backend, make_model, make_documents, pack
 ):
     model = make_model(architecture, dtype=torch.float32, **settings).cuda()

@@ -1,4 +1,4 @@
-"""Attention for short documents: its kernels under Triton's interpreter, where Triton is, and what is around them."""
+"""short: its kernels in Triton's interpreter, where Triton is installed, its operators and its requirements."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_kernels_compute_the_definition(name: str, found: dict[str, list[Ten
         assert (ours.double() - exact).abs().max() <= allowed
 
 
-def test_documents_do_not_see_each_other_and_runs_are_equal(found: dict[str, list[Tensor]]) -> None:
+def test_documents_do_not_influence_each_other_and_runs_are_equal(found: dict[str, list[Tensor]]) -> None:
     for before, again, after in zip(found[LEAK], found["again"], found["changed"], strict=True):
         assert torch.equal(before, again)
         tokens = 1 if before is found[LEAK][0] else 2
@@ -150,7 +150,7 @@ def test_documents_do_not_see_each_other_and_runs_are_equal(found: dict[str, lis
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
-def test_each_token_is_told_where_its_document_begins_and_ends(lengths: list[int]) -> None:
+def test_spans_are_start_and_end_of_each_tokens_document(lengths: list[int]) -> None:
     edges = tuple(itertools.accumulate(lengths, initial=0))
     spans = document_spans(torch.tensor(edges, dtype=torch.int32), edges[-1])
     wanted = [(a, b) for a, b in itertools.pairwise(edges) for _ in range(a, b)]
@@ -158,7 +158,7 @@ def test_each_token_is_told_where_its_document_begins_and_ends(lengths: list[int
     assert list(zip(*spans.tolist(), strict=True)) == wanted
 
 
-def test_only_models_that_short_serves_are_told(
+def test_spans_are_computed_for_short_only(
     make_model: Any, make_documents: Any, pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch, told = make_model("Llama"), pack(make_documents(3, 4)), []
@@ -189,7 +189,7 @@ CUDA = torch.device("cuda")
         (CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0), 512)], "up to 256; this model's are 512"),
     ],
 )
-def test_what_it_cannot_serve_is_refused(
+def test_unsupported_devices_dtypes_and_layers_are_errors(
     device: torch.device, dtype: torch.dtype, layers: list[LayerAttention], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CHOOSING, "has_triton", lambda: True)
@@ -197,7 +197,7 @@ def test_what_it_cannot_serve_is_refused(
         attention.choose_backend("short", device, dtype, layers)
 
 
-def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_without_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHOOSING, "has_triton", lambda: False)
     with pytest.raises(WhetError, match=r"model\.attention: short needs Triton, which is not installed"):
         attention.choose_backend("short", CUDA, torch.bfloat16)
@@ -211,7 +211,7 @@ def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (AttentionSpec(-1.0), r"positive scale, not -1\.0"),
     ],
 )
-def test_a_question_that_it_cannot_answer_is_refused(spec: AttentionSpec, reason: str) -> None:
+def test_an_unsupported_spec_is_an_error(spec: AttentionSpec, reason: str) -> None:
     states = [torch.zeros(1, 2, 4, 16) for _ in range(3)]
     with pytest.raises(WhetError, match=rf"model\.attention: short .*{reason}"):
         short_attention_forward(*states, spec, documents_of((0, 4)))

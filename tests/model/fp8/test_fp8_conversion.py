@@ -77,14 +77,14 @@ def test_products_are_those_of_the_nearest_fp8_values(dtype: torch.dtype) -> Non
         torch.testing.assert_close(found.float(), exact, rtol=2 * tolerance, atol=4e-7 * exact.abs().max().item())
 
 
-def test_a_product_is_off_by_what_three_bits_of_mantissa_round_away() -> None:
+def test_the_error_of_a_product_is_that_of_three_mantissa_bits() -> None:
     exact = gradients(lambda input, weight: input @ weight.T, *matrices())
     found = gradients(emulated_matmul, *matrices())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
     assert all(0.01 < error < 0.1 for error in errors), errors  # a rounding to e4m3 is 2.6 %, to e5m2 5 %
 
 
-def test_zeros_and_numbers_that_are_not_finite_come_through() -> None:
+def test_zeros_and_nonfinite_values_propagate() -> None:
     input, weight = matrices()
     assert torch.equal(emulated_matmul(torch.zeros_like(input), weight), torch.zeros(48, 96))
     for broken in (float("nan"), float("inf")):
@@ -124,7 +124,7 @@ def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(d_weight, direct[2], rtol=1e-5, atol=1e-9)
 
 
-def test_mixed_precision_decides_the_type_of_the_output() -> None:
+def test_autocast_decides_the_dtype_of_the_output() -> None:
     layer = layer_of(matrices()[1])
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(matrices()[0])
@@ -184,7 +184,7 @@ def test_the_decoders_matrices_are_converted_and_nothing_else(make_model: Make) 
     assert type(model.lm_head) is nn.Linear
 
 
-def test_sides_that_are_no_multiples_of_sixteen_stay(make_model: Make) -> None:
+def test_sizes_that_are_not_multiples_of_16_stay(make_model: Make) -> None:
     model = make_model("Llama", hidden_size=32, intermediate_size=40)
     assert {name.rpartition(".")[2] for name in emulated_(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -219,7 +219,7 @@ def test_weights_names_and_flops_stay(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_gradients_are_near_and_evaluation_is_not_touched(
+def test_gradients_are_close_and_evaluation_is_unchanged(
     make_model: Make, make_documents: Make, pack: Make, adapter: bool
 ) -> None:
     def passes(convert: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,7 +248,7 @@ def test_gradients_are_near_and_evaluation_is_not_touched(
     assert 0.001 < ((rounded[2] - exact[2]).norm() / exact[2].norm()).item() < 0.15
 
 
-def test_compiled_products_with_one_input_round_it_once(make_model: Make) -> None:
+def test_compiled_products_share_the_cast_of_an_input(make_model: Make) -> None:
     """q, k and v share their input, so do gate and up: 4 inputs and 7 weights are rounded for the forward pass, and
     turned once for the backward pass; there 7 gradients are looked through, and nothing else is a second time."""
     rounded: dict[str, int] = {}
@@ -294,7 +294,7 @@ def test_compiled_products_with_one_input_round_it_once(make_model: Make) -> Non
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
-def test_devices_without_8_bit_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_fp8_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WhetError, match=r"train\.precision: fp8 .* NVIDIA .* cpu\. Set train\.precision=bf16"):
         require_fp8(torch.device("cpu"), "fp8")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")

@@ -1,4 +1,4 @@
-"""A gated MLP in 8 bits against the same MLP made of three linear layers in 8 bits."""
+"""The fp8 MLP against three fp8 linear layers, its casts and activations, and the detection of gated MLPs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("shape", [(16, 16), (48, 80), (272, 400), (1024, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
-def test_a_turned_matrix_has_the_same_numbers(device: str, shape: Any, dtype: Any, kept: Any) -> None:
+def test_transposed_casts_have_the_same_values(device: str, shape: Any, dtype: Any, kept: Any) -> None:
     matrix = drawn(*shape, dtype=kept)
     scale = compute_scale(matrix, dtype)
     wanted = cast_to_fp8(matrix, scale, dtype)
@@ -68,7 +68,7 @@ def test_a_turned_matrix_has_the_same_numbers(device: str, shape: Any, dtype: An
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 176), (1024, 4096)], ids=str)
-def test_the_middle_is_what_16_bits_give_rounded_again(device: str, shape: Any) -> None:
+def test_fp8_activations_are_the_16_bit_ones_cast(device: str, shape: Any) -> None:
     gate, up, d_h = (drawn(*shape, seed=seed).to(device) for seed in range(3))
     exact = [each.double().requires_grad_() for each in (gate, up)]
     h = nn.functional.silu(exact[0]) * exact[1]
@@ -86,7 +86,7 @@ def test_the_middle_is_what_16_bits_give_rounded_again(device: str, shape: Any) 
         assert differs < 0.005  # where fp64 lies between two numbers of 16 bits, and then of 8
 
 
-def test_the_operators_keep_torchs_rules() -> None:
+def test_operators_pass_opcheck() -> None:
     """What they tell the compiler of shapes and strides is true, nothing is changed or shared behind its back."""
     gate, up, d_h = (drawn(16, 32, seed=seed) for seed in range(3))
     scale = torch.ones(())
@@ -99,7 +99,7 @@ def test_the_operators_keep_torchs_rules() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(device: str, broken: float) -> None:
+def test_nonfinite_values_propagate(device: str, broken: float) -> None:
     gate, up = (drawn(16, 32, seed=seed).to(device) for seed in range(2))
     up[3, 5] = broken
     largest = silu_mul_amax(gate, up)
@@ -128,7 +128,7 @@ def passes(mlp: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(weight.grad for weight in mlp.parameters())]  # type: ignore[list-item]
 
 
-def test_the_whole_is_its_parts(make_model: Make, device: str) -> None:
+def test_the_fused_mlp_equals_three_linear_layers(make_model: Make, device: str) -> None:
     on_cpu = device == "cpu"
     sizes = {} if on_cpu else {"hidden_size": 1024, "intermediate_size": 2048}
     whole, parts = mlps(make_model, device, torch.float32 if on_cpu else torch.bfloat16, **sizes)
@@ -144,7 +144,7 @@ def test_the_whole_is_its_parts(make_model: Make, device: str) -> None:
     assert torch.equal(whole(x), parts(x))
 
 
-def test_what_is_frozen_gets_no_gradient(make_model: Make, device: str) -> None:
+def test_frozen_weights_get_no_gradient(make_model: Make, device: str) -> None:
     sizes = {} if device == "cpu" else {"hidden_size": 1024, "intermediate_size": 2048}
     whole, parts = mlps(make_model, device, torch.bfloat16, **sizes)
     x = drawn(32, parts.gate_proj.in_features).to(device)
@@ -208,7 +208,7 @@ class Sized(Honest):
 
 
 @pytest.mark.parametrize("kind", [Honest, Rounding, Clamped, Dropping, Sized])
-def test_what_computes_otherwise_is_not_taken_for_one(kind: Any) -> None:
+def test_lookalikes_are_not_gated_mlps(kind: Any) -> None:
     module, is_one = kind(32, 48), kind is Honest
     before = {name: value.clone() for name, value in module.state_dict().items()}
     drawn_before = torch.random.get_rng_state()
@@ -219,7 +219,7 @@ def test_what_computes_otherwise_is_not_taken_for_one(kind: Any) -> None:
     assert {name: value.shape for name, value in module.state_dict().items()} == {n: v.shape for n, v in before.items()}
 
 
-def test_another_activation_is_none() -> None:
+def test_another_activation_is_not_a_gated_mlp() -> None:
     module = Honest(32, 48)
     module.act_fn = nn.GELU()  # type: ignore[assignment]
     assert not is_gated_mlp(module)

@@ -87,7 +87,7 @@ def test_a_compiled_layer_computes_what_an_uncompiled_one_does(make_model: Make,
     assert max(errors(fast, plain)) > 0.02  # it was 8 bits
 
 
-def test_zeros_and_what_is_not_finite_come_through() -> None:
+def test_zeros_and_nonfinite_values_propagate_on_cuda() -> None:
     layer = FP8Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
     fast: Any = torch.compile(layer, dynamic=False)
     input = torch.zeros(32, 2048, device="cuda", dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def test_zeros_and_what_is_not_finite_come_through() -> None:
             assert not torch.isfinite(each(input)[3]).any()
 
 
-def test_evaluating_is_16_bit() -> None:
+def test_eval_mode_is_16_bit() -> None:
     layer = nn.Linear(2048, 2048, device="cuda", dtype=torch.bfloat16)
     input = torch.randn(40, 2048, device="cuda", dtype=torch.bfloat16)
     wanted = layer(input)

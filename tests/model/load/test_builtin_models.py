@@ -1,4 +1,4 @@
-"""The models that need no hub."""
+"""Built-in models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tiny_is_the_same_wherever_it_is_made(tmp_path: Path, monkeypatch: pytes
     }
 
 
-def test_a_model_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         raise WhetError("no")

@@ -1,4 +1,4 @@
-"""What is said about a model that cannot be loaded."""
+"""Errors of models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path) -> None:
         locate_model(str(tmp_path))
 
 
-def test_a_folder_without_a_tokenizer_says_what_to_copy(folder: Path) -> None:
+def test_a_folder_without_a_tokenizer_names_the_files_to_copy(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(WhetError, match=r"model\.path: .*no tokenizer.*Copy"):
@@ -50,7 +50,7 @@ def test_a_file_is_not_a_model_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/no-such-model", "nonsense", "a/b/c"])
-def test_a_path_that_leads_nowhere_says_where_was_looked(path: str) -> None:
+def test_a_missing_path_names_the_searched_folder(path: str) -> None:
     with pytest.raises(WhetError, match=f"{path}: no such folder .looked in .*OWNER/NAME"):
         locate_model(path)
 

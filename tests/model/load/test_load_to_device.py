@@ -1,4 +1,4 @@
-"""Weights go straight to their device, and come out as if they had been loaded on the host and moved."""
+"""Weights are read directly onto the device, with the same bits as through the host."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_loading_to_a_gpu_gives_the_bits_of_loading_on_the_host(
 
 
 @pytest.mark.gpu
-def test_a_16_bit_checkpoint_takes_no_more_memory_on_its_way_than_it_has(
+def test_loading_a_16_bit_checkpoint_needs_no_more_memory_than_its_weights(
     tmp_path: Path, make_model: Callable[..., Any]
 ) -> None:
     make_model("Llama", dtype=torch.bfloat16, hidden_size=512, vocab_size=32768).save_pretrained(tmp_path)

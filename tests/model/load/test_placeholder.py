@@ -1,4 +1,4 @@
-"""Models without memory, and rows of their weights."""
+"""Placeholder models and the sources of their weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from whet.model.lora.peft_adapters import add_adapter
 TINY = ModelConfig(path="builtin:tiny")
 
 
-def test_a_hollow_model_takes_no_memory_and_keeps_what_is_computed() -> None:
+def test_a_placeholder_model_takes_no_memory_and_keeps_computed_buffers() -> None:
     model, source = load_placeholder_model(TINY, torch.float32)
     whole = load_model(TINY, torch.float32)
     assert isinstance(source, SafetensorsSource)
@@ -40,7 +40,7 @@ def test_a_hollow_model_takes_no_memory_and_keeps_what_is_computed() -> None:
         assert torch.equal(buffer, real)
 
 
-def test_numbers_of_their_own_and_buffers_come_from_the_files(tmp_path: Path) -> None:
+def test_scalars_and_buffers_come_from_the_files(tmp_path: Path) -> None:
     """Gemma 4 keeps a buffer of one number in each layer's weights; a single number cannot be hollow."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -65,7 +65,7 @@ def test_numbers_of_their_own_and_buffers_come_from_the_files(tmp_path: Path) ->
     assert is_placeholder(single[1])
 
 
-def test_files_in_few_bits_are_not_taken_for_weights(tmp_path: Path) -> None:
+def test_files_with_scaled_dtypes_do_not_match(tmp_path: Path) -> None:
     """Numbers with a scale beside them mean nothing by themselves."""
     file = tmp_path / "model.safetensors"
     save_file({"coded": torch.ones(4, 4).to(torch.float8_e4m3fn), "plain": torch.ones(4, 4)}, file)
@@ -76,12 +76,12 @@ def test_files_in_few_bits_are_not_taken_for_weights(tmp_path: Path) -> None:
     assert not files.has_matching("missing", torch.empty(4, 4))
 
 
-def test_what_was_one_weight_stays_one() -> None:
+def test_tied_weights_stay_tied() -> None:
     model, _ = load_placeholder_model(TINY, torch.float32)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_adapters_of_a_hollow_model_begin_as_those_of_a_real_one() -> None:
+def test_adapters_of_a_placeholder_model_start_like_those_of_a_real_one() -> None:
     hollow = add_adapter(load_placeholder_model(TINY, torch.float32)[0], AdapterConfig(rank=4), 3)
     real = add_adapter(load_model(TINY, torch.float32), AdapterConfig(rank=4), 3)
     move_real_tensors_(hollow, torch.device("cpu"))
@@ -94,7 +94,7 @@ def test_adapters_of_a_hollow_model_begin_as_those_of_a_real_one() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_files_in_several_parts_are_found(tmp_path: Path, several: bool) -> None:
+def test_sharded_files_are_found(tmp_path: Path, several: bool) -> None:
     model = load_model(TINY, torch.float32)
     model.save_pretrained(tmp_path, max_shard_size="100KB" if several else "5GB")
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == several
@@ -105,7 +105,7 @@ def test_files_in_several_parts_are_found(tmp_path: Path, several: bool) -> None
         assert torch.equal(source.read_rows(name, 0, len(weight)), weight)
 
 
-def test_files_that_hold_weights_otherwise_are_read_whole(tmp_path: Path) -> None:
+def test_files_with_another_layout_are_read_into_memory(tmp_path: Path) -> None:
     folder = builtin_folder("builtin:tiny")
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -1,4 +1,4 @@
-"""A model's files are read before they are needed, wherever they are, and nothing depends on it."""
+"""Prefetching of weight files into the page cache."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def in_memory(file: Path) -> float:
 
 
 @pytest.mark.parametrize("place", ["folder", "hub", "revision"])
-def test_weights_on_the_disk_are_in_memory_afterwards(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetched_weights_are_in_the_page_cache(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     kept = tmp_path / "models--maker--name"
     folder = {"folder": tmp_path / "model", "hub": kept / "snapshots" / "abc", "revision": kept / "snapshots" / "v2"}
@@ -66,13 +64,13 @@ def test_weights_on_the_disk_are_in_memory_afterwards(
 
 
 @pytest.mark.parametrize("path", ["builtin:tiny", "/no/such/folder", "maker/nothing", "nonsense"])
-def test_what_is_not_there_is_no_error(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_missing_files_is_not_an_error(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     assert prefetch_weights(path) is None
 
 
-def test_weights_that_would_fill_the_memory_are_left_alone(tmp_path: Path) -> None:
+def test_weights_larger_than_half_the_memory_are_not_prefetched(tmp_path: Path) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(memory // 2 + 1)  # sparse: it takes no space

@@ -1,4 +1,4 @@
-"""Models of random weights by the name or the file of their shape."""
+"""Models with random weights: known shapes and config.json files."""
 
 from __future__ import annotations
 
@@ -46,16 +46,14 @@ def test_a_named_shape_has_the_number_of_weights_of_the_real_model(name: str, pa
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-def test_positions_turn_as_the_shape_says() -> None:
+def test_rope_follows_the_config() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(random_model_config("random:qwen3-8b"))
     assert model.config.rope_parameters["rope_theta"] == 1e6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_weights_are_made_in_the_type_that_is_asked_for_and_positions_stay_exact(
-    shape: Path, dtype: torch.dtype
-) -> None:
+def test_random_weights_have_the_requested_dtype_and_rope_stays_fp32(shape: Path, dtype: torch.dtype) -> None:
     model = load_model(ModelConfig(path=f"random:{shape}"), dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
@@ -74,7 +72,7 @@ def test_the_same_weights_every_time_and_no_other_random_number_changes(shape: P
     assert one.model.layers[0].mlp.up_proj.weight.std() > 0
 
 
-def test_it_is_made_on_the_device_that_is_named(shape: Path) -> None:
+def test_random_weights_are_initialised_on_the_device(shape: Path) -> None:
     model = load_model(ModelConfig(path=f"random:{shape}"), torch.float32, torch.device("meta"))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
@@ -84,13 +82,13 @@ def test_a_file_and_its_folder_mean_the_same(shape: Path) -> None:
     assert random_model_config(f"random:{file}").to_dict() == random_model_config(f"random:{shape}").to_dict()
 
 
-def test_how_weights_were_stored_is_no_part_of_a_shape(shape: Path) -> None:
+def test_the_quantization_of_a_config_is_ignored(shape: Path) -> None:
     file = shape / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     load_model(ModelConfig(path=f"random:{shape}"), torch.float32)
 
 
-def test_a_shape_reads_what_smollm2_does_unless_it_brings_a_tokenizer(shape: Path) -> None:
+def test_random_models_use_smollm2s_tokenizer_unless_the_folder_has_one(shape: Path) -> None:
     smollm2 = ModelConfig(path="builtin:smollm2")
     for path in ("random:llama-8b", f"random:{shape}", f"random:{shape}/config.json"):
         config = ModelConfig(path=path)
@@ -116,7 +114,7 @@ def test_a_file_that_is_no_configuration_of_a_language_model_is_an_error(tmp_pat
         load_model(ModelConfig(path=f"random:{file}"), "auto")
 
 
-def test_a_run_on_random_weights_says_what_it_is_worth(
+def test_a_run_on_random_weights_warns(
     whet: Callable[..., Any], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(builtin_folder("builtin:tiny").parent)

@@ -1,4 +1,4 @@
-"""rsLoRA, DoRA, patterns, modules trained whole and single rows: peft's own numbers, fused only where that is LoRA."""
+"""rsLoRA, DoRA, patterns, modules trained whole and token rows: peft's results, fused only for plain LoRA."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_loss_and_gradients_are_those_of_pefts_own_forward(
         assert (found - expected).norm() <= 1e-11 * expected.norm()
 
 
-def test_what_is_fused_is_what_is_plain_lora(make_model: Make) -> None:
+def test_only_plain_lora_is_fused(make_model: Make) -> None:
     def fused(**settings: Any) -> int:
         return fuse_lora_(adapted(make_model, **settings))
 
@@ -107,7 +107,7 @@ def test_rslora_scales_by_the_root_of_the_rank(make_model: Make) -> None:
     torch.testing.assert_close(layer(x), x @ (layer.base_layer.weight + 6 / math.sqrt(9) * b @ a).T)
 
 
-def test_dora_learns_lengths_and_directions(make_model: Make) -> None:
+def test_dora_trains_magnitudes_and_directions(make_model: Make) -> None:
     layer = adapted(make_model, method="dora").get_base_model().model.layers[0].mlp.up_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     changed = layer.base_layer.weight + 6 / 4 * b @ a
@@ -164,7 +164,7 @@ def test_a_wrapped_head_gives_the_models_own_logits_on_and_off(make_model: Make)
 
 
 @pytest.mark.parametrize("kind", ["dora", "embedding and norms"])
-def test_packed_documents_do_not_see_each_other(kind: str, make_model: Make) -> None:
+def test_packed_documents_do_not_influence_each_other(kind: str, make_model: Make) -> None:
     from whet.model import attention
 
     plain = unwrap_peft(adapted(make_model, (5,), **KINDS[kind]).eval())
@@ -172,7 +172,7 @@ def test_packed_documents_do_not_see_each_other(kind: str, make_model: Make) -> 
     check_packing(LossModel(plain), 64, 16)
 
 
-def test_beside_16_bits_what_is_trained_is_in_fp32_and_ships_in_16(make_model: Make) -> None:
+def test_modules_trained_whole_are_fp32_and_exported_in_16_bits(make_model: Make) -> None:
     model = make_model("Llama", tie_word_embeddings=True, dtype=torch.bfloat16)
     model = add_adapter(model, AdapterConfig(method="dora", also_train=["embed_tokens", "norm"]), seed=0, tokens=(5,))
     assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
@@ -216,7 +216,7 @@ def test_settings_that_match_nothing_are_errors(message: str, make_model: Make) 
         adapted(make_model, **BAD[message])
 
 
-def test_single_rows_of_a_head_with_a_bias_are_refused(make_model: Make) -> None:
+def test_token_rows_of_a_head_with_a_bias_are_an_error(make_model: Make) -> None:
     model = make_model("Phi")
     with pytest.raises(WhetError, match=r"has a bias.*adapter\.also_train=\[embed_tokens, lm_head\]"):
         add_adapter(model, AdapterConfig(), seed=0, tokens=(3,))

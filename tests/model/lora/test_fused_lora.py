@@ -1,4 +1,4 @@
-"""Adapters fused with their layers: the numbers and the behaviour of peft's own, to the last digits of fp64."""
+"""Fused LoRA against peft in fp64: results, gradients and behaviour."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_scale_is_the_layers_own_and_ranks_may_differ(make_model: Make) -> N
     assert_same(plain, fused)
 
 
-def test_experts_that_are_no_layers_stay_and_the_rest_is_fused(make_model: Make) -> None:
+def test_fused_experts_stay_and_the_rest_is_fused(make_model: Make) -> None:
     model = make_model("Mixtral", torch.float32, num_local_experts=4)
     model.set_experts_implementation("eager")
     plain, fused, count = both(model)
@@ -129,7 +129,7 @@ def test_some_targets_only(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}], ids=str)
-def test_what_is_more_than_two_matrices_is_left_to_peft(make_model: Make, settings: dict[str, Any]) -> None:
+def test_adapter_variants_are_computed_by_peft(make_model: Make, settings: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = make_model("Qwen2")
@@ -176,7 +176,7 @@ def test_an_mlp_is_known_by_what_it_computes(make_model: Make, disguised: type[D
     assert set(operators(adapted)) == {"whet::lora_linear"}
 
 
-def test_an_attention_that_gives_its_layers_something_else_gets_that(make_model: Make) -> None:
+def test_an_attention_with_other_qkv_inputs_gets_them_computed(make_model: Make) -> None:
     plain, fused, _ = both(make_model("Llama", num_hidden_layers=1))
     for model in (plain, fused):
         attention = unwrap_peft(model).model.layers[0].self_attn
@@ -198,7 +198,7 @@ def test_names_weights_and_flops_are_what_they_were(make_model: Make) -> None:
     assert_same(plain, fused)
 
 
-def test_switching_off_merging_and_saving_are_pefts(make_model: Make, tmp_path: Path) -> None:
+def test_disabling_merging_and_saving_work_as_in_peft(make_model: Make, tmp_path: Path) -> None:
     from peft import PeftModel
 
     base = make_model("Llama")
@@ -224,7 +224,7 @@ def test_switching_off_merging_and_saving_are_pefts(make_model: Make, tmp_path: 
     assert type(merged) is type(base)
 
 
-def test_a_second_adapter_is_left_to_peft(make_model: Make) -> None:
+def test_two_active_adapters_are_computed_by_peft(make_model: Make) -> None:
     from peft import LoraConfig
 
     plain, fused, _ = both(make_model("Llama"))
@@ -236,7 +236,7 @@ def test_a_second_adapter_is_left_to_peft(make_model: Make) -> None:
     assert_same(plain, fused)
 
 
-def test_weights_that_are_trained_themselves_are_left_to_peft(make_model: Make) -> None:
+def test_trained_base_weights_are_computed_by_peft(make_model: Make) -> None:
     plain, fused, _ = both(make_model("Qwen2"))
     for model in (plain, fused):
         for name, parameter in model.named_parameters():
@@ -272,7 +272,7 @@ def test_in_mixed_precision_it_is_at_least_as_exact_as_peft(make_model: Make, ke
     assert errors[1] / len(true) < 0.01
 
 
-def test_without_mixed_precision_two_types_are_left_to_peft(make_model: Make) -> None:
+def test_without_autocast_mixed_dtypes_are_computed_by_peft(make_model: Make) -> None:
     model = noisy(add_adapter(make_model("Llama").bfloat16(), AdapterConfig(rank=4), seed=0))
     fuse_lora_(model)
     assert operators(model) == []
@@ -296,9 +296,7 @@ def test_nothing_is_computed_for_an_input_that_needs_no_gradient(
     assert sizes == [14 * 32, 14 * 32, 14 * 32, 0]  # o and q k v, from the last layer to the first
 
 
-def test_matrices_that_are_made_for_a_product_are_gone_before_the_next_is_made(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dequantized_weights_are_freed_before_the_next(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 4-bit layers are as large as if they were not in 4 bits."""
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
@@ -318,7 +316,7 @@ def test_matrices_that_are_made_for_a_product_are_gone_before_the_next_is_made(
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (1, 5, 32), (2, 3, 32), (0, 32)], ids=str)
-def test_the_operators_keep_torchs_rules(make_model: Make, shape: tuple[int, ...]) -> None:
+def test_operators_pass_opcheck(make_model: Make, shape: tuple[int, ...]) -> None:
     """What they tell the compiler of shapes and strides is true, nothing is changed or shared behind its back."""
     model = with_adapters(make_model("Llama", mlp_bias=True))
     mlp, attention = (
@@ -365,7 +363,7 @@ class Limited(nn.Module):
         return self.down_proj(self.act_fn(gate) * up)
 
 
-def test_an_mlp_that_limits_its_middle_is_left_alone(make_model: Make) -> None:
+def test_an_mlp_with_clamps_is_not_fused(make_model: Make) -> None:
     model = with_adapters(make_model("Llama"))
     for layer in model.base_model.model.model.layers:
         layer.mlp = Limited(layer.mlp)
@@ -373,7 +371,7 @@ def test_an_mlp_that_limits_its_middle_is_left_alone(make_model: Make) -> None:
     assert not any(isinstance(layer.mlp, fuse._FusedLoraMLP) for layer in model.base_model.model.model.layers)
 
 
-def test_an_adapted_head_stays_what_the_loss_knows(make_model: Make) -> None:
+def test_an_adapted_head_is_not_fused(make_model: Make) -> None:
     settings = AdapterConfig(rank=4, targets=["q_proj", "lm_head"])
     model = add_adapter(make_model("Llama", tie_word_embeddings=False), settings, seed=0)
     before = read_output_head(unwrap_peft(model)).weight

@@ -1,4 +1,4 @@
-"""Adapters fused with layers that multiply in 8 bits, emulated: the numbers of peft's own around the same layers."""
+"""Fused LoRA on emulated fp8 layers against peft on the same layers."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def calls(model: Any) -> list[str]:
     [("Llama", {}), ("Llama", {"mlp_bias": True, "attention_bias": True}), ("Qwen2", {})],
     ids=["llama", "with biases", "biases of q k v"],
 )
-def test_the_numbers_are_those_of_peft_around_8_bit_layers(
-    make_model: Make, architecture: str, settings: dict[str, Any]
-) -> None:
+def test_results_are_those_of_peft_on_fp8_layers(make_model: Make, architecture: str, settings: dict[str, Any]) -> None:
     plain = made(make_model, architecture, **settings)
     whole = learn(plain)
     ours, theirs = in_eight_bits(fused(plain)), in_eight_bits(plain)
@@ -86,7 +84,7 @@ def test_the_numbers_are_those_of_peft_around_8_bit_layers(
     assert min(apart(expected, whole)) > 5e-3  # rounding is seen everywhere
 
 
-def test_layers_that_share_an_input_need_not_all_be_in_8_bits(make_model: Make) -> None:
+def test_layers_that_share_an_input_need_not_all_be_fp8(make_model: Make) -> None:
     def high(out_features: int, in_features: int) -> bool:
         return out_features >= in_features  # k and v are not
 
@@ -97,7 +95,7 @@ def test_layers_that_share_an_input_need_not_all_be_in_8_bits(make_model: Make) 
     assert max(apart(learn(ours), learn(theirs))) < 2e-3
 
 
-def test_evaluated_it_computes_with_the_weights_as_they_are(make_model: Make) -> None:
+def test_eval_mode_computes_in_16_bits(make_model: Make) -> None:
     plain = made(make_model)
     ours = in_eight_bits(fused(plain)).eval()
     ids = torch.arange(3, 20)[None]
@@ -105,9 +103,7 @@ def test_evaluated_it_computes_with_the_weights_as_they_are(make_model: Make) ->
         torch.testing.assert_close(ours(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_each_part_of_the_tokens_has_its_own_scale_if_memory_is_spared(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_low_memory_each_chunk_has_its_own_scale(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = in_eight_bits(fused(made(make_model)))
     at_once = learn(ours)
     monkeypatch.setattr(fused_mlp, "_BACKWARD_CHUNK_LOW_MEMORY", 8)
@@ -130,7 +126,7 @@ def test_compiled_it_computes_the_same(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("tokens", [5, 0])
-def test_the_operators_keep_torchs_rules(make_model: Make, tokens: int) -> None:
+def test_operators_pass_opcheck(make_model: Make, tokens: int) -> None:
     model = in_eight_bits(made(make_model))
     mlp, attention = model.get_submodule(f"{BLOCKS}.mlp"), model.get_submodule(f"{BLOCKS}.self_attn")
     x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0))

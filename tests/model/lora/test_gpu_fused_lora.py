@@ -1,4 +1,4 @@
-"""Fused adapters on CUDA: as exact as peft's, compiled or not, in less memory, bit for bit again."""
+"""Fused LoRA on CUDA: as exact as peft, compiled or not, in less memory, bit-identical from run to run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def errors(found: list[Tensor], true: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("architecture", "rank"), [("Llama", 16), ("Llama", 20), ("Qwen2", 64), ("Gemma", 8)])
-def test_in_16_bits_the_error_is_not_that_of_more_rounding(
+def test_in_16_bits_the_error_is_no_larger_than_pefts(
     make_model: Make, architecture: str, rank: int, dtype: torch.dtype, compile: bool
 ) -> None:
     plain = made(make_model, architecture, dtype, rank, **({"head_dim": 64} if architecture == "Gemma" else {}))
@@ -83,7 +83,7 @@ def test_in_16_bits_the_error_is_not_that_of_more_rounding(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_without_16_bits_it_is_pefts_arithmetic(make_model: Make, dtype: torch.dtype) -> None:
+def test_in_fp32_and_fp64_results_are_pefts(make_model: Make, dtype: torch.dtype) -> None:
     plain = _as_loaded(made(make_model, "Llama", dtype, 16).to(dtype))
     fused = copy.deepcopy(plain)
     assert fuse_lora_(fused) == 6
@@ -93,7 +93,7 @@ def test_without_16_bits_it_is_pefts_arithmetic(make_model: Make, dtype: torch.d
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("convert_if", [lambda *sizes: True, lambda high, wide: high >= wide], ids=["all", "some"])
-def test_in_8_bits_the_error_is_that_of_the_roundings(make_model: Make, convert_if: Any, compile: bool) -> None:
+def test_in_fp8_the_error_is_that_of_the_casts(make_model: Make, convert_if: Any, compile: bool) -> None:
     reason = fp8_unsupported_reason(torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
@@ -134,7 +134,7 @@ def kept_by(mlp: Any, x: Tensor) -> int:
     return kept
 
 
-def test_an_mlp_keeps_two_wide_matrices(make_model: Make) -> None:
+def test_an_mlp_saves_two_intermediate_matrices(make_model: Make) -> None:
     plain = made(make_model, "Llama", torch.bfloat16, 16, num_hidden_layers=1)
     fused = copy.deepcopy(plain)
     fuse_lora_(fused)

@@ -1,4 +1,4 @@
-"""Adapters: the only thing trained, started by the seed alone, merged without a trace."""
+"""Adapters through peft: what is trained, initialisation by the seed, and merging."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_only_adapters_are_trained_and_the_head_has_none(make_model: Callable[..
     assert {parameter.shape[0] for name, parameter in model.named_parameters() if "lora_A" in name} == {4}
 
 
-def test_adapters_start_as_the_seed_says_and_change_nothing_yet(make_model: Callable[..., Any]) -> None:
+def test_adapters_start_from_the_seed_and_do_not_change_outputs(make_model: Callable[..., Any]) -> None:
     def start(seed: int, drawn_before: int) -> dict[str, torch.Tensor]:
         model = make_model("Llama")
         torch.manual_seed(drawn_before)

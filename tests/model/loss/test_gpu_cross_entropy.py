@@ -1,4 +1,4 @@
-"""The fused loss on CUDA: against its definition in fp64, against torch's gradients, and in how much memory."""
+"""Linear cross-entropy on CUDA: against its definition in fp64, torch's gradients, and its memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_kernel_computes_the_definition(kind: str, rows: int, vocabulary: in
             )
 
 
-def test_of_equal_logits_the_first_is_the_models_word_and_nan_is_none() -> None:
+def test_of_equal_logits_the_first_is_the_argmax_and_nan_is_no_hit() -> None:
     from whet.model.loss.cross_entropy_kernel import row_losses_triton
 
     logits = torch.zeros(4, 5000, device="cuda")
@@ -66,7 +66,7 @@ def test_of_equal_logits_the_first_is_the_models_word_and_nan_is_none() -> None:
     assert found.nll.isnan().tolist() == [False, False, False, True]
 
 
-def test_the_kernel_is_what_serves_here() -> None:
+def test_the_triton_kernel_is_used_on_cuda() -> None:
     from whet.model.loss.cross_entropy_kernel import row_losses_triton
 
     assert cross_entropy_module._triton_row_losses() is row_losses_triton
@@ -137,7 +137,7 @@ def test_two_runs_are_bit_equal() -> None:
 
 
 @pytest.mark.parametrize("learns_weight", [True, False])
-def test_all_logits_are_never_held(learns_weight: bool) -> None:
+def test_logits_are_never_materialised_at_once(learns_weight: bool) -> None:
     rows, vocabulary, width = 8192, 151936, 256
     hidden = drawn(rows, width, dtype=torch.bfloat16).requires_grad_()
     weight = drawn(vocabulary, width, dtype=torch.bfloat16).requires_grad_(learns_weight)

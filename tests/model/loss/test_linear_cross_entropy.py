@@ -1,4 +1,4 @@
-"""The loss against torch's own cross-entropy, in fp64 and with what 16-bit numbers make of it."""
+"""Linear cross-entropy against torch's, in fp64 and 16 bits."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             torch.testing.assert_close(one, same, rtol=1e-12, atol=1e-13)
 
 
-def test_no_more_rows_of_logits_are_held_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_have_no_more_rows_than_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, torch.dtype | None]] = []
     plain = cross_entropy_module.row_losses_torch
 
@@ -130,7 +130,7 @@ def test_nothing_supervised_is_a_loss_of_zero_with_gradients_of_zero() -> None:
     assert not any(gradient.any() for gradient in torch.autograd.grad(result.objective, learned))
 
 
-def test_of_equal_logits_the_first_is_the_models_word() -> None:
+def test_of_equal_logits_the_first_is_the_argmax() -> None:
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [1.0], [1.0]])
     assert linear_cross_entropy(hidden, OutputHead(weight), torch.tensor([1, 2])).hits.tolist() == [True, False]
 
@@ -149,7 +149,7 @@ def sixteen_bit(rows: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor,
     return hidden.bfloat16(), weight.bfloat16(), targets
 
 
-def test_sixteen_bit_numbers_are_computed_with_in_fp32() -> None:
+def test_16_bit_hidden_states_are_computed_in_fp32() -> None:
     hidden, weight, targets = sixteen_bit(500, 8, 20)
     _, exact = by_torch(hidden.double(), OutputHead(weight.double()), targets, 0.0, 0.0)
     result = linear_cross_entropy(hidden, OutputHead(weight), targets)

@@ -1,4 +1,4 @@
-"""The head that is read from a model, against the model's own forward pass: loss and gradients of every parameter."""
+"""The output head against the model's own forward pass: loss and gradients of every parameter."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_the_models_own(
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_an_adapted_head_learns_and_counts(
+def test_an_adapted_head_is_trained_and_counted(
     kind: str, tied: bool, make_model: Callable[..., Any], make_documents: Any, pack: Any
 ) -> None:
     adapted = adapt(make_model("Llama", tie_word_embeddings=tied), **ADAPTERS[kind])
@@ -101,7 +101,7 @@ def adapt(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["head", "trained beside"])
-def test_a_head_whose_adapter_is_off_is_the_heads_own(kind: str, make_model: Callable[..., Any]) -> None:
+def test_a_head_with_a_disabled_adapter_is_the_base_head(kind: str, make_model: Callable[..., Any]) -> None:
     model = make_model("Llama", tie_word_embeddings=False)
     before = model.lm_head.weight.detach().clone()
     adapted = get_peft_model(model, LoraConfig(r=3, **ADAPTERS[kind]))
@@ -118,7 +118,7 @@ def test_a_merged_adapter_is_counted_once(make_model: Callable[..., Any]) -> Non
     torch.testing.assert_close(read_output_head(model).weight, apart)
 
 
-def test_beside_bf16_weights_an_adapter_counts_in_fp32(make_model: Callable[..., Any]) -> None:
+def test_on_bf16_weights_an_adapter_is_fp32(make_model: Callable[..., Any]) -> None:
     model = make_model("Llama", dtype=torch.bfloat16, tie_word_embeddings=False)
     inside = unwrap_peft(randomised(get_peft_model(model, LoraConfig(r=3, target_modules=["lm_head"]))))
     layer = inside.lm_head
@@ -138,7 +138,7 @@ def test_beside_bf16_weights_an_adapter_counts_in_fp32(make_model: Callable[...,
     ],
     ids=["dora", "bias", "dropout"],
 )
-def test_an_adapter_of_the_head_that_is_more_than_a_product_is_refused(
+def test_an_adapter_variant_on_the_head_is_an_error(
     settings: dict[str, Any], key: str, make_model: Callable[..., Any]
 ) -> None:
     model = make_model("Phi") if "lora_bias" in settings else make_model("Llama", tie_word_embeddings=False)
@@ -152,14 +152,14 @@ class Doubling(nn.Linear):
         return 2 * super().forward(hidden)
 
 
-def test_a_head_that_is_no_plain_linear_layer_is_refused(make_model: Callable[..., Any]) -> None:
+def test_a_head_that_is_not_linear_is_an_error(make_model: Callable[..., Any]) -> None:
     model = make_model("Llama")
     model.lm_head = Doubling(32, 64, bias=False)
     with pytest.raises(WhetError, match=r"model\.path: the output head of this model is a Doubling"):
         read_output_head(model)
 
 
-def test_the_settings_of_a_text_model_inside_another_are_found() -> None:
+def test_rope_settings_of_a_nested_text_config_are_found() -> None:
     import transformers
 
     text = {
