@@ -1,6 +1,7 @@
 """Speed of fp8: compiled layers of an 8B Llama, forward and backward, in bf16 and fp8.
 
-Both are warmed up and then timed in turns; kernel times of one pass are summed by kind. The last line is a JSON object. Needs a CUDA device of capability 8.9 or higher.
+Both are warmed up and then timed in turns; kernel times of one pass are summed by kind. The last line is a JSON object.
+Needs a CUDA device of compute capability 8.9 or higher.
 
     python bench/fp8.py [LAYERS] [TOKENS] [WEIGHTS]      default: 4 8192 bf16
 """

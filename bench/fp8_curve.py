@@ -5,8 +5,8 @@
 Default: 500 steps of full training of builtin:smollm2; with a RANK, of an adapter. Needs a GPU with fp8.
 
 Three runs: bf16 with two seeds, whose difference is seed noise, then fp8 with the first seed. All decoder matrices run
-in fp8, also those that whet would leave in bf16 because they are too small for fp8 to be faster. Prints the mean loss over each fifth of the run and the validation loss at the end; the
-last line is a JSON object.
+in fp8, also those that whet would leave in bf16 because they are too small for fp8 to be faster. Prints
+the mean loss over each fifth of the run and the validation loss at the end; the last line is a JSON object.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ _FP32_TILE = AttentionTile(32, 32, 4, 1)
 
 
 @triton.jit
-def _tile_offsets(
+def _tile_offsets(  # type: ignore[no-untyped-def]
     first, second, first_stride, second_stride, dim_stride, block_dim: tl.constexpr, int64_offsets: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """[rows block_dim] offsets of a tile's elements from its first; the same for all tiles, so computed once."""
     dim = tl.arange(0, block_dim)
     if int64_offsets:  # the tensor is too large for 32-bit offsets
