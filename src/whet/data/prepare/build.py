@@ -91,7 +91,8 @@ def require_all_shards(
         shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
         raise WhetError(
             f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). "
-            "`whet prepare --shard i/n` makes chunk c with i = c modulo n: wait for the missing shards, or omit --merge to make the chunks here"
+            "`whet prepare --shard i/n` makes chunk c with i = c modulo n: wait for the missing shards, or omit "
+            "--merge to make the chunks here"
         )
 
 

@@ -134,8 +134,8 @@ def _resolve_marker_id(encoder: Encoder, marker: Marker, role: str) -> int:
     kind = encoder.token_kind(number)
     if kind is not None:
         raise WhetError(
-            f"data.markers.{role}.{key}: id {number} is the {kind} piece {encoder.id_to_token(number)!r}, which encoded "
-            "text may contain, so turns would be ambiguous. Choose the id of a control or unused piece"
+            f"data.markers.{role}.{key}: id {number} is the {kind} piece {encoder.id_to_token(number)!r}, which "
+            "encoded text may contain, so turns would be ambiguous. Choose the id of a control or unused piece"
         )
     return number
 

@@ -2,8 +2,9 @@
 
 A tokenizer first splits its text at special tokens and then encodes the parts independently. Where all texts begin
 alike up to a special token, only the rest has to be encoded each time. This saves a fifth of the work for short
-conversations with a default system prompt. That the split does not change the ids is verified on the texts that the prefix was found in.
-Tokenizers that treat the first word of a text differently fail this check and encode every text whole.
+conversations with a default system prompt. That the split does not change the ids is verified on the texts that the
+prefix was found in. Tokenizers that treat the first word of a text differently fail this check and encode every text
+whole.
 """
 
 from __future__ import annotations
