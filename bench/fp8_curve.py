@@ -23,8 +23,8 @@ from whet.config import read_config
 from whet.core.console import set_quiet
 from whet.core.yaml import dump_yaml
 from whet.model.fp8 import conversion
-from whet.run import assemble
-from whet.run import lifecycle as recipe_train
+from whet.run import model_builder
+from whet.run.lifecycle import run_training
 
 RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1)]
 FIFTHS = 5
@@ -32,7 +32,7 @@ FIFTHS = 5
 
 def main(data: str, steps: str = "500", model: str = "builtin:smollm2", rank: str = "0") -> None:
     set_quiet()
-    assemble.convert_to_fp8_ = functools.partial(conversion.convert_to_fp8_, convert_if=lambda *shape: True)
+    model_builder.convert_to_fp8_ = functools.partial(conversion.convert_to_fp8_, convert_if=lambda *shape: True)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for precision, seed in RUNS:
@@ -58,7 +58,7 @@ def curve(scratch: Path, data: str, steps: int, model: str, rank: int, precision
         "export": {"at_end": "none"},
     }  # fmt: skip
     (scratch / "recipe.yaml").write_text(dump_yaml(recipe))
-    recipe_train.run_training(read_config(scratch / "recipe.yaml"), resume=False, keeps=False)
+    run_training(read_config(scratch / "recipe.yaml"), resume=False, save=False)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     size = len(losses) // FIFTHS

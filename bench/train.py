@@ -24,12 +24,11 @@ from whet.core.console import silence_libraries
 from whet.core.distributed import init_distributed
 from whet.core.yaml import parse_yaml
 from whet.model import attention
-from whet.run.assemble import build_loss_model, build_model, make_loader
 from whet.run.data import make_plan, prepare_data
-from whet.training.micro_batches import ForwardPasses
-from whet.training.optimizers.factory import build_optimizer, optimizer_step
+from whet.run.model_builder import build_loss_model, build_model, make_loader
+from whet.training.optimizers.factory import build_optimizer
 from whet.training.precision import choose_precision
-from whet.training.step import compute_gradients
+from whet.training.step import ForwardPasses, train_step
 
 RECIPE = """
 run: {seed: 1}
@@ -55,9 +54,8 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     context = precision.autocast(ranks.device)
 
     def ours(step: int) -> None:
-        passes = ForwardPasses(root, loader, step, device=ranks.device, seed=1, autocast=context, loss_scale=1.0)
-        result = compute_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
-        optimizer_step(optimizer, result.factor)
+        forward = ForwardPasses(root, loader, step, device=ranks.device, seed=1, autocast=context, loss_scale=1.0)
+        train_step(forward, optimizer, ranks=ranks, clip_norm=1.0).wait()
 
     def plain(step: int) -> None:
         optimizer.zero_grad(set_to_none=True)

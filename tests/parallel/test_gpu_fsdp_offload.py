@@ -19,7 +19,7 @@ from whet.parallel.config import ParallelConfig
 from whet.parallel.dtensor import local_tensor
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import build_mesh
-from whet.run import assemble
+from whet.run import model_builder
 from whet.run.lifecycle import run_training
 
 pytestmark = pytest.mark.gpu
@@ -70,13 +70,13 @@ def test_losses_equal_in_mixed_precision(tmp_path, options):
 
 
 def test_adapters_over_sharded_weights_are_fused(tmp_path, monkeypatch):
-    fused, fuse = [], assemble.fuse_lora_
+    fused, fuse = [], model_builder.fuse_lora_
 
     def note(model):
         fused.append(fuse(model))
         return fused[-1]
 
-    monkeypatch.setattr(assemble, "fuse_lora_", note)
+    monkeypatch.setattr(model_builder, "fuse_lora_", note)
     plain = run(tmp_path / "plain", "adapter.rank=8", "train.steps=10")
     whole = sum(fused)
     sharded = run(tmp_path / "sharded", "adapter.rank=8", "train.steps=10", *OFFLOAD)

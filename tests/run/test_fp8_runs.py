@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from whet.model.fp8.conversion import convert_to_fp8_
-from whet.run import assemble
+from whet.run import model_builder
+from whet.training import precision
 
 Steps = Callable[[Path], list[dict[str, Any]]]
 LONG = ("train.steps=40", "data.packing=best-fit", "eval.every=20")
@@ -21,10 +22,12 @@ LONG = ("train.steps=40", "data.packing=best-fit", "eval.every=20")
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 bits on this CPU, for the tiny model's matrices too."""
-    monkeypatch.setattr(assemble, "require_fp8", lambda device, precision: None)
-    monkeypatch.setattr(assemble, "fp8_unsupported_reason", lambda device: None)
+    monkeypatch.setattr(precision, "require_fp8", lambda device, precision: None)
+    monkeypatch.setattr(precision, "fp8_unsupported_reason", lambda device: None)
     monkeypatch.setattr(
-        assemble, "convert_to_fp8_", functools.partial(convert_to_fp8_, convert_if=lambda *sizes: True, emulate=True)
+        model_builder,
+        "convert_to_fp8_",
+        functools.partial(convert_to_fp8_, convert_if=lambda *sizes: True, emulate=True),
     )
 
 
@@ -51,7 +54,7 @@ def test_it_learns_what_bf16_learns(
     folder = tmp_path / "run"
     ended = whet("train", recipe, f"run.dir={folder}", *LONG, *options)
     assert ended.code == 0, ended.err  # the export was compared too
-    assert "14 layers multiply in 8 bits" in ended.err
+    assert "14 layers multiply in fp8" in ended.err
     assert "without compiling" in ended.err
     plan = json.loads((folder / "plan.json").read_text())
     assert (plan["precision"], plan["eight_bit_layers"]) == (options[0].partition("=")[2], 14)

@@ -9,9 +9,9 @@ import pytest
 
 from whet.config import read_config
 from whet.run.lifecycle import run_training
-from whet.run.training_loop import RunHooks
-from whet.training import trainer
-from whet.training.micro_batches import ForwardPasses
+from whet.training import overlap
+from whet.training.output import FolderOutput
+from whet.training.overlap import EarlyForwardPasses
 
 pytestmark = pytest.mark.gpu
 
@@ -52,12 +52,12 @@ def test_fp64_is_the_same_packed_or_not(tmp_path):
 def test_steps_that_begin_early_are_the_same_steps(tmp_path, options, monkeypatch):
     """Micro-batches of one row, an evaluation after ten steps and a checkpoint after five."""
     began = []
-    begin = ForwardPasses.begin
-    monkeypatch.setattr(ForwardPasses, "begin", lambda self: began.append(self.step) or begin(self))
+    launch_first = EarlyForwardPasses.launch_first
+    monkeypatch.setattr(EarlyForwardPasses, "launch_first", lambda self: began.append(self.step) or launch_first(self))
     options = ("train.deterministic=true", "train.micro_rows=1", "eval.every=10", "checkpoint.every=5", *options)
     early = _run(tmp_path / "early", *options)
     assert began == [step for step in range(2, 30) if step % 5]
-    monkeypatch.setattr(trainer, "_MAX_OVERLAP_BYTES", 0)
+    monkeypatch.setattr(overlap, "_MAX_GRADIENT_BYTES", 0)
     in_turn = _run(tmp_path / "in turn", *options)
     assert len(began) == 23
     assert early == in_turn
@@ -69,7 +69,7 @@ def test_a_stopped_deterministic_run_continues_bit_for_bit(tmp_path, adapter, mo
     whole = _run(tmp_path / "whole", *options)
     config = read_config(TINY, [f"run.dir={tmp_path / 'cut'}", *options])
 
-    original = RunHooks.log
+    original = FolderOutput.write_step
 
     def log_then_die(self, line):
         original(self, line)
@@ -77,7 +77,7 @@ def test_a_stopped_deterministic_run_continues_bit_for_bit(tmp_path, adapter, mo
             raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunHooks, "log", log_then_die)
+        patch.setattr(FolderOutput, "write_step", log_then_die)
         with pytest.raises(ZeroDivisionError):
             run_training(config, resume=False)
     run_training(config, resume=True)

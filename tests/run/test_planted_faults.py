@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whet.data.batch import BatchShape
 from whet.data.plan.planner import Plan
 from whet.model.load.builtin_models import builtin_folder
-from whet.run.training_loop import RunHooks
+from whet.training import trainer
+from whet.training.run_state import Run
 
 Steps = Callable[[Path], list[dict[str, Any]]]
 Exact = Callable[[Path], list[dict[str, Any]]]
@@ -190,13 +191,13 @@ def test_after_a_rollback_the_guard_knows_what_a_resumed_run_would(
 ) -> None:
     """Otherwise the losses that were undone would count when it looks for spikes."""
     guards: list[Any] = []
-    go_back = RunHooks.roll_back
+    roll_back = trainer.roll_back
 
-    def watched(self: RunHooks, step: int) -> Any:
-        guards.append(self.guard)
-        return go_back(self, step)
+    def watched(run: Run) -> None:
+        guards.append(run.guard)
+        roll_back(run)
 
-    monkeypatch.setattr(RunHooks, "roll_back", watched)
+    monkeypatch.setattr(trainer, "roll_back", watched)
     run = tmp_path / "run"
     assert whet("train", planted("backward"), f"run.dir={run}", "train.on_nonfinite=rollback").code == 0
     (guard,) = guards

@@ -110,8 +110,8 @@ def test_what_a_resumed_run_changes_is_in_its_config(stopped: Path, whet: Any, o
 
 def test_sigterm_while_measuring_is_an_end_in_good_order(own: Path) -> None:
     code = (
-        "import os, signal, sys\nimport whet.run.training_loop as t\n"
-        "t.measure = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import os, signal, sys\nimport whet.run.assemble as t\n"
+        "t.evaluate_run = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"
         "from whet.cli.app import main\nsys.argv[0] = 'whet'\nmain()\n"
     )
     command = [sys.executable, "-c", code, "train", str(own), "--json"]

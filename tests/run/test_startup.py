@@ -23,11 +23,11 @@ from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.run_folder import RunFolder
 from whet.model.load.builtin_models import builtin_folder
-from whet.run import assemble
-from whet.run.assemble import BackgroundModelLoader
+from whet.run import model_builder
 from whet.run.data import prepare_data
+from whet.run.model_builder import BackgroundModelLoader
 from whet.run.resume import write_run_inputs
-from whet.run.training_loop import StartupTimer, startup_summary
+from whet.training.timing import StartupTimer, startup_summary
 
 PARTS = ["import_s", "prepare_s", "load_s", "measure_s", "step_s"]
 
@@ -48,13 +48,13 @@ def test_the_model_is_loaded_in_a_thread_unless_it_brings_code_of_its_own(
     trusts: str, name: str, whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    load = assemble.load_model
+    load = model_builder.load_model
 
     def noted(*arguments: Any) -> torch.nn.Module:
         threads.append(threading.current_thread().name)
         return load(*arguments)
 
-    monkeypatch.setattr(assemble, "load_model", noted)
+    monkeypatch.setattr(model_builder, "load_model", noted)
     run = f"run.dir={tmp_path / 'run'}"
     ended = whet("train", recipe, run, "train.steps=1", f"model.trust_remote_code={trusts}", "export.at_end=none")
     assert ended.code == 0, ended.err
@@ -120,17 +120,17 @@ def test_a_model_that_nobody_wants_any_more_is_given_up_at_once(
         assert may_end.wait(60)
         return torch.nn.Linear(1, 1)
 
-    monkeypatch.setattr(assemble, "load_model", slow)
+    monkeypatch.setattr(model_builder, "load_model", slow)
     loading = BackgroundModelLoader(config_of(recipe, tmp_path))
     loading.start()
     assert begun.wait(10)
     began = time.monotonic()
-    loading.abandon()
+    loading.close()
     assert time.monotonic() - began < 4
-    assert assemble.fork_lock.locked()
+    assert model_builder.fork_lock.locked()
     may_end.set()
-    assert assemble.fork_lock.acquire(timeout=10)  # it ends by itself, and nothing is held any more
-    assemble.fork_lock.release()
+    assert model_builder.fork_lock.acquire(timeout=10)  # it ends by itself, and nothing is held any more
+    model_builder.fork_lock.release()
 
 
 def test_an_error_of_the_thread_comes_out_where_the_model_is_asked_for(recipe: str, tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_an_error_of_the_thread_comes_out_where_the_model_is_asked_for(recipe: s
 
 SLOW = """
 import sys, time
-from whet.run import assemble
+from whet.run import model_builder
 
 def slow(*_):
     print("loading", file=sys.stderr, flush=True)
     while True:
         time.sleep(0.01)
 
-assemble.load_model = slow
+model_builder.load_model = slow
 from whet.cli.app import main
 main()
 """

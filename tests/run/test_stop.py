@@ -60,10 +60,10 @@ main()
 MOMENTS = {
     "importing": ("whet.config:read_config", signal.SIGTERM, None),
     "preparing": ("whet.run.lifecycle:prepare_data", signal.SIGUSR1, None),
-    "loading": ("whet.run.lifecycle:build_model", signal.SIGTERM, 0),
-    "checking": ("whet.run.assemble:probe", signal.SIGUSR1, 0),
-    "measuring": ("whet.run.training_loop:measure", signal.SIGTERM, 0),
-    "first step": ("whet.training.trainer:find_gradients", signal.SIGTERM, 2),  # all processes hear of it in the next
+    "loading": ("whet.run.assemble:build_model", signal.SIGTERM, 0),
+    "checking": ("whet.run.model_builder:check_packing", signal.SIGUSR1, 0),
+    "measuring": ("whet.run.assemble:evaluate_run", signal.SIGTERM, 0),
+    "first step": ("whet.training.trainer:train_step", signal.SIGTERM, 2),  # all processes hear of it in the next
     "shipping": ("whet.run.lifecycle:export_model", signal.SIGTERM, 30),
 }
 """A function that is called then, the signal, and the steps that the status knows of; None: there is no folder yet."""

@@ -46,9 +46,8 @@ from whet.parallel.fsdp import apply_fsdp
 from whet.parallel.mesh import build_mesh
 from whet.parallel.ulysses import apply_ulysses
 from whet.training.config import OptimizerConfig
-from whet.training.micro_batches import ForwardPasses
-from whet.training.optimizers.factory import build_optimizer, optimizer_step
-from whet.training.step import StepResult, compute_gradients
+from whet.training.optimizers.factory import build_optimizer
+from whet.training.step import ForwardPasses, StepResult, train_step
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY = ModelConfig(path="builtin:tiny")
@@ -166,11 +165,8 @@ def take(root: LossModel, optimizer: torch.optim.Optimizer, loader: Loader, step
     ranks = changed.pop("ranks", ALONE)
     given: dict[str, Any] = {"seed": 0, "autocast": KeepFloat64(), "loss_scale": 1.0}
     how = {name: changed.pop(name, usual) for name, usual in given.items()}
-    passes = ForwardPasses(root, loader, step, device=ranks.device, **how)
-    result = compute_gradients(passes, ranks=ranks, **{"clip_norm": CLIP, "stop": False} | changed)
-    if result.finite:
-        optimizer_step(optimizer, result.factor)
-    return result
+    forward = ForwardPasses(root, loader, step, device=ranks.device, **how)
+    return train_step(forward, optimizer, ranks=ranks, **{"clip_norm": CLIP} | changed).wait()
 
 
 def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.distributed import Ranks
+from whet.core.seeds import derive_seed
 from whet.data.batch import BatchShape
 from whet.data.loader import ReplayLoader, SavedDocument
 from whet.model.loss.loss_model import LossSum
 from whet.training.diagnose import Diagnoser, nonfinite_gradients, nonfinite_weights, watch_nonfinite
-from whet.training.micro_batches import derive_seed
 
 BAD = 7
 """The token that the plants react to."""

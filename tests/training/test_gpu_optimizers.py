@@ -12,7 +12,13 @@ from torch import nn
 
 from whet.core.distributed import Ranks
 from whet.training.config import OptimizerConfig
-from whet.training.optimizers.factory import build_conditional_step, build_optimizer, optimizer_step
+from whet.training.optimizers.factory import (
+    apply_gradients,
+    build_optimizer,
+    decides_on_device,
+    optimizer_step,
+    retract_step,
+)
 from whet.training.optimizers.state import (
     RoundingGenerators,
     dequantize_blockwise,
@@ -105,13 +111,12 @@ def test_a_step_that_the_device_decides_on_is_the_same(
                     optimizer_step(optimizer, factor)
                 continue
             numbers = torch.tensor([math.nan if number == 2 else factor, number != 2], dtype=torch.float64).cuda()
-            move = build_conditional_step(optimizer)
-            assert move is not None
+            assert decides_on_device(optimizer)
             torch.cuda.set_sync_debug_mode("error")
-            move(numbers[0], numbers[1])
+            apply_gradients(optimizer, numbers[0], numbers[1])
             torch.cuda.set_sync_debug_mode("default")
             if number == 2:
-                move.take_back()
+                retract_step(optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
         ends.append([value.detach().cpu() for value in (*model.parameters(), *states)])
     assert len(ends[0]) == 16
@@ -120,11 +125,27 @@ def test_a_step_that_the_device_decides_on_is_the_same(
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "muon"])
-def test_who_needs_the_host_is_not_asked_early(name: Any) -> None:
-    assert (
-        build_conditional_step(build_optimizer(network(torch.bfloat16, "cuda"), OptimizerConfig(name=name), 0)) is None
-    )
-    assert build_conditional_step(build_optimizer(network(torch.float32, "cpu"), OptimizerConfig(), 0)) is None
+def test_these_optimizers_need_the_numbers_on_the_host(name: Any) -> None:
+    assert not decides_on_device(build_optimizer(network(torch.bfloat16, "cuda"), OptimizerConfig(name=name), 0))
+    assert not decides_on_device(build_optimizer(network(torch.float32, "cpu"), OptimizerConfig(), 0))
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon"])
+def test_an_update_that_waits_for_the_host_is_the_same(name: Any) -> None:
+    ends = []
+    for on_device in (False, True):
+        model = network(torch.bfloat16, "cuda")
+        optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=1e-2), 0)
+        for number in range(3):
+            set_gradients(model, number)
+            if on_device:
+                numbers = torch.tensor([0.3, number != 1], dtype=torch.float64).cuda()
+                apply_gradients(optimizer, numbers[0], numbers[1])
+            elif number != 1:
+                optimizer_step(optimizer, 0.3)
+        ends.append([weight.detach().cpu() for weight in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

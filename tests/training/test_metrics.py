@@ -13,8 +13,9 @@ from whet.core.smoothing import ExponentialAverage
 from whet.data.loader import StepTotals
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import metrics
-from whet.training.metrics import RunTotals, StepSpeed, StepTime, progress_note, step_metrics
+from whet.training.metrics import RunTotals, StepSpeed, progress_note, step_metrics
 from whet.training.step import StepResult
+from whet.training.timing import StepTime
 
 
 def test_the_first_average_is_the_first_value_and_what_is_not_finite_is_passed_over() -> None:
@@ -39,7 +40,7 @@ def test_rates_are_of_this_step_and_null_while_compiling() -> None:
     assert found["mfu"] == 0.2
     assert found["flops"] == 3 * 30 + 5 * 10 + 3 * (36 + 12 * 8 + 36 + 2 * 8)
     assert line(StepSpeed(StepTime(2.0, 0.0), 400, None))["mfu"] is None
-    cold = line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0, warm=False))
+    cold = line(StepSpeed(StepTime(2.0, 0.0, is_steady=False), 400, 1000.0))
     assert {cold[key] for key in ("tokens_per_s", "supervised_per_s", "conversations_per_s", "mfu")} == {None}
     assert cold["step_s"] == 2.0
 
@@ -58,4 +59,4 @@ def test_the_note_says_what_is_known() -> None:
         progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0)), 2.5) == "loss 2.5000 · 15 tokens/s · mfu 20.0%"
     )
     assert progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, None)), 2.5) == "loss 2.5000 · 15 tokens/s"
-    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0, warm=False)), 2.5) == "loss 2.5000"
+    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0, is_steady=False), 400, 1000.0)), 2.5) == "loss 2.5000"

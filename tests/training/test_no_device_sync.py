@@ -24,9 +24,9 @@ from whet.model.loss.loss_model import LossModel
 from whet.parallel.config import ParallelConfig
 from whet.parallel.ddp import all_reduce_gradients
 from whet.training.config import OptimizerConfig
-from whet.training.micro_batches import ForwardPasses
-from whet.training.optimizers.factory import build_conditional_step, build_optimizer
-from whet.training.step import compute_gradients, squared_gradient_norm
+from whet.training.optimizers.factory import build_optimizer, decides_on_device
+from whet.training.overlap import EarlyForwardPasses
+from whet.training.step import squared_gradient_norm, train_step
 
 NOWHERE = torch.device("meta")
 
@@ -81,7 +81,7 @@ class OneStep:
         return 2
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
-        for row in range(self.count(step)):
+        for row in range(self.micro_batch_count(step)):
             batch = pack_batch(Documents(), np.arange(4), 20, BatchShape(64, 6))
             yield row, batch.pin_memory(torch.device("cuda", 0))
 
@@ -104,16 +104,15 @@ def test_a_step_on_the_device_waits_for_its_loss_and_norm_alone(adapter: bool) -
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            early = build_conditional_step(optimizer)
-            assert early is not None
             try:
                 given = {"device": device, "seed": 0, "autocast": autocast, "loss_scale": 1.0}
-                passes, following = ForwardPasses(root, loader, 0, **given), ForwardPasses(root, loader, 0, **given)
-                result = compute_gradients(
-                    passes, ranks=Ranks(0, 1, device), clip_norm=1.0, stop=False, move=early, meanwhile=following.begin
-                )
+                forward, following = (EarlyForwardPasses(root, loader, 0, **given) for _ in range(2))
+                pending = train_step(forward, optimizer, ranks=Ranks(0, 1, device), clip_norm=1.0)
+                following.launch_first()
+                result = pending.wait()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    assert early.was_asked
+    assert decides_on_device(optimizer)
+    assert result.updated
     assert result.finite
     assert not [str(one.message) for one in said if "synchroniz" in str(one.message)]  # but for an event, at the end

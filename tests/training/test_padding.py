@@ -22,8 +22,7 @@ from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
-from whet.training.micro_batches import ForwardPasses
-from whet.training.step import compute_gradients
+from whet.training.step import ForwardPasses, train_step
 
 TINY = ModelConfig(path="builtin:tiny")
 LANGUAGE = ChatTokenizer({"tokenizer": TINY.path, "today": None}, lambda: load_tokenizer(TINY), list, "assistant")
@@ -42,8 +41,8 @@ def gradients(store: Store, packing: str, padded_to: int | None, lengths: int) -
     plan = plan_single_step(store.lengths, np.arange(len(store)), 600, packing, 4)
     with contextlib.closing(Loader(store, plan, 2, 0, 1, padded_to, lengths)) as loader:
         ranks = Ranks(0, 1, torch.device("cpu"))
-        passes = ForwardPasses(root, loader, 0, device=ranks.device, seed=0, autocast=KeepFloat64(), loss_scale=1.0)
-        result = compute_gradients(passes, ranks=ranks, clip_norm=1.0, stop=False)
+        forward = ForwardPasses(root, loader, 0, device=ranks.device, seed=0, autocast=KeepFloat64(), loss_scale=1.0)
+        result = train_step(forward, None, ranks=ranks, clip_norm=1.0).wait()
         sizes = {len(batch.tokens) for _, batch in loader.micro_batches(0)}
     found = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
     return [torch.tensor([result.loss, result.grad_norm], dtype=torch.float64), *found], sizes

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,11 @@ from whet.model.load.pretrained import load_model
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
+from whet.training import step
 from whet.training.config import OptimizerConfig
-from whet.training.micro_batches import ForwardPasses, OverlappedForward, TimedIterator
-from whet.training.optimizers.factory import build_optimizer, gradient_bytes, optimizer_step
-from whet.training.step import StepResult, _decide_on_device, compute_gradients
+from whet.training.optimizers.factory import build_optimizer, gradient_bytes
+from whet.training.overlap import EarlyForwardPasses
+from whet.training.step import ForwardPasses, StepResult, train_step
 
 USUAL: dict[str, Any] = {"device": ALONE.device, "seed": 0, "autocast": KeepFloat64(), "loss_scale": 1.0}
 
@@ -55,81 +57,92 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(store: Store) -> Non
 NUMBERS = st.floats(0, 1e12) | st.sampled_from([math.nan, math.inf, 0.0])
 
 
+class OneLoss(nn.Module):
+    """A model whose loss and gradient are given."""
+
+    def __init__(self, loss: float, gradient: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.trainable_parameters, self._loss, self._gradient = [self.weight], loss, gradient
+
+    def forward(self, batch: Any, weight: float) -> Any:
+        loss = torch.tensor(self._loss, dtype=torch.float64)
+        return SimpleNamespace(objective=self.weight * self._gradient, loss=loss, hits=torch.zeros(1))
+
+
+def one_step(loss: float, gradient: float, supervised: int, loss_scale: float, **how: Any) -> tuple[StepResult, float]:
+    """The result of a step, and how far SGD moved the weight."""
+    model: Any = OneLoss(loss, gradient)
+    batch = SimpleNamespace(to=lambda device: None)
+    loader: Any = SimpleNamespace(
+        totals=lambda step: SimpleNamespace(supervised=supervised),
+        micro_batches=lambda step: iter([(0, batch)]),
+        micro_batch_count=lambda step: 1,
+    )
+    forward = ForwardPasses(model, loader, 0, **USUAL | {"loss_scale": loss_scale})
+    result = train_step(forward, torch.optim.SGD([model.weight], lr=1.0), ranks=ALONE, **how).wait()
+    return result, model.weight.item()
+
+
 @given(NUMBERS, NUMBERS, st.integers(1, 10**7), st.sampled_from([1.0, 2.0**16]), st.floats(1e-6, 1e6), NUMBERS)
-def test_the_device_decides_as_the_host_does(
-    loss: float, squares: float, supervised: int, loss_scale: float, clip_norm: float, limit: float
+def test_the_weights_change_if_loss_and_norm_are_finite_and_the_loss_is_within_its_limit(
+    loss: float, gradient: float, supervised: int, loss_scale: float, clip_norm: float, limit: float
 ) -> None:
-    """The guard's judgement of the same numbers, and the same factor: torch's square roots on CPUs are not exact."""
+    """torch's square roots on CPUs are not exact, so the factor is compared to 15 digits."""
     limit = math.inf if math.isnan(limit) else limit
-    sums = torch.tensor([loss, 0, 0, squares, 0], dtype=torch.float64)
-    factor, fine = (float(each) for each in _decide_on_device(sums, supervised, loss_scale, clip_norm, limit))
-    norm = math.sqrt(squares) / loss_scale
-    result = StepResult(loss / supervised, 0.0, norm, min(1.0, clip_norm / (norm + 1e-6)) / loss_scale, False, 0.0)
-    assert (fine == 1) == (result.finite and result.loss <= limit)
-    assert fine in (0, 1)
-    if fine:
-        assert factor == pytest.approx(result.factor, rel=1e-15)
+    result, moved = one_step(loss, gradient, supervised, loss_scale, clip_norm=clip_norm, spike_limit=limit)
+    assert result.updated == (result.finite and result.loss <= limit)
+    assert result.finite == (math.isfinite(loss) and math.isfinite(gradient))
+    if not result.updated:
+        assert moved == 0
+        return
+    norm = gradient / loss_scale
+    assert (result.loss, result.grad_norm) == (loss / supervised, pytest.approx(norm, rel=1e-15, abs=1e-150))
+    factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
+    assert result.gradient_scale == pytest.approx(factor, rel=1e-14)
+    assert moved == pytest.approx(-gradient * factor, rel=1e-14, abs=1e-150)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_move_is_asked_for_before_the_result_is_known(store: Store, broken: bool) -> None:
-    model = load_model(TINY, torch.float64)
-    attention.install_backend(model, "sdpa")
-    if broken:
-        model.model.norm.weight.data.fill_(math.nan)
-    asked: list[tuple[float, float]] = []
-    passes = ForwardPasses(LossModel(model), Loader(store, plan_of(store, "none"), 1, 0, 1), 0, **USUAL)
-    result = compute_gradients(
-        passes, ranks=ALONE, clip_norm=0.1, stop=False,
-        move=lambda factor, fine: asked.append((float(factor), float(fine))),
-    )  # fmt: skip
-    assert len(asked) == 1
-    assert asked[0][1] == (0 if broken else 1)
-    if not broken:
-        assert asked[0][0] == pytest.approx(result.factor, rel=1e-15)
-        assert result.factor < 1
+def test_an_update_that_the_device_did_not_take_is_retracted_when_the_result_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(step, "apply_gradients", lambda optimizer, scale, is_sound: did.append("launched"))
+    monkeypatch.setattr(step, "retract_step", lambda optimizer: did.append("retracted"))
+    one_step(1.0, 1.0, 1, 1.0, clip_norm=1.0)
+    assert did == ["launched"]
+    one_step(math.nan, 1.0, 1, 1.0, clip_norm=1.0)
+    assert did == ["launched", "launched", "retracted"]
 
 
-def test_a_step_that_began_early_is_the_same_step(store: Store) -> None:
-    """Two micro-batches a step, with dropout: the first is computed before the host has looked at the step before."""
+def test_a_step_without_supervised_tokens_has_no_loss_and_changes_nothing() -> None:
+    result, moved = one_step(0.0, 1.0, supervised=0, loss_scale=1.0, clip_norm=1.0)
+    assert all(map(math.isnan, (result.loss, result.accuracy, result.grad_norm, result.gradient_scale)))
+    assert (result.updated, moved) == (False, 0)
 
-    def losses(begins: bool) -> list[float]:
+
+def test_a_step_whose_first_forward_pass_was_launched_early_is_the_same_step(store: Store) -> None:
+    """Two micro-batches a step, with dropout: the first is computed before the host has read the step before."""
+
+    def losses(is_early: bool) -> list[float]:
         model = load_model(TINY, torch.float64)
         attention.install_backend(model, "sdpa")
         root = LossModel(unwrap_peft(add_adapter(model, AdapterConfig(dropout=0.5), seed=0))).train()
         optimizer = build_optimizer(root, OPTIMIZER, 0)
+        found = []
         with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
-            ahead, found = OverlappedForward(lambda step: ForwardPasses(root, loader, step, **USUAL), possible=True), []
-            for step in range(4):
-                passes = ahead.take(step)
-                assert passes.has_begun is (begins and step > 0)
-                result = compute_gradients(
-                    passes, ranks=ALONE, clip_norm=0.1, stop=False,
-                    move=lambda factor, fine: optimizer_step(optimizer, float(factor)),
-                    meanwhile=functools.partial(ahead.begin, step + 1) if begins else None,
-                )  # fmt: skip
+            forward = EarlyForwardPasses(root, loader, 0, **USUAL)
+            for number in range(4):
+                assert forward.has_started is (is_early and number > 0)
+                pending = train_step(forward, optimizer, ranks=ALONE, clip_norm=0.1)
+                forward = EarlyForwardPasses(root, loader, number + 1, **USUAL)
+                if is_early:
+                    forward.launch_first()
+                result = pending.wait()
                 found += [result.loss, result.accuracy, result.grad_norm]
         return found
 
-    assert losses(begins=True) == losses(begins=False)
-
-
-def test_without_memory_for_it_a_step_begins_in_its_turn(store: Store) -> None:
-    tried: list[int] = []
-
-    class Hungry(ForwardPasses):
-        def begin(self) -> None:
-            tried.append(self.step)
-            raise torch.OutOfMemoryError("no")
-
-    root: Any = nn.Linear(1, 1)
-    with contextlib.closing(Loader(store, plan_of(store, "none"), 2, 0, 1)) as loader:
-        ahead = OverlappedForward(lambda step: Hungry(root, loader, step, **USUAL), possible=True)
-        for step in range(3):
-            passes = ahead.take(step)
-            assert (passes.step, passes.has_begun) == (step, False)
-            ahead.begin(step + 1)
-    assert tried == [1]  # it is not tried again
+    assert losses(is_early=True) == losses(is_early=False)
 
 
 def test_gradients_are_counted_in_the_type_they_are_summed_in() -> None:
@@ -167,7 +180,7 @@ def test_a_request_to_stop_is_told_to_every_rank(store: Store) -> None:
     root = LossModel(model)
     optimizer, loader = build_optimizer(root, OPTIMIZER, 0), Loader(store, plan, 1, 0, 1)
     for stop in (False, True):
-        assert take(root, optimizer, loader, 5, stop=stop).stop is stop
+        assert take(root, optimizer, loader, 5, stop=stop).stop_requested is stop
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, 3.0])
@@ -178,13 +191,14 @@ def test_a_loss_scale_leaves_no_trace(store: Store, loss_scale: float) -> None:
 
 
 def test_waiting_for_data_is_timed() -> None:
-    def slow() -> Iterator[int]:
-        import time
-
+    def slow(step: int) -> Iterator[Any]:
         for number in range(2):
             time.sleep(0.02)
-            yield number
+            yield number, SimpleNamespace(to=lambda device: None)
 
-    timed = TimedIterator(slow())
-    assert list(timed) == [0, 1]
-    assert 0.04 <= timed.seconds < 1
+    loader: Any = SimpleNamespace(
+        totals=lambda step: SimpleNamespace(supervised=1), micro_batches=slow, micro_batch_count=lambda step: 2
+    )
+    model: Any = OneLoss(1.0, 1.0)
+    result = train_step(ForwardPasses(model, loader, 0, **USUAL), None, ranks=ALONE, clip_norm=1.0).wait()
+    assert 0.04 <= result.data_s < 1

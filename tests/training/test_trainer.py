@@ -1,4 +1,4 @@
-"""What happens between two steps: measuring, saving, stopping, giving up."""
+"""What happens between two steps: evaluating, saving, stopping, faults, and the overlap of steps."""
 
 from __future__ import annotations
 
@@ -16,108 +16,153 @@ import pytest
 import torch
 from torch import nn
 
+from whet.config import Config
+from whet.core.config import validate_config
 from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, StoppedError
+from whet.core.yaml import parse_yaml
 from whet.data.loader import StepTotals
 from whet.execution.cuda_graphs import compile_and_capture_count
 from whet.model.flops import AttentionCost, StepFlops
-from whet.training import micro_batches, trainer
-from whet.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from whet.training import faults, overlap, trainer
 from whet.training.guard import Guard
+from whet.training.intervals import Intervals
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import build_optimizer
-from whet.training.profiler import Profiler
-from whet.training.schedule import Position
+from whet.training.output import RunOutput
+from whet.training.run_state import Run
 from whet.training.step import StepResult
-from whet.training.trainer import Intervals, ResumePoint, Trainer
+from whet.training.trainer import train
+
+CONFIG = """
+data: {sources: [{path: "builtin:orders"}]}
+model: {path: "builtin:tiny"}
+train: {optimizer: {lr: 4.0}, schedule: {name: linear, warmup: 0}}
+"""
 
 
-class NoPasses:
-    """Of a step, which may have begun."""
+class NoForward:
+    """The forward passes of a step, which may have started."""
 
     def __init__(self, model: Any, loader: Any, step: int, **rest: Any) -> None:
-        self.step, self.has_begun, self.made_before = step, False, compile_and_capture_count()
+        self.step, self.has_started, self.compilations = step, False, compile_and_capture_count()
 
-    def begin(self) -> None:
-        self.has_begun = True
+    def launch_first(self) -> None:
+        self.has_started = True
+
+
+class Recorded(RunOutput):
+    """Writes to a list."""
+
+    def __init__(self, did: list[Any]) -> None:
+        super().__init__()
+        self.did = did
+
+    def write_step(self, line: dict[str, Any]) -> None:
+        self.did.append(("log", line))
 
 
 @pytest.fixture
-def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trainer, list[Any]]]:
-    """A trainer whose steps cost nothing, and the list of what it did."""
+def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[Any]]]:
+    """A run whose steps cost nothing, and the list of what it did. `on_device`: the optimizer decides there."""
 
     def make(
-        cadence: Intervals, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None,
-        guard: Guard | None = None, checkpoint: int | None = None, norm: float = 2.0,
-    ) -> tuple[Trainer, list[Any]]:  # fmt: skip
+        intervals: Intervals, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None,
+        guard: Guard | None = None, checkpoint: int | None = None, norm: float = 2.0, on_device: bool = False,
+    ) -> tuple[Run, list[Any]]:  # fmt: skip
         did: list[Any] = []
 
-        def step(passes: Any, *, stop: bool, **rest: Any) -> StepResult:
-            number = passes.step
-            at_step(number)
-            did.append(("step", number, passes.has_begun))
-            did.append(("rate", made.optimizer.param_groups[0]["lr"]))
-            if rest["move"] is not None:
-                rest["move"](torch.ones(()), torch.ones(()))
-                if rest["meanwhile"] is not None:
-                    rest["meanwhile"]()
-            return StepResult((losses or {}).get(number, 1.0), 0.5, norm, 1.0, stop, 0.0)
+        def step(forward: Any, optimizer: Any, *, stop: bool, spike_limit: float, save: bool, **rest: Any) -> Any:
+            at_step(forward.step)
+            did.append(("step", forward.step, forward.has_started))
+            did.append(("rate", run.optimizer.param_groups[0]["lr"]))
+            loss = (losses or {}).get(forward.step, 1.0)
+            updated = math.isfinite(loss) and math.isfinite(norm) and loss <= spike_limit
+            if updated:
+                did.append(("update", forward.step))
+                optimizer.step()
+            result = StepResult(loss, 0.5, norm, 1.0, stop, 0.0, save, updated)
+            return SimpleNamespace(copied=None, wait=lambda: did.append(("read", forward.step)) or result)
 
-        def go_back(step: int) -> ResumePoint:
+        def update_late(optimizer: Any, scale: float) -> None:
+            did.append(("update late", run.step))
+            optimizer.step()
+
+        def event(run: Run, result: Any, verdict: Any, diagnosis: Any, file: Any) -> dict[str, Any]:
+            did.append(("fault", run.step + 1, verdict))
+            return {"step": run.step + 1}
+
+        def roll_back(run: Run) -> None:
             assert checkpoint is not None
-            made.guard.excluded.append((checkpoint + 1, step))
-            return ResumePoint(
-                checkpoint, RunTotals(2 * checkpoint, 30 * checkpoint, 10 * checkpoint, 915 * checkpoint)
-            )
+            run.guard.excluded.append((checkpoint + 1, run.step + 1))
+            run.step = checkpoint
+            run.totals = RunTotals(2 * checkpoint, 30 * checkpoint, 10 * checkpoint, 915 * checkpoint)
 
-        monkeypatch.setattr(trainer, "compute_gradients", step)
-        monkeypatch.setattr(trainer, "ForwardPasses", NoPasses)
+        monkeypatch.setattr(trainer, "train_step", step)
+        monkeypatch.setattr(trainer, "optimizer_step", update_late)
+        monkeypatch.setattr(trainer, "roll_back", roll_back)
+        for module in (trainer, faults):
+            monkeypatch.setattr(
+                module, "save_checkpoint", lambda run: did.append(("save", run.step, run.totals)), raising=False
+            )
+        monkeypatch.setattr(faults, "resumable_steps", lambda run: [] if checkpoint is None else [checkpoint])
+        monkeypatch.setattr(faults, "saved_steps", lambda run: [run.step])
+        monkeypatch.setattr(faults, "fault_event", event)
+        monkeypatch.setattr(faults, "fault_batch", lambda *given: {})
+        monkeypatch.setattr(faults, "write_fault_batch", lambda file, batch: None)
+        monkeypatch.setattr(faults, "fault_message", lambda event: f"step {event['step']} is faulty")
+        monkeypatch.setattr(overlap, "EarlyForwardPasses", NoForward)
+        monkeypatch.setattr(overlap, "decides_on_device", lambda optimizer: on_device)
         model: Any = nn.Linear(1, 1)
-        hooks: Any = SimpleNamespace(
-            log=lambda line: did.append(("log", line)),
-            evaluate=lambda number: did.append(("evaluate", number)),
-            save=lambda number, seen: did.append(("save", number, seen)),
-            wait_for_save=lambda: did.append(("wait",)),
-            stop_requested=lambda: False,
-            save_requested=lambda: False,
-            fault=lambda fault: did.append(("fault", fault.step, fault.verdict)) or f"step {fault.step} is faulty",
-            can_roll_back=lambda: checkpoint is not None,
-            roll_back=go_back,
-        )
-        config = TrainConfig(optimizer=OptimizerConfig(lr=4.0), schedule=ScheduleConfig(name="linear", warmup=0))
+        config = validate_config(Config, parse_yaml(CONFIG, "test"))
         loader: Any = SimpleNamespace(
             totals=lambda number: StepTotals(2, 30, 10, np.array([20, 10])), layout=lambda step: [],
-            alone=lambda step, most: iter(()), micro_batches=lambda step: iter(()),
+            single_document_batches=lambda step, most: iter(()), micro_batches=lambda step: iter(()),
         )  # fmt: skip
-        made = Trainer(
-            model=model, optimizer=build_optimizer(model, config.optimizer, 0), loader=loader, config=config,
-            cadence=cadence, hooks=hooks, ranks=Ranks(0, 1, torch.device("cpu")), per_epoch=8,
-            whole=Position(cadence.steps, 2 * cadence.steps / 8, 2 * cadence.steps, 30 * cadence.steps), seed=0,
-            work=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), autocast=contextlib.nullcontext(), loss_scale=LossScaler(),
-            profiler=Profiler(), peak=None, guard=guard or Guard(),
+        stats = SimpleNamespace(per_epoch=8, tokens=30 * intervals.steps)
+        nothing: Any = SimpleNamespace()
+        run = Run(
+            config=config, ranks=Ranks(0, 1, torch.device("cpu")),
+            precision=SimpleNamespace(name="fp32", autocast=lambda device: contextlib.nullcontext()),  # type: ignore[arg-type]
+            plan=FakePlan(intervals.steps, stats), store=nothing, tokenizer=nothing, loader=loader, model=model,  # type: ignore[arg-type]
+            optimizer=build_optimizer(model, config.train.optimizer, 0), loss_scaler=LossScaler(),
+            guard=guard or Guard(), intervals=intervals, evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []),
+            saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
+            flops=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), peak_flops=None,
         )  # fmt: skip
-        return made, did
+        return run, did
 
     return make
+
+
+class FakePlan:
+    """Two conversations a step."""
+
+    def __init__(self, steps: int, stats: Any) -> None:
+        self._steps, self.stats, self.documents = steps, stats, range(2 * steps)
+
+    def __len__(self) -> int:
+        return self._steps
 
 
 def kinds(did: list[Any], *wanted: str) -> list[Any]:
     return [entry[:2] for entry in did if entry[0] in wanted]
 
 
-def test_it_measures_and_saves_when_it_should(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(steps=7, last=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
-    made.run(0, RunTotals())
+def test_it_measures_and_saves_when_it_should(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(steps=7, last=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
+    train(run)
     assert kinds(did, "evaluate", "save") == [
         ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("save", 6), ("evaluate", 6), ("save", 7),
         ("evaluate", 7),
     ]  # fmt: skip
 
 
-def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(steps=4, last=4, evaluate_every=None, evaluate_at_start=True, save_every=100))
-    made.run(2, RunTotals(conversations=4, tokens=60, supervised_tokens=20, flops=7))
+def test_a_continued_run_goes_on_where_it_was(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(steps=4, last=4, evaluate_every=None, evaluate_at_start=True, save_every=100))
+    run.step, run.totals = 2, RunTotals(conversations=4, tokens=60, supervised_tokens=20, flops=7)
+    train(run)
     assert kinds(did, "rate", "evaluate") == [("rate", 2.0), ("rate", 1.0), ("evaluate", 4)]
     lines = [entry[1] for entry in did if entry[0] == "log"]
     assert [line["step"] for line in lines] == [3, 4]
@@ -131,84 +176,79 @@ def test_a_continued_run_goes_on_where_it_was(make_trainer: Callable[..., Any]) 
     assert (step, seen) == (4, RunTotals(8, 120, 40, 7 + 2 * 915))
 
 
-def test_it_pauses_where_it_was_told_to_with_the_rates_of_the_whole_run(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(steps=8, last=3, evaluate_every=None, evaluate_at_start=False, save_every=100))
-    made.run(0, RunTotals())
+def test_it_pauses_where_it_was_told_to_with_the_rates_of_the_whole_run(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(steps=8, last=3, evaluate_every=None, evaluate_at_start=False, save_every=100))
+    train(run)
     assert kinds(did, "rate", "save", "evaluate") == [
         ("rate", 4.0), ("rate", 3.5), ("rate", 3.0), ("save", 3), ("evaluate", 3),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_after_the_step_and_stops(make_trainer: Callable[..., Any], number: int) -> None:
+def test_a_signal_saves_after_the_step_and_stops(make_run: Callable[..., Any], number: int) -> None:
     before = signal.getsignal(number)
 
     def ask(step: int) -> None:
         if step == 1:
             os.kill(os.getpid(), number)
 
-    made, did = make_trainer(Intervals(9, 9, None, False, 100), at_step=ask)
+    run, did = make_run(Intervals(9, 9, None, False, 100), at_step=ask)
     with pytest.raises(StoppedError, match="after step 3 of 9"):
-        made.run(0, RunTotals())
+        train(run)
     assert kinds(did, "save") == [("save", 3)]
     assert signal.getsignal(number) is before
 
 
-def test_a_second_interrupt_does_not_wait(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(
-        Intervals(9, 9, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGINT)
-    )
+def test_a_second_interrupt_does_not_wait(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(9, 9, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        made.run(0, RunTotals())
+        train(run)
     assert kinds(did, "save") == []
 
 
-def test_a_checkpoint_whose_step_was_not_measured_is_measured_first(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(steps=4, last=4, evaluate_every=2, evaluate_at_start=True, save_every=2))
-    made.run(2, RunTotals())
+def test_a_checkpoint_whose_step_was_not_measured_is_measured_first(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(steps=4, last=4, evaluate_every=2, evaluate_at_start=True, save_every=2))
+    run.step = 2
+    train(run)
     assert kinds(did, "evaluate", "save") == [("evaluate", 2), ("save", 4), ("evaluate", 4)]
 
 
-def test_a_stop_asked_for_in_the_last_step_leaves_measuring_to_the_next_start(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(
-        Intervals(2, 2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM)
-    )
+def test_a_stop_asked_for_in_the_last_step_leaves_measuring_to_the_next_start(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(2, 2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError):
-        made.run(0, RunTotals())
+        train(run)
     assert kinds(did, "save", "evaluate") == [("save", 2)]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(
-    make_trainer: Callable[..., Any], loss: float
-) -> None:
-    made, did = make_trainer(Intervals(9, 9, None, False, 1), losses={2: loss})
+def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(make_run: Callable[..., Any], loss: float) -> None:
+    run, did = make_run(Intervals(9, 9, None, False, 1), losses={2: loss})
     with pytest.raises(RunFailedError, match="step 3 is faulty") as raised:
-        made.run(0, RunTotals())
+        train(run)
     assert raised.value.exit_code == 3
     assert kinds(did, "save") == [("save", 1), ("save", 2)]
 
 
-def weight_of(made: Trainer) -> list[float]:
-    return [float(parameter.detach().sum()) for parameter in made.model.parameters()]
+def weight_of(run: Run) -> list[float]:
+    return [float(parameter.detach().sum()) for parameter in run.model.parameters()]
 
 
-def give_gradient(made: Trainer) -> None:
-    for parameter in made.model.parameters():
+def give_gradient(run: Run) -> None:
+    for parameter in run.model.parameters():
         parameter.grad = torch.ones_like(parameter)
 
 
-def test_a_skipped_step_leaves_weights_and_optimizer_and_counts_all_the_same(make_trainer: Callable[..., Any]) -> None:
+def test_a_skipped_step_leaves_weights_and_optimizer_and_counts_all_the_same(make_run: Callable[..., Any]) -> None:
     states: list[Any] = []
 
     def look(step: int) -> None:
-        states.append((weight_of(made), [float(s["step"]) for s in made.optimizer.state.values()]))
-        give_gradient(made)
+        states.append((weight_of(run), [float(s["step"]) for s in run.optimizer.state.values()]))
+        give_gradient(run)
 
-    made, did = make_trainer(
+    run, did = make_run(
         Intervals(5, 5, None, False, 100), losses={2: float("nan")}, at_step=look, guard=Guard(on_nonfinite="skip")
     )
-    made.run(0, RunTotals())
+    train(run)
     assert states[1] != states[2] == states[3] != states[4]
     lines = [entry[1] for entry in did if entry[0] == "log"]
     assert [line.get("skipped") for line in lines] == [None, None, "nonfinite", None, None]
@@ -216,158 +256,141 @@ def test_a_skipped_step_leaves_weights_and_optimizer_and_counts_all_the_same(mak
     assert [line["conversations"] for line in lines] == [2, 4, 6, 8, 10]
 
 
-class Asked:
-    """A device that is asked early, and takes what it is told to."""
-
-    def __init__(self) -> None:
-        self.was_asked = False
-        self.did: list[str] = []
-
-    def __call__(self, factor: torch.Tensor, fine: torch.Tensor) -> None:
-        self.was_asked = True
-        self.did.append("asked")
-
-    def take_back(self) -> None:
-        self.did.append("taken back")
+def test_a_spike_is_diagnosed_before_its_update(make_run: Callable[..., Any]) -> None:
+    """On the weights that caused it, also if train.on_spike=warn then takes the step."""
+    run, did = make_run(Intervals(22, 22, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike="warn"))
+    train(run)
+    order = [entry[0] for entry in did if entry[0] in ("update", "fault", "update late")]
+    assert order == ["update"] * 20 + ["fault", "update late", "update"]
 
 
-@pytest.fixture
-def early(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    asked = Asked()
-    monkeypatch.setattr(trainer, "build_conditional_step", lambda optimizer: asked)
-    monkeypatch.setattr(trainer, "optimizer_step", lambda optimizer, factor: asked.did.append("asked late"))
-    return asked
+def test_a_step_that_was_not_updated_is_not_updated_late(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(3, 3, None, False, 100), losses={1: math.nan}, guard=Guard(on_nonfinite="skip"))
+    train(run)
+    assert kinds(did, "update", "update late") == [("update", 0), ("update", 2)]
 
 
-def test_a_device_that_was_asked_early_is_not_asked_again(make_trainer: Callable[..., Any], early: Asked) -> None:
-    made, _ = make_trainer(Intervals(3, 3, None, False, 100), losses={1: math.nan}, guard=Guard(on_nonfinite="skip"))
-    made.run(0, RunTotals())
-    assert early.did == ["asked", "asked", "taken back", "asked"]
-
-
-def test_a_spike_is_looked_into_before_it_is_taken(make_trainer: Callable[..., Any], early: Asked) -> None:
-    """Who is to blame is found on the weights that the step had."""
-    made, _ = make_trainer(Intervals(22, 22, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike="warn"))
-    made.hooks.fault = lambda fault: early.did.append("looked into") or "faulty"
-    made.run(0, RunTotals())
-    assert early.did == ["asked"] * 21 + ["taken back", "looked into", "asked late", "asked"]
-
-
-def test_the_steps_of_a_fault_are_taken_back_before_anything_is_saved(
-    make_trainer: Callable[..., Any], early: Asked
-) -> None:
-    made, _ = make_trainer(Intervals(3, 3, None, False, 100), losses={1: math.nan})
-    made.hooks.fault = lambda fault: early.did.append("saved") or "faulty"
-    with pytest.raises(RunFailedError):
-        made.run(0, RunTotals())
-    assert early.did == ["asked", "asked", "taken back", "saved"]
-
-
-def begun(did: list[Any]) -> list[int]:
-    """The steps that had begun before they came to their turn."""
+def started_early(did: list[Any]) -> list[int]:
+    """The steps whose first forward pass was launched before the step."""
     return [entry[1] for entry in did if entry[0] == "step" and entry[2]]
 
 
-@pytest.mark.usefixtures("early")
-def test_a_step_begins_while_the_one_before_is_looked_at(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(12, 12, 4, False, 6))
-    made.run(0, RunTotals())
+def test_a_step_starts_before_the_numbers_of_the_one_before_are_read(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(12, 12, 4, False, 6), on_device=True)
+    train(run)
     assert [entry[1] for entry in did if entry[0] == "step"] == list(range(12))
-    # after the first step whet gets ready to save, after 4 and 8 it evaluates, after 6 it saves
-    assert begun(did) == [2, 3, 5, 7, 9, 10, 11]
+    # after step 1 staging memory is allocated, after 4 and 8 it evaluates, after 6 it saves
+    assert started_early(did) == [2, 3, 5, 7, 9, 10, 11]
 
 
-@pytest.mark.usefixtures("early")
-def test_nothing_begins_that_will_be_stopped_or_saved_before(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(9, 9, None, False, 100))
-    made.hooks.save_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 3
-    made.hooks.stop_requested = lambda: len([entry for entry in did if entry[0] == "step"]) == 6
-    tried: list[int] = []
-    made.profiler.starts_or_stops_after = lambda done: tried.append(done) or done == 2
-    with pytest.raises(StoppedError):
-        made.run(0, RunTotals())
-    assert begun(did) == [3, 5, 6]
-    assert tried == [2, 3, 5, 6]  # not after the first, nor where it is to save or stop
-
-
-@pytest.mark.usefixtures("early")
-@pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
-def test_what_began_on_other_weights_is_dropped(make_trainer: Callable[..., Any], policy: Any) -> None:
-    made, did = make_trainer(
-        Intervals(24, 24, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike=policy), checkpoint=19
-    )
-    made.run(0, RunTotals())
-    assert begun(did) == [step for step in range(2, 24) if step != 21]
-
-
-@pytest.mark.usefixtures("early")
-def test_a_step_that_is_passed_over_does_not_begin(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(7, 7, None, False, 100), guard=Guard(excluded=[(4, 5)]))
-    made.run(0, RunTotals())
-    assert [entry[1] for entry in did if entry[0] == "step"] == [0, 1, 2, 5, 6]
-    assert begun(did) == [2, 6]
-
-
-@pytest.mark.usefixtures("early")
-@pytest.mark.parametrize(
-    "why", ["its scale may move", "large gradients", "asked late", "slices", "parts", "divided weights"]
-)
-def test_a_step_begins_in_its_turn_where_it_has_to(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, why: str
+def test_no_step_starts_early_before_a_stop_a_save_or_the_profiler(
+    make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if why == "asked late":
-        monkeypatch.setattr(trainer, "build_conditional_step", lambda optimizer: None)
-    monkeypatch.setattr(trainer, "is_sharded", lambda model: why == "divided weights")
+    run, did = make_run(Intervals(9, 9, None, False, 100), on_device=True)
+
+    def steps_done() -> int:
+        return len([entry for entry in did if entry[0] == "step"])
+
+    monkeypatch.setattr(trainer, "save_is_due", lambda run: steps_done() == 3)
+    run.output.stop_requested = lambda: steps_done() == 6
+    asked: list[int] = []
+    run.profiler.starts_or_stops_after = lambda done: asked.append(done) or done == 2
+    with pytest.raises(StoppedError):
+        train(run)
+    assert started_early(did) == [3, 5, 6]
+    assert asked == [2, 3, 5, 6]  # neither after the first step nor before a save or a stop
+
+
+@pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
+def test_what_started_early_on_other_weights_is_discarded(make_run: Callable[..., Any], policy: Any) -> None:
+    run, did = make_run(
+        Intervals(24, 24, None, False, 100), losses={20: 9.0}, guard=Guard(on_spike=policy), checkpoint=19,
+        on_device=True,
+    )  # fmt: skip
+    train(run)
+    assert started_early(did) == [step for step in range(2, 24) if step != 21]
+
+
+def test_an_excluded_step_does_not_start_early(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(7, 7, None, False, 100), guard=Guard(excluded=[(4, 5)]), on_device=True)
+    train(run)
+    assert [entry[1] for entry in did if entry[0] == "step"] == [0, 1, 2, 5, 6]
+    assert started_early(did) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    "why", ["dynamic loss scale", "large gradients", "host decides", "context parallel", "tensor parallel", "sharded"]
+)
+def test_no_step_starts_early_where_it_may_not(
+    make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(overlap, "is_sharded", lambda model: why == "sharded")
     if why == "large gradients":
-        monkeypatch.setattr(trainer, "_MAX_OVERLAP_BYTES", 7)  # a weight and a bias
-    made, did = make_trainer(Intervals(5, 5, None, False, 100))
-    if why == "its scale may move":
-        made.loss_scale.moves = True
-    changes = {"slices": {"slices": 2}, "parts": {"tensor": 2}}.get(why, {})
-    replace(made, ranks=replace(made.ranks, **changes)).run(0, RunTotals())
-    assert begun(did) == []
+        monkeypatch.setattr(overlap, "_MAX_GRADIENT_BYTES", 7)  # a weight and a bias
+    run, did = make_run(Intervals(5, 5, None, False, 100), on_device=why != "host decides")
+    if why == "dynamic loss scale":
+        run.loss_scaler.moves = True
+    sizes = {"context parallel": {"context_size": 2}, "tensor parallel": {"tensor_size": 2}}.get(why, {})
+    run.ranks = replace(run.ranks, **sizes)
+    train(run)
+    assert started_early(did) == []
 
 
-@pytest.mark.usefixtures("early")
-def test_what_is_compiled_for_the_next_step_does_not_make_this_one_cold(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_without_memory_for_it_no_step_starts_early_again(
+    make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    class Hungry(NoForward):
+        def launch_first(self) -> None:
+            tried.append(self.step)
+            raise torch.OutOfMemoryError("no")
+
+    run, did = make_run(Intervals(6, 6, None, False, 100), on_device=True)
+    monkeypatch.setattr(overlap, "EarlyForwardPasses", Hungry)
+    train(run)
+    assert [entry[1:] for entry in did if entry[0] == "step"] == [(step, False) for step in range(6)]
+    assert tried == [2]
+
+
+def test_compiling_for_the_next_step_does_not_mark_this_one(
+    make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = [0]
-    monkeypatch.setattr(micro_batches, "compile_and_capture_count", lambda: compiled[0])
+    monkeypatch.setattr(overlap, "compile_and_capture_count", lambda: compiled[0])
 
-    class Compiling(NoPasses):
+    class Compiling(NoForward):
         def __init__(self, *given: Any, **rest: Any) -> None:
             super().__init__(*given, **rest)
-            self.made_before = compiled[0]
+            self.compilations = compiled[0]
 
-        def begin(self) -> None:
-            super().begin()
+        def launch_first(self) -> None:
+            super().launch_first()
             compiled[0] += self.step == 3
 
-    made, did = make_trainer(Intervals(6, 6, None, False, 100))
-    monkeypatch.setattr(trainer, "ForwardPasses", Compiling)
-    made.run(0, RunTotals())
-    assert begun(did) == [2, 3, 4, 5]
+    run, did = make_run(Intervals(6, 6, None, False, 100), on_device=True)
+    monkeypatch.setattr(overlap, "EarlyForwardPasses", Compiling)
+    train(run)
     lines = [entry[1] for entry in did if entry[0] == "log"]
     assert [line["step"] for line in lines if line["tokens_per_s"] is None] == [4]
 
 
-def test_skipping_ends_after_ten_in_a_row(make_trainer: Callable[..., Any]) -> None:
+def test_skipping_ends_after_ten_in_a_row(make_run: Callable[..., Any]) -> None:
     losses = {step: float("inf") for step in [*range(1, 9), *range(20, 40)]}
-    made, did = make_trainer(Intervals(50, 50, None, False, 100), losses=losses, guard=Guard(on_nonfinite="skip"))
+    run, did = make_run(Intervals(50, 50, None, False, 100), losses=losses, guard=Guard(on_nonfinite="skip"))
     with pytest.raises(RunFailedError, match="step 31 is faulty"):
-        made.run(0, RunTotals())
+        train(run)
     verdict = [entry[2] for entry in did if entry[0] == "fault"][-1]
     assert (verdict.action, "10 steps in a row" in verdict.reason) == ("stop", True)
 
 
-def test_a_rollback_goes_back_and_passes_over(make_trainer: Callable[..., Any]) -> None:
+def test_a_rollback_goes_back_and_passes_over(make_run: Callable[..., Any]) -> None:
     ran: list[int] = []
-    made, did = make_trainer(
+    run, did = make_run(
         Intervals(7, 7, 2, False, 100), losses={4: float("nan")}, at_step=ran.append,
         guard=Guard(on_nonfinite="rollback"), checkpoint=2,
     )  # fmt: skip
-    made.run(0, RunTotals())
+    train(run)
     assert ran == [0, 1, 2, 3, 4, 5, 6]
     lines = [entry[1] for entry in did if entry[0] == "log"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4, 5, 6, 7]
@@ -378,47 +401,47 @@ def test_a_rollback_goes_back_and_passes_over(make_trainer: Callable[..., Any]) 
     assert kinds(did, "evaluate") == [("evaluate", step) for step in (2, 4, 2, 4, 6, 7)]
 
 
-def test_a_rollback_without_a_checkpoint_stops(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(
+def test_a_rollback_without_a_checkpoint_stops(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(
         Intervals(7, 7, None, False, 100), losses={1: float("nan")}, guard=Guard(on_nonfinite="rollback")
     )
     with pytest.raises(RunFailedError):
-        made.run(0, RunTotals())
+        train(run)
     (fault,) = [entry for entry in did if entry[0] == "fault"]
     assert "no checkpoint to go back to" in fault[2].reason
 
 
-def test_an_overflow_of_fp16_is_no_fault_until_the_scale_is_one(make_trainer: Callable[..., Any]) -> None:
-    made, did = make_trainer(Intervals(9, 9, None, False, 100), norm=float("inf"))
-    made.loss_scale.value, made.loss_scale.moves = 4.0, True
+def test_an_overflow_of_fp16_is_no_fault_until_the_scale_is_one(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(Intervals(9, 9, None, False, 100), norm=float("inf"))
+    run.loss_scaler.value, run.loss_scaler.moves = 4.0, True
     with pytest.raises(RunFailedError, match="step 3 is faulty"):
-        made.run(0, RunTotals())
+        train(run)
     assert [entry[1]["loss_scale"] for entry in did if entry[0] == "log"] == [4.0, 2.0]
 
 
-def test_a_stop_asked_for_in_a_step_that_is_rolled_back_is_not_lost(make_trainer: Callable[..., Any]) -> None:
+def test_a_stop_asked_for_in_a_step_that_is_rolled_back_is_not_lost(make_run: Callable[..., Any]) -> None:
     def ask(step: int) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    made, did = make_trainer(
+    run, did = make_run(
         Intervals(9, 9, None, False, 100), losses={3: float("nan")}, at_step=ask, guard=Guard(on_nonfinite="rollback"),
         checkpoint=1,
     )  # fmt: skip
     with pytest.raises(StoppedError, match="back after step 1"):
-        made.run(0, RunTotals())
+        train(run)
     assert kinds(did, "save") == []
 
 
-def test_a_signal_in_a_step_that_is_rolled_back_is_not_lost(make_trainer: Callable[..., Any]) -> None:
+def test_a_signal_in_a_step_that_is_rolled_back_is_not_lost(make_run: Callable[..., Any]) -> None:
     def ask(step: int) -> None:
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    made, did = make_trainer(
+    run, did = make_run(
         Intervals(9, 9, None, False, 100), losses={4: float("nan")}, at_step=ask, guard=Guard(on_nonfinite="rollback"),
         checkpoint=2,
     )  # fmt: skip
     with pytest.raises(StoppedError):
-        made.run(0, RunTotals())
+        train(run)
     assert [entry[1]["step"] for entry in did if entry[0] == "log"] == [1, 2, 3, 4, 3, 4, 5, 6]

@@ -51,60 +51,59 @@ def train(
         return _replay(replay, alone=recipe is None and not (resume or smoke or dry_run or until))
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
-    try:
-        with raise_on_stop_signals():  # before the imports, which take seconds
-            return _train(recipe, overrides or [], resume, until, smoke, dry_run)
-    except StopRequested:
-        raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
-
-
-def _train(
-    recipe: Path, overrides: list[str], resume: bool, until: int | None, smoke: bool, dry_run: bool
-) -> dict[str, Any]:
-    from whet.config import read_config
-    from whet.core.console import info
-    from whet.core.imports import import_without_gc
-    from whet.core.run_folder import read_status
-    from whet.model.load.weight_files import prefetch_weights
-    from whet.report.html_report import write_report
-    from whet.report.run_view import RunView
-    from whet.report.summary import result_json
-    from whet.report.terminal_report import score_line
-
     if (resume or until) and (smoke or dry_run):
         raise UsageError("--smoke and --dry-run always run from start to end: remove --resume and --until")
     if smoke and dry_run:
         raise UsageError("--smoke and --dry-run are alternatives: give one of them")
-    config = read_config(recipe, overrides)
-    prefetch_weights(config.model.path, config.model.revision)
-    with import_without_gc():  # after the recipe is valid: this takes seconds
-        from whet.run import trial
-        from whet.run.lifecycle import run_training
-        from whet.run.model_reference import resolve_model_reference
+    try:
+        with raise_on_stop_signals():  # from here on: imports take seconds, too
+            from whet.config import read_config
+            from whet.core.imports import import_without_gc
+            from whet.core.run_folder import read_status
+            from whet.model.load.weight_files import prefetch_weights
 
-    config = resolve_model_reference(config)
-    if smoke:
-        config = trial.smoke_config(config)
-    if dry_run:
-        config = trial.dry_run_config(config)
-    is_main = launch_env.rank() == 0
-    if is_main and (smoke or dry_run):
-        trial.delete_previous_trial(config.folder)
-    finished = resume and read_status(config.folder).get("state") == "finished"
-    run_training(config, resume, until, keeps=not dry_run)
-    if not is_main:
-        return {}
-    view = RunView.read(config.folder)
+            config = read_config(recipe, overrides or [])
+            prefetch_weights(config.model.path, config.model.revision)
+            with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
+                from whet.run import trial
+                from whet.run.lifecycle import run_training
+                from whet.run.model_reference import resolve_model_reference
+
+            config = resolve_model_reference(config)
+            if smoke:
+                config = trial.smoke_config(config)
+            if dry_run:
+                config = trial.dry_run_config(config)
+            is_main = launch_env.rank() == 0
+            if is_main and (smoke or dry_run):
+                trial.delete_previous_trial(config.folder)
+            was_finished = resume and read_status(config.folder).get("state") == "finished"
+            run_training(config, resume=resume, until=until, save=not dry_run)
+            return _report(config.folder, smoke, dry_run, was_finished) if is_main else {}
+    except StopRequested:
+        raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
+
+
+def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:
+    """Print and return the result; write the report, unless this was a trial."""
+    from whet.core.console import info
+    from whet.report.html_report import write_report
+    from whet.report.run_view import RunView
+    from whet.report.summary import result_json
+    from whet.report.terminal_report import score_line
+    from whet.run import trial
+
+    view = RunView.read(folder)
     result = result_json(view) | {"trial": "smoke" if smoke else "dry-run" if dry_run else None}
     info(score_line(view))
     if dry_run:
         info(f"dry run done: only metrics were written, to {view.folder}")
     elif smoke:
-        trial.delete_weights(config.folder)
+        trial.delete_weights(folder)
         result["export"] = None
-        info(f"smoke test passed: prepared, trained, measured, saved, exported ({view.folder}, its weights deleted)")
+        info(f"smoke test passed: prepared, trained, evaluated, saved, exported ({view.folder}, its weights deleted)")
     else:
-        page = view.folder / "report.html" if finished else write_report(config.folder)
+        page = view.folder / "report.html" if was_finished else write_report(folder)
         info(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
     return result
 

@@ -30,7 +30,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     from whet.core.distributed import init_distributed
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
-    from whet.run.assemble import VocabularyError, build_loss_model, build_model
+    from whet.run.model_builder import VocabularyError, build_loss_model, build_model
     from whet.training.precision import choose_precision
 
     try:

@@ -1,255 +1,229 @@
-"""Builds the parts of a run from its configuration: precision policy, loader, model with its adapters and loss."""
+"""Builds a run: model, optimizer, loader, guard, files and checkpoints, restored from the newest checkpoint."""
 
 from __future__ import annotations
 
-import functools
-import os
-import threading
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from whet.compat.torch_compiler import import_inductor
+from whet.checkpoint.config import CheckpointConfig
+from whet.checkpoint.directory import require_checkpoint_space
+from whet.checkpoint.retention import lower_is_better
+from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
-from whet.core.distributed import Ranks, get_local_device
+from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.signals import abandon_thread
+from whet.core.files import write_json
+from whet.core.heartbeat import PHASE
+from whet.core.resources import cores_per_process
+from whet.core.run_folder import RunFolder
+from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
-from whet.data.prepare.store import Store
-from whet.data.prepare.workers import fork_lock
 from whet.execution.compile import should_compile
-from whet.model import attention
-from whet.model.fp8.conversion import convert_to_fp8_
-from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model, move_real_tensors_
-from whet.model.load.pretrained import load_model
-from whet.model.load.random_models import is_random_model
-from whet.model.load.resize_embeddings import trainable_token_ids
-from whet.model.lora.fuse import fuse_lora_
-from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.execution.cuda_graphs import enable_cuda_graphs
+from whet.execution.offload import offload_optimizer_state
+from whet.execution.transform import transform_layers
+from whet.model.flops import count_step_flops
 from whet.model.loss.loss_model import LossModel
-from whet.model.packing_check import PackingError, check_packing, check_unpacked
-from whet.model.quantize import quantize_
-from whet.parallel.fsdp import apply_fsdp, reshard
-from whet.parallel.mesh import Mesh
-from whet.parallel.tensor_parallel import verify_tensor_parallel
-from whet.training.precision import PrecisionPolicy, resolve_precision
+from whet.model.peak_flops import device_peak_flops
+from whet.model.quantize import dequantized_bytes
+from whet.parallel.ddp import accumulate_in_fp32, broadcast_weights
+from whet.parallel.mesh import Mesh, build_mesh
+from whet.parallel.ulysses import apply_ulysses
+from whet.run.data import RunData
+from whet.run.evaluation import evaluate_run
+from whet.run.model_builder import (
+    BackgroundModelLoader,
+    build_loss_model,
+    build_model,
+    build_sharded_loss_model,
+    make_loader,
+)
+from whet.run.summary import describe_run, print_summary, run_flops_table
+from whet.training.checkpoints import (
+    checkpoint_metadata,
+    read_excluded_steps,
+    read_kept_metrics,
+    restore_newest_checkpoint,
+)
+from whet.training.guard import Guard
+from whet.training.intervals import Intervals
+from whet.training.loss_scale import LossScaler
+from whet.training.metrics import RunTotals
+from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes
+from whet.training.output import FolderOutput, ResumeOffsets, RunOutput
+from whet.training.precision import PrecisionPolicy, choose_precision
+from whet.training.profiler import make_profiler
+from whet.training.run_state import Run
+from whet.training.timing import StartupTimer
+from whet.training.trackers import open_trackers
 
-# The parts of a run, each made from its configuration: loader, model.
 
-_PADDED_LENGTHS = 4
+@contextlib.contextmanager
+def assemble(
+    config: Config, data: RunData, loading: BackgroundModelLoader, folder: RunFolder | None, ranks: Ranks, *,
+    until: int | None, save: bool, startup: StartupTimer, trackers: Sequence[str],
+) -> Iterator[Run]:  # fmt: skip
+    """The run, restored from its newest checkpoint and ready for its next step. Leaving the block closes its files.
 
-
-class VocabularyError(WhetError):
-    """The tokenizer is not this model's."""
-
-
-def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loader:
-    """This rank's share of a plan; rows are padded to a constant length where kernels are compiled for it.
-
-    Packed rows are full, and one length is enough; single conversations get the smallest of a few.
+    `folder` is rank 0's alone. `until`: the step after which this process ends. `save`: whether to write checkpoints.
     """
-    padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
-    lengths = _PADDED_LENGTHS if config.data.packing == "none" else 1
-    return Loader(
-        store, plan, config.train.micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
-        (ranks.context_rank, ranks.context_size),
-    )  # fmt: skip
+    PHASE.enter("loading the model", unbounded=True)
+    if data.validation is not None and not data.validation.targets[data.validation_documents].any():
+        raise WhetError(
+            "data.validation: none of its conversations has anything to learn, so there is nothing to measure. Give "
+            "others, or leave it out"
+        )
+    mesh = build_mesh(config.parallel, ranks)
+    ranks = mesh.ranks
+    precision = choose_precision(config, ranks.device)
+    plan = Plan.load(config.folder / "plan")
+    model = _build_training_model(config, data, loading, mesh, precision, plan)
+    is_offloaded = config.parallel.offload in ("optimizer", "both")
+    optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, is_offloaded)
+    if is_offloaded:
+        offload_optimizer_state(optimizer)
+    if config.train.start_step >= len(plan):
+        raise WhetError(
+            f"train.start_step: {config.train.start_step}, but this run has only {len(plan)} steps. Lower it, or "
+            "make the run longer"
+        )
+    if folder is not None and save:
+        _require_disk_space(config, folder, model, optimizer, len(plan))
+    loss_scaler = LossScaler.for_fp16() if precision.name == "fp16" else LossScaler()
+    startup.end_phase("load_s")
+
+    step, totals, offsets = restore_newest_checkpoint(config, model, optimizer, loss_scaler, ranks)
+    last = min(until or len(plan), len(plan))
+    if step > last:
+        raise WhetError(f"--until {last}: this run has done {step} steps already. Give a later step, or leave it out")
+    lines = read_kept_metrics(config.folder, offsets, ranks)
+    guard = Guard(config.train.on_nonfinite, config.train.on_spike, read_excluded_steps(config.folder))
+    guard.restore(lines)
+    peak = device_peak_flops(ranks.device, precision.name)
+    with contextlib.ExitStack() as stack:
+        saver = stack.enter_context(_open_saver(config, model, optimizer, ranks, lines)) if save else None
+        output = RunOutput()
+        if folder is not None:
+            folder.set_status("running", step, len(plan))
+            output = FolderOutput(folder, len(plan), offsets, open_trackers(trackers, folder.path, step))
+        stack.enter_context(contextlib.closing(output))
+        loader = stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks)))
+        run = Run(
+            config=config,
+            ranks=ranks,
+            precision=precision,
+            plan=plan,
+            store=data.train.store,
+            tokenizer=data.tokenizer,
+            loader=loader,
+            model=model,
+            optimizer=optimizer,
+            loss_scaler=loss_scaler,
+            guard=guard,
+            intervals=_intervals(config, len(plan), last, offsets),
+            evaluate=partial(evaluate_run, config, data, model, ranks, precision),
+            saver=saver,
+            output=output,
+            startup=startup,
+            flops=count_step_flops(model.language_model),
+            peak_flops=None if peak is None else peak * ranks.world_size,
+            step=step,
+            totals=_totals_before(loader, step) if totals == RunTotals() else totals,
+        )
+        run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
+        stack.enter_context(contextlib.closing(run.profiler))
+        if folder is not None:
+            write_json(folder.path / "plan.json", describe_run(run))
+        print_summary(run)
+        yield run
 
 
-def set_deterministic(config: Config) -> None:
-    """Where the configuration asks for it, the same numbers every time."""
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
-        torch.use_deterministic_algorithms(True)
+def _build_training_model(
+    config: Config, data: RunData, loading: BackgroundModelLoader, mesh: Mesh, precision: PrecisionPolicy, plan: Plan
+) -> LossModel:
+    """The model with its loss, sharded or replicated, with compiled layers, recomputation and CUDA graphs."""
+    ranks, device = mesh.ranks, mesh.ranks.device
+    tokens = len(data.tokenizer)  # read while the model is loaded
+    longest, typical = data.max_document_length, data.typical_length
+    base = build_model(config, precision, device, tokens, loading.model, typical)
+    if mesh.fsdp_mesh is None:
+        model = build_loss_model(config, base, precision, device, tokens, longest)
+    else:
+        model = build_sharded_loss_model(config, base, precision, mesh, tokens, longest, typical, loading.source)
+    compiles = should_compile(config.model.compile, device, precision.compute)
+    apply_ulysses(model, mesh)
+    transform_layers(model.language_model, config.parallel, compiles)  # after the packing check and its short rows
+    if compiles and device.type == "cuda" and ranks.world_size == 1 and config.parallel.offload == "none":
+        peak = device_peak_flops(device, precision.name)
+        enable_cuda_graphs(model, config.train.micro_rows * config.row_length, peak)
+    if mesh.fsdp_mesh is None:
+        broadcast_weights(model, ranks)
+        if precision.weights == torch.bfloat16 and _max_micro_batches(config, plan, ranks) > 1:
+            accumulate_in_fp32(model)
+    if config.parallel.offload == "weights":  # the host runs the optimizer, and torchrun gives it one thread
+        torch.set_num_threads(cores_per_process())
+    return model
 
 
-def max_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
-    """In a step of one process."""
+def _max_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
+    """Of one process in one step."""
     most_rows = int(np.diff(plan.steps).max(initial=0))
     return -(-most_rows // (ranks.data_size * config.train.micro_rows))
 
 
-def build_loss_model(
-    config: Config, model: nn.Module, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
-) -> LossModel:
-    """The model with its loss, after a proof that packed conversations of up to `longest` tokens do not see each other
-    in it; `tokens` is the size of the vocabulary.
-
-    A model in which they would is trained unpacked, if the configuration puts one conversation into each batch.
-    8 bits come after the proof: with one scale for all tokens of a batch, conversations change each other's rounding.
-    """
-    root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
-    verify_packing(config, root, precision, device, tokens, longest)
-    return root
-
-
-def build_sharded_loss_model(
-    config: Config, model: nn.Module, precision: PrecisionPolicy, mesh: Mesh, tokens: int, longest: int, typical: float,
-    source: WeightSource | None,
-) -> LossModel:  # fmt: skip
-    """The same with weights divided among processes, each of which reads its rows from `source`; all of them make the
-    proof together."""
-    device = mesh.ranks.device
-    root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
-    apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
-    with precision.autocast(device):
-        verify_tensor_parallel(root)
-    root.with_full_weights(
-        functools.partial(install_attention, config, root.language_model, precision, device, typical)
-    )
-    if _fuses_lora(config, precision, device):
-        fuse_lora_(root)
-    verify_packing(config, root, precision, device, tokens, longest)
-    reshard(root)
-    return root
-
-
-def verify_packing(
-    config: Config, root: LossModel, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
+def _require_disk_space(
+    config: Config, folder: RunFolder, model: LossModel, optimizer: torch.optim.Optimizer, steps: int
 ) -> None:
-    """See `make_root`; changes what the proof decides about."""
-    with precision.autocast(device):
-        try:
-            check_packing(root, tokens, longest)
-        except PackingError:
-            if config.data.packing != "none" or config.train.micro_rows != 1:
-                raise
-            attention.use_native_attention(root.language_model)
-            root.unpacked = True
-            check_unpacked(root, tokens, longest)
-        if precision.name == "fp8":
-            convert_to_fp8_(root.language_model)
+    export = dequantized_bytes(model.language_model) if config.export.at_end in ("merged", "hf", "gguf") else 0
+    weights = sum(weight.nbytes for weight in model.trainable_parameters)
+    checkpoint = config.checkpoint
+    require_checkpoint_space(
+        folder.path, weights, optimizer_state_bytes(optimizer), checkpoint.retention, steps,
+        checkpoint.optimizer == "all", export,
+    )  # fmt: skip
 
 
-def weights_device(config: Config, device: torch.device) -> torch.device:
-    """Where a model is loaded: one that will be in 4 bits on the host, because it may be too large for the device."""
-    on_host = config.quantize is not None and not is_random_model(config.model.path)
-    return torch.device("cpu") if on_host else device
+def _open_saver(
+    config: Config, model: LossModel, optimizer: torch.optim.Optimizer, ranks: Ranks, lines: list[dict[str, Any]]
+) -> CheckpointSaver:
+    """With the scores of the checkpoints that exist, from metrics.jsonl."""
+    saver = CheckpointSaver(
+        config.folder / "checkpoints", model, optimizer, ranks, config.checkpoint.retention,
+        config.checkpoint.optimizer, partial(checkpoint_metadata, config), lower_is_better(config.eval.best),
+        60.0 * config.parallel.timeout + COLLECTIVE_MARGIN_S,
+    )  # fmt: skip
+    saver.add_scores({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
+    return saver
 
 
-def build_model(
-    config: Config, precision: PrecisionPolicy, device: torch.device, vocabulary: int,
-    loaded: Callable[[], nn.Module] | None = None, typical: float = 0,
-) -> nn.Module:  # fmt: skip
-    """The model with its adapters on its device, attending by documents of `typical` length; `loaded` gives one that
-    was loaded before."""
-    model = loaded() if loaded else load_model(config.model, precision.weights, weights_device(config, device))
-    room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if vocabulary > room:
-        raise VocabularyError(
-            f"model.path: {config.model.path}: the tokenizer knows {vocabulary:,} tokens and the model only {room:,}. "
-            "They do not belong together: use the tokenizer that came with the model"
-        )
-    if config.quantize is not None:
-        quantize_(model.requires_grad_(False), device)
-    if config.adapter is not None:
-        tokens = trainable_token_ids(config.model, config.adapter.tokens)
-        model = add_adapter(model, config.adapter, config.run.seed, tokens)
-    if any(is_placeholder(weight) for weight in model.parameters()):  # nothing can be computed with it yet
-        move_real_tensors_(model, device)
-        return model
-    model = model.to(device)  # what the adapters brought along
-    if _fuses_lora(config, precision, device):
-        fuse_lora_(model)
-    install_attention(config, unwrap_peft(model), precision, device, typical)
-    return model
-
-
-def _fuses_lora(config: Config, precision: PrecisionPolicy, device: torch.device) -> bool:
-    """Whether adapters are computed together with their layers."""
-    return config.adapter is not None and device.type == "cuda"
-
-
-def install_attention(
-    config: Config, plain: nn.Module, precision: PrecisionPolicy, device: torch.device, typical: float
-) -> None:
-    """Let a model attend by documents of `typical` length."""
-    backend = attention.choose_backend(
-        config.model.attention, device, precision.compute, attention.inspect_attention(plain), typical
+def _intervals(config: Config, steps: int, last: int, offsets: ResumeOffsets) -> Intervals:
+    return Intervals(
+        steps=steps,
+        last=last,
+        evaluate_every=config.eval.every,
+        evaluate_at_start=config.eval.at_start and not offsets.has_initial_evaluation,
+        save_every=_save_every(config.checkpoint, steps),
+        save_epochs=config.checkpoint.epochs,
+        save_evaluated=config.checkpoint.keep_best > 0,
+        first=config.train.start_step,
     )
-    attention.install_backend(plain, backend)
 
 
-# The model, loaded in a thread while the data is prepared: neither needs the other.
-#
-# The thread loads and does nothing else. transformers sets torch's default type while it builds a model, so the process's
-# main thread computes nothing with torch until it has asked for the result; preparing data does not, and a test sees to
-# it. What depends on random numbers, as an adapter's start, comes after.
+def _save_every(config: CheckpointConfig, steps: int) -> int | None:
+    return config.every if config.every or config.minutes or config.epochs else max(1, steps // 10)
 
 
-class BackgroundModelLoader:
-    """A model on its way to the device."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._thread: threading.Thread | None = None
-        self._model: nn.Module | None = None
-        self._error: BaseException | None = None
-        self.source: WeightSource | None = None
-        """Where the weights are, if each process is to read its own part of them."""
-
-    def start(self) -> None:
-        """Start, once. Code that comes with a model may do anything: such a model is loaded in the main thread."""
-        if self._thread is None and not self._config.model.trust_remote_code:
-            # The main thread reads the tokenizer meanwhile. What both import is there before, because two threads that
-            # import modules which need each other can see half of one.
-            from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
-
-            self._thread = threading.Thread(target=self._load, name="load the model", daemon=True)
-            self._thread.start()
-
-    def model(self) -> nn.Module:
-        """The model, loaded now if it was not begun. Raises here what went wrong in the thread."""
-        if self._thread is None:
-            self._load()
-        else:
-            self._thread.join()
-        error, model = self._error, self._model
-        self._error = self._model = None
-        if error is not None:
-            raise error
-        assert model is not None, "asked for twice"
-        return model
-
-    def abandon(self) -> None:
-        """Nobody will ask for the model: the thread goes on alone and does not hold the process open."""
-        if self._thread is not None:
-            abandon_thread(self._thread)
-
-    def _load(self) -> None:
-        try:
-            with fork_lock:
-                device = get_local_device()
-                precision = resolve_precision(self._config, device)
-                if should_compile(self._config.model.compile, device, precision.compute):
-                    import_inductor()
-                self._model = self._loaded(precision.weights, device)
-        except BaseException as error:
-            self._error = error
-
-    def _loaded(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        if not self._config.shards_weights:
-            return load_model(self._config.model, dtype, weights_device(self._config, device))
-        model, self.source = load_placeholder_model(self._config.model, dtype)
-        return model
-
-
-# Whether processes can compute a model's layers together, asked before anything else is done.
-
-
-def require_tensor_parallel_plan(config: Config) -> None:
-    """Refuse parallel.tensor for a model that cannot be divided so, by a look at the model without its weights.
-
-    Code that comes with a model is run once, where it is loaded; such a model is refused there.
-    """
-    if config.parallel.tensor == 1 or config.model.trust_remote_code:
-        return
-    import torch
-
-    from whet.model.load.placeholder import build_meta_model
-    from whet.parallel.tensor_parallel import read_tensor_parallel_plan
-
-    read_tensor_parallel_plan(build_meta_model(config.model, torch.float32), config.parallel.tensor)
+def _totals_before(loader: Loader, steps: int) -> RunTotals:
+    """The totals of steps that count as done (train.start_step); nothing was computed for them."""
+    totals = [loader.totals(step) for step in range(steps)]
+    return RunTotals(
+        sum(each.conversations for each in totals),
+        sum(each.tokens for each in totals),
+        sum(each.supervised for each in totals),
+    )

@@ -29,10 +29,10 @@ from whet.inference.tasks.task import TaskResult
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
-from whet.run.assemble import build_loss_model, build_model, install_attention
 from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
+from whet.run.model_builder import build_loss_model, build_model, install_attention
 from whet.run.resume import changed_settings, recorded_template_date
 from whet.training.precision import PrecisionPolicy, resolve_precision
 

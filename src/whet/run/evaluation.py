@@ -19,8 +19,8 @@ from whet.inference.validation import ValidationMetadata, source_names, validati
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import is_sharded, reshard
-from whet.run.assemble import make_loader
 from whet.run.data import RunData
+from whet.run.model_builder import make_loader
 from whet.tokenizer.token_bytes import bytes_per_token
 from whet.training.precision import PrecisionPolicy
 

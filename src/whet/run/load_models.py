@@ -35,9 +35,8 @@ from whet.model.load.weight_files import load_error, locate_model
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
-from whet.run.assemble import build_model
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
-from whet.run.resume import require_same_base
+from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision
 
 LoadMode = Literal["auto", "4bit", "spread"]

@@ -131,6 +131,25 @@ class HangDetector:
 
 
 @contextlib.contextmanager
+def process_group(ranks: Ranks) -> Iterator[None]:
+    """Leave the process group together at the end.
+
+    After an error, destroying a GPU's group would wait for the other processes' kernels: the process ends without,
+    which they notice.
+    """
+    try:
+        yield
+    except StoppedError:
+        ranks.shutdown()
+        raise
+    except BaseException:
+        if ranks.device.type == "cpu" or ranks.world_size == 1:
+            ranks.destroy()
+        raise
+    ranks.shutdown()
+
+
+@contextlib.contextmanager
 def report_failures(folder: Path, rank: int, world: int) -> Iterator[None]:
     """An error in here is written to the run's folder before the other processes can notice it. One that is only the
     loss of another process is replaced by what that one died of."""

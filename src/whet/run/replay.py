@@ -25,14 +25,13 @@ from whet.data.loader import ReplayLoader, SavedDocument
 from whet.model import attention
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
-from whet.run.assemble import build_loss_model, build_model, set_deterministic
 from whet.run.data import load_run_tokenizer
-from whet.run.fault_report import preview_text
+from whet.run.model_builder import build_loss_model, build_model, set_deterministic
 from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
+from whet.training.faults import preview_text
 from whet.training.metrics import finite_or_none
-from whet.training.micro_batches import ForwardPasses
 from whet.training.precision import PrecisionPolicy, choose_precision
-from whet.training.step import StepResult, compute_gradients
+from whet.training.step import ForwardPasses, StepResult, train_step
 
 _PREVIEW_CHARACTERS = 48
 _NOT_A_BATCH = "this is not a batch that a run saved. Give a file faults/step-NNNNNN.json of a run directory"
@@ -179,11 +178,11 @@ def _rerun(
     step = content["step"] - 1
     diagnoser = Diagnoser(root, ranks, content["seed"], context, content["loss_scale"], max_conversations=None)
     findings = diagnoser.diagnose(saved.step, step, "nonfinite")
-    passes = ForwardPasses(
+    forward = ForwardPasses(
         root, saved.step, step, device=ranks.device, seed=content["seed"], autocast=context,
         loss_scale=content["loss_scale"],
     )  # fmt: skip
-    return findings, compute_gradients(passes, ranks=ranks, clip_norm=config.train.clip_norm, stop=False)
+    return findings, train_step(forward, None, ranks=ranks, clip_norm=config.train.clip_norm).wait()
 
 
 def _is_reproduced(saved: SavedBatch, result: StepResult, exact: bool) -> bool | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from whet.core.console import progress
 from whet.core.distributed import Ranks
+from whet.core.seeds import derive_seed
 from whet.data.batch import PackedBatch
 from whet.data.loader import Loader, ReplayLoader
 from whet.model.loss.loss_model import LossModel
@@ -23,7 +24,6 @@ from whet.parallel.ddp import trainable_parameters
 from whet.parallel.dtensor import local_tensor
 from whet.parallel.fsdp import is_sharded, reshard
 from whet.training.guard import FaultKind
-from whet.training.micro_batches import derive_seed
 
 # Where in a model numbers stop being finite: forward, or else backward.
 

@@ -98,7 +98,7 @@ class Guard:
         """What is done about a fault of this kind."""
         return self.on_spike if kind == "spike" else self.on_nonfinite
 
-    def limit(self) -> float:
+    def spike_limit(self) -> float:
         """The loss above which the next step is a spike: even one that is taken all the same is looked into before."""
         return spike_threshold(self._losses)
 
@@ -110,7 +110,7 @@ class Guard:
             if overflow_is_normal and math.isfinite(result.loss):  # the loss is computed before it is scaled
                 return Verdict("overflow", "skip")
             return self._limited(Verdict("nonfinite", self.on_nonfinite, _describe_nonfinite(result)))
-        limit = self.limit()
+        limit = self.spike_limit()
         if result.loss <= limit:
             return Verdict("fine", "take")
         reason = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from whet.data.plan.planner import Plan
 from whet.training.config import ScheduleConfig
 
 
@@ -20,6 +21,12 @@ class Position:
     def in_units_of(self, schedule: ScheduleConfig) -> float:
         """In the unit of this schedule."""
         return float(getattr(self, schedule.by))
+
+
+def end_position(plan: Plan) -> Position:
+    """The end of a run."""
+    conversations = len(plan.documents)
+    return Position(len(plan), conversations / plan.stats.per_epoch, conversations, plan.stats.tokens)
 
 
 def lr_factor(before: float, after: float, whole: float, schedule: ScheduleConfig) -> float:

@@ -1,136 +1,170 @@
-"""One optimizer step up to its gradients. It fits on a screen, and there is no other."""
+"""The training step: forward, backward, reduce gradients, clip, optimizer. There is no other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from whet.compat.torch_private import foreach_norm
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
+from whet.core.seeds import derive_seed
+from whet.data.loader import Loader, ReplayLoader
+from whet.model.loss.linear_cross_entropy import LossSum
+from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import all_reduce_gradients
 from whet.parallel.dtensor import local_tensor, replica_count
-from whet.parallel.fsdp import reshard
+from whet.parallel.fsdp import reshard, set_gradient_sync
 from whet.parallel.tensor_parallel import sync_replicated_gradients
-from whet.training.micro_batches import ForwardPasses
+from whet.training.optimizers.factory import apply_gradients, retract_step
 
-ConditionalUpdate = Callable[[torch.Tensor, torch.Tensor], None]
-"""Moves the weights by their gradients times the first number if the second is not 0; both are on the device."""
+
+def train_step(
+    forward: ForwardPasses, optimizer: torch.optim.Optimizer | None, *, ranks: Ranks, clip_norm: float,
+    spike_limit: float = math.inf, stop: bool = False, save: bool = False,
+) -> PendingStep:  # fmt: skip
+    """Launch one optimizer step over this rank's micro-batches; `PendingStep.wait` returns its loss and gradient norm.
+
+    The optimizer changes no weight if the loss or the gradient norm is not finite or the loss is above `spike_limit`.
+    `stop` and `save` are requests of this rank; the result has those of any rank. Without an optimizer, as in
+    `whet train --replay`, only gradients are computed.
+    """
+    model, parameters = forward.model, forward.model.trainable_parameters
+    reshard(model)  # weights that an evaluation gathered would keep their gradients unsharded
+    for parameter in parameters:
+        parameter.grad = None
+    sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)  # loss, hits, stop, save, squared gradient norm
+    sums[2].fill_(stop)  # unlike an assignment, fill_ does not wait for the device
+    sums[3].fill_(save)
+
+    # Forward and backward, one micro-batch at a time. The loss is divided once, by the number of supervised tokens in
+    # the whole step, so the gradients of micro-batches and ranks only have to be summed.
+    for loss in forward:
+        loss.objective.backward()
+        sums[0] += loss.loss
+        sums[1] += loss.hits.sum()
+
+    # Reduce gradients and sums over the ranks. Ranks of one tensor-parallel group have the same loss: one counts.
+    PHASE.enter("reducing gradients", forward.step + 1)
+    all_reduce_gradients(parameters, ranks)
+    sync_replicated_gradients(model)
+    if not ranks.is_tensor_main:
+        sums[:2].zero_()
+    sums[4] = squared_gradient_norm(parameters, ranks)
+    ranks.all_reduce_(sums)
+
+    # Clip: one factor removes the loss scale and limits the norm. All of it stays on the device.
+    supervised, loss_scale, clip = (sums.new_full((), n) for n in (forward.supervised, forward.loss_scale, clip_norm))
+    mean_loss, accuracy, norm = sums[0] / supervised, sums[1] / supervised, sums[4].sqrt() / loss_scale
+    gradient_scale = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    is_sound = (mean_loss.isfinite() & norm.isfinite() & (mean_loss <= spike_limit)).double()
+    numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, sums[2], sums[3], is_sound])
+    pending = PendingStep(numbers, forward, optimizer)  # the copy to the host starts before the optimizer
+
+    # Optimizer
+    PHASE.enter("updating weights", forward.step + 1)
+    if optimizer is not None:
+        apply_gradients(optimizer, gradient_scale, is_sound)
+    return pending
+
+
+class ForwardPasses(Iterator[LossSum]):
+    """This rank's forward passes of one step, one micro-batch at a time, each launched when the iterator advances."""
+
+    def __init__(
+        self, model: LossModel, loader: Loader | ReplayLoader, step: int, *, device: torch.device, seed: int,
+        autocast: AbstractContextManager[object], loss_scale: float,
+    ) -> None:  # fmt: skip
+        self.model, self.step, self.loss_scale = model, step, loss_scale
+        self.supervised = loader.totals(step).supervised
+        """Supervised tokens of the step, over all micro-batches and ranks."""
+        self.data_s = 0.0
+        """Seconds this rank has waited for its batches."""
+        self._batches, self._count = loader.micro_batches(step), loader.micro_batch_count(step)
+        self._device, self._seed, self._autocast, self._launched = device, seed, autocast, 0
+
+    def __next__(self) -> LossSum:
+        began = time.perf_counter()
+        row, batch = next(self._batches)
+        self.data_s += time.perf_counter() - began
+        self._launched += 1
+        PHASE.enter(f"micro-batch {self._launched}", self.step + 1)
+        set_gradient_sync(self.model, self._launched == self._count)
+        torch.manual_seed(derive_seed(self._seed, self.step, row))  # dropout depends on (seed, step, row) alone
+        weight = self.loss_scale / self.supervised if self.supervised else math.nan
+        with self._autocast:
+            loss: LossSum = self.model(batch.to(self._device), weight)
+        return loss
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Over the whole step: all micro-batches, all ranks. What could not be computed is NaN, never a number."""
+    """One step over all micro-batches and ranks. What could not be computed is NaN."""
 
     loss: float
-    """Sum of −log p over supervised tokens ÷ their number, divided once."""
+    """Sum of −log p over the supervised tokens ÷ their number."""
     accuracy: float
-    """The part of them that the model would have said."""
+    """The share of them to which the model gives the highest probability."""
     grad_norm: float
     """Before clipping."""
-    factor: float
-    """What the gradients are to be multiplied by: it takes the loss scale out of them and shortens them to the largest
-    norm that is allowed. `take_step` does."""
-    stop: bool
-    """Some rank was asked to stop."""
+    gradient_scale: float
+    """The factor that removes the loss scale from the gradients and clips their norm."""
+    stop_requested: bool
+    """By any rank."""
     data_s: float
     """Seconds this rank waited for its batches."""
-    save: bool = False
-    """Some rank wants a checkpoint after this step."""
-    came: torch.cuda.Event | None = None
-    """When the numbers were there, on CUDA."""
+    save_requested: bool = False
+    """By any rank."""
+    updated: bool = False
+    """Whether the optimizer changed the weights."""
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def compute_gradients(
-    passes: ForwardPasses, *, ranks: Ranks, clip_norm: float, stop: bool, save: bool = False, move: ConditionalUpdate | None = None,
-    limit: float = math.inf, meanwhile: Callable[[], None] | None = None,
-) -> StepResult:  # fmt: skip
-    """Backward passes over this rank's forward passes, and one reduction. The device is waited for at the end only.
+class PendingStep:
+    """A launched step, whose numbers are on their way to the host. Waiting for them does not wait for kernels launched
+    later: neither for the optimizer nor for the next step."""
 
-    The weights are left alone, but for `move`: it is called before the waiting, so that the device can go on, and moves
-    nothing if loss or norm are not finite or the loss is above `limit`. Without supervised tokens it is not called.
-    After it, and before the waiting too, `meanwhile` is called.
-    """
-    model, step, supervised, loss_scale = passes.model, passes.step, passes.supervised, passes.loss_scale
-    reshard(model)  # what a forward pass without a backward pass has gathered would keep the gradients to itself
-    parameters = model.trainable_parameters
-    for parameter in parameters:
-        parameter.grad = None
-    sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
-    sums[2].fill_(stop)  # an assignment would wait for the device
-    sums[4].fill_(save)
-    for result in passes:
-        result.objective.backward()
-        sums[0] += result.loss
-        sums[1] += result.hits.sum()
-    PHASE.enter("summing", step + 1)
-    all_reduce_gradients(parameters, ranks)
-    sync_replicated_gradients(model)
-    if not ranks.is_tensor_main:
-        sums[:2].zero_()
-    sums[3] = squared_gradient_norm(parameters, ranks)
-    ranks.all_reduce_(sums)
-    reading = HostCopy(sums)
-    if move is not None and supervised:
-        move(*_decide_on_device(sums, supervised, loss_scale, clip_norm, limit))
-        if meanwhile is not None:
-            meanwhile()
-            PHASE.enter("waiting for the device", step + 1)
-    loss, hits, stops, squares, saves = reading.numbers()
-    if not supervised:
-        return StepResult(math.nan, math.nan, math.nan, math.nan, stops > 0, passes.data_s, saves > 0, reading.came)
-    norm = math.sqrt(squares) / loss_scale
-    factor = min(1.0, clip_norm / (norm + 1e-6)) / loss_scale
-    return StepResult(
-        loss / supervised, hits / supervised, norm, factor, stops > 0, passes.data_s, saves > 0, reading.came
-    )
-
-
-class HostCopy:
-    """Numbers on their way from the device. Whoever waits for them does not wait for what was asked for after them."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._host = numbers.to("cpu", non_blocking=numbers.is_cuda)
-        self.came: torch.cuda.Event | None = None
+    def __init__(self, numbers: Tensor, forward: ForwardPasses, optimizer: torch.optim.Optimizer | None) -> None:
+        self._numbers, self._forward, self._optimizer = numbers.to("cpu", non_blocking=True), forward, optimizer
+        self.copied: torch.cuda.Event | None = None
+        """When the numbers were copied, on CUDA."""
         if numbers.is_cuda:
-            self.came = torch.cuda.Event(enable_timing=True)
-            self.came.record()
+            self.copied = torch.cuda.Event(enable_timing=True)
+            self.copied.record()
 
-    def numbers(self) -> list[float]:
-        if self.came is not None:
-            self.came.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
-
-
-def _decide_on_device(
-    sums: torch.Tensor, supervised: int, loss_scale: float, clip_norm: float, limit: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor of the gradients, and 1 if a step with this loss and norm is to be taken, found by the device: in fp64
-    and in the order in which the host computes them, so that both find the same."""
-    # by tensors: CUDA multiplies by the inverse of a number instead of dividing by it, which rounds otherwise
-    loss, norm = sums[0] / torch.full_like(sums[0], supervised), sums[3].sqrt() / torch.full_like(sums[3], loss_scale)
-    factor = (torch.full_like(norm, clip_norm) / (norm + 1e-6)).clamp(max=1.0) / torch.full_like(norm, loss_scale)
-    return factor, (loss.isfinite() & norm.isfinite() & (loss <= limit)).double()
+    def wait(self) -> StepResult:
+        """The numbers of the step, as soon as the device has computed them."""
+        PHASE.enter("waiting for the device", self._forward.step + 1)
+        if self.copied is not None:
+            self.copied.synchronize()
+        loss, accuracy, norm, scale, stop, save, is_sound = self._numbers.tolist()
+        if self._optimizer is not None and not is_sound:
+            retract_step(self._optimizer)
+        if not self._forward.supervised:  # an empty step has no loss, and its gradient means nothing
+            loss = accuracy = norm = scale = math.nan
+        updated = self._optimizer is not None and bool(is_sound)
+        return StepResult(loss, accuracy, norm, scale, stop > 0, self._forward.data_s, save > 0, updated)
 
 
-def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> torch.Tensor:
-    """This process's part of the squared norm of the gradients, in fp64: summed over all processes it is the whole."""
-    held: dict[int, list[torch.Tensor]] = {}  # by how many hold the same: layers may be divided more than the rest
+def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:
+    """This process's part of the squared gradient norm, in fp64: the sum over all processes is the whole."""
+    by_replicas: dict[int, list[Tensor]] = {}  # a gradient that n processes hold counts 1/n on each
     for parameter in parameters:
         if parameter.grad is not None:
-            held.setdefault(replica_count(parameter.grad, ranks), []).append(local_tensor(parameter.grad))
-    return torch.stack([_sum_of_squares(parts) / count for count, parts in held.items()]).sum()
-
-
-def _sum_of_squares(parts: list[torch.Tensor]) -> torch.Tensor:
-    exact = torch.promote_types(parts[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
-    return torch.linalg.vector_norm(torch.stack(foreach_norm(parts, 2, dtype=exact))).double().square()
+            replicas = replica_count(parameter.grad, ranks)
+            by_replicas.setdefault(replicas, []).append(local_tensor(parameter.grad))
+    squares = []
+    for replicas, gradients in by_replicas.items():
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
+        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2, dtype=dtype)))
+        squares.append(norm.double().square() / replicas)
+    return torch.stack(squares).sum()

@@ -1,340 +1,161 @@
-"""The loop around the step: what is measured, saved and asked between two steps."""
+"""The training loop: one step after another, and what happens between two steps."""
 
 from __future__ import annotations
 
-import functools
 import math
-import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-import torch
-
-from whet.core.console import info, progress, warn
-from whet.core.distributed import Ranks
+from whet.core.console import info, progress
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
 from whet.core.smoothing import ExponentialAverage
-from whet.data.loader import Loader
 from whet.execution.cuda_graphs import release_cuda_graphs
-from whet.model.flops import StepFlops
-from whet.model.loss.loss_model import LossModel
-from whet.parallel.fsdp import is_sharded
-from whet.training.config import TrainConfig
-from whet.training.diagnose import Diagnoser, Diagnosis
-from whet.training.guard import Guard, Verdict
-from whet.training.loss_scale import LossScaler
-from whet.training.metrics import (
-    RunTotals,
-    StepSpeed,
-    StepTime,
-    StepTimer,
-    progress_note,
-    skipped_step_metrics,
-    step_metrics,
-)
-from whet.training.micro_batches import ForwardPasses, OverlappedForward
-from whet.training.optimizers.factory import (
-    ConditionalStep,
-    build_conditional_step,
-    gradient_bytes,
-    optimizer_step,
-    set_learning_rates,
-)
-from whet.training.profiler import Profiler
-from whet.training.schedule import Position, lr_factor
-from whet.training.step import StepResult, compute_gradients
-
-_MAX_OVERLAP_BYTES = 2**30  # bytes
-LOWER_LR_HINT = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
+from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
+from whet.training.faults import LOWER_LR_HINT, handle_fault
+from whet.training.metrics import RunTotals, StepSpeed, excluded_step_metrics, progress_note, step_metrics
+from whet.training.optimizers.factory import optimizer_step, set_learning_rates
+from whet.training.overlap import Overlap
+from whet.training.run_state import Run
+from whet.training.schedule import Position, end_position, lr_factor
+from whet.training.step import StepResult, train_step
+from whet.training.timing import StepTime, startup_summary
 
 
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """Where a run goes on: after so many finished steps."""
-
-    step: int
-    seen: RunTotals
-
-
-@dataclass(frozen=True, slots=True)
-class StepFault:
-    """A step that the guard did not find fine, counted from 1, and what is known about it."""
-
-    step: int
-    before: RunTotals
-    result: StepResult
-    verdict: Verdict
-    findings: Diagnosis
-    policy: str
-    """What is done about such a step, while it may be."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StepOutcome:
-    """What became of a step."""
-
-    seen: RunTotals
-    line: dict[str, Any]
-    stop: bool
-    back: ResumePoint | None = None
-    save: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _LoopState:
-    """What the steps of one go have in common."""
-
-    early: ConditionalStep | None
-    ahead: OverlappedForward
-    clock: StepTimer
-
-
-class TrainerHooks(Protocol):
-    """What the loop calls; the recipe connects them to files, evaluation and checkpoints."""
-
-    def log(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl."""
-
-    def evaluate(self, step: int) -> None:
-        """Measure the model after so many steps."""
-
-    def save(self, step: int, seen: RunTotals) -> None:
-        """Write a checkpoint; it may still be on its way when this returns."""
-
-    def wait_for_save(self) -> None:
-        """Until the checkpoint is on the disk."""
-
-    def save_requested(self) -> bool:
-        """Whether it is time for a checkpoint, by the clock; one rank may say so and the others not."""
-
-    def stop_requested(self) -> bool:
-        """Whether someone wants the run to end."""
-
-    def fault(self, fault: StepFault) -> str:
-        """Write down what happened, and save where it stops; gives the words for the user."""
-
-    def can_roll_back(self) -> bool:
-        """Whether there is a checkpoint."""
-
-    def roll_back(self, step: int) -> ResumePoint:
-        """Return to the newest checkpoint, and decide to pass over the steps since, this one included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """When things happen, in finished steps."""
-
-    steps: int
-    """Of the whole run, which the schedule goes by."""
-    last: int
-    """Where this process ends: the last step, or the one until which it was asked to train."""
-    evaluate_every: int | None
-    evaluate_at_start: bool
-    save_every: int | None
-    save_epochs: float | None = None
-    save_measured: bool = False
-    """Every evaluation has a checkpoint: the best can then be kept."""
-    first: int = 0
-    """The step after which the run begins (train.start_step)."""
-
-    def evaluates_after(self, step: int) -> bool:
-        return step == self.last or bool(self.evaluate_every and step % self.evaluate_every == 0)
-
-    def saves_after(self, step: int, before: float = 0.0, after: float = 0.0) -> bool:
-        """`before`, `after`: epochs that were done before this step and after it."""
-        return (
-            step == self.last
-            or bool(self.save_every and step % self.save_every == 0)
-            or bool(self.save_epochs and math.floor(before / self.save_epochs) < math.floor(after / self.save_epochs))
-            or (self.save_measured and self.evaluates_after(step))
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Trainer:
-    """Everything that a run's steps need."""
-
-    model: LossModel
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    config: TrainConfig
-    cadence: Intervals
-    hooks: TrainerHooks
-    ranks: Ranks
-    work: StepFlops
-    per_epoch: int
-    whole: Position
-    """Where the run ends."""
-    seed: int
-    autocast: AbstractContextManager[object]
-    loss_scale: LossScaler
-    profiler: Profiler
-    peak: float | None
-    """FLOP/s of all devices together, where known."""
-    guard: Guard
-
-    def run(self, start: int, seen: RunTotals) -> None:
-        """Steps `start` to the last. Raises StoppedError when asked to stop, after saving a checkpoint."""
-        place: ResumePoint | None = ResumePoint(start, seen)
-        signals: list[int] = []
-        while place is not None:
-            place = self._from(place, signals)
-
-    def _from(self, place: ResumePoint, signals: list[int]) -> ResumePoint | None:
-        """The steps from a place to the end, or to where the guard wants to go back from; gives where to."""
-        start, seen = place.step, place.seen
-        if self.cadence.evaluate_at_start if start == self.cadence.first else self.cadence.evaluates_after(start):
-            PHASE.enter("evaluating", start)
-            release_cuda_graphs(self.model)
-            self.hooks.evaluate(start)  # a checkpoint is saved before its step is measured: no step waits for that
-        self.model.train()
-        smoothed, course = ExponentialAverage(), self._course()
-        with collect_stop_signals(signals, _announce_stop), progress("training", self.cadence.steps, start) as bar:
-            for step in range(start, self.cadence.last):
-                with self.profiler.step(step + 1):
-                    if self.guard.excludes(step + 1):
-                        result = self._pass_over(step, seen)
+def train(run: Run) -> None:
+    """Train to the last step of this process. Raises StoppedError on request, after saving a checkpoint."""
+    signals: list[int] = []
+    is_rolled_back = True
+    while is_rolled_back:  # a rollback continues from its checkpoint as a resumed run would
+        is_rolled_back = False
+        if run.intervals.evaluates_before_step(run.step):
+            evaluate(run)
+        run.model.train()
+        smoothed, overlap = ExponentialAverage(), Overlap(run)
+        line: dict[str, Any] | None
+        with collect_stop_signals(signals, _announce_stop), progress("training", run.intervals.steps, run.step) as bar:
+            while run.step < run.intervals.last:
+                number, epochs_before = run.step + 1, run.epochs(run.totals)
+                with run.profiler.step(number):
+                    if run.guard.excludes(number):
+                        line, stop, save = exclude_step(run), False, False
                     else:
-                        stop = bool(signals) or self.hooks.stop_requested()
-                        result = self._one(step, seen, stop, course, is_first=step == start)
-                if result.back is not None:
-                    if result.stop:
+                        stop, save = bool(signals) or run.output.stop_requested(), save_is_due(run)
+                        totals = run.totals.add(run.loader.totals(run.step), run.flops)
+                        rates = set_step_rates(run, totals)
+                        pending = train_step(
+                            overlap.take(run.step), run.optimizer, ranks=run.ranks, stop=stop, save=save,
+                            clip_norm=run.config.train.clip_norm, spike_limit=run.guard.spike_limit(),
+                        )  # fmt: skip
+                        if not (stop or save):
+                            overlap.launch_next(totals)
+                        result = pending.wait()
+                        if not result.updated:
+                            overlap.discard()
+                        stop, save = result.stop_requested, result.save_requested
+                        line = finish_step(run, result, totals, rates, overlap.step_time(pending.copied))
+                        is_rolled_back = line is None
+                if line is None:
+                    if stop:
                         raise StoppedError(
-                            f"stopped in step {step + 1}, which was faulty; the run is back after step "
-                            f"{result.back.step}. Start it again to continue (whet train: with --resume)"
+                            f"stopped in step {number}, which was faulty; the run is back after step {run.step}. Start "
+                            "it again to continue (whet train: with --resume)"
                         )
-                    return result.back
-                before, seen, done = seen, result.seen, step + 1
-                bar.advance(1, progress_note(result.line, smoothed.add(result.line["loss"])))
-                is_due = self.cadence.saves_after(done, self._epochs(before), self._epochs(seen))
-                if result.stop or result.save or is_due:
+                    break
+                bar.advance(1, progress_note(line, smoothed.add(line["loss"])))
+                if stop or save or run.intervals.saves_after(run.step, epochs_before, run.epochs(run.totals)):
                     PHASE.enter("saving a checkpoint")
-                    self.hooks.save(done, seen)
-                if result.stop:
-                    self.hooks.wait_for_save()
+                    save_checkpoint(run)
+                if stop:
+                    wait_for_save(run)
                     raise StoppedError(
-                        f"stopped after step {done} of {self.cadence.steps}; a checkpoint is saved. "
-                        "Start it again to continue (whet train: with --resume)"
+                        f"stopped after step {run.step} of {run.intervals.steps}; a checkpoint is saved. Start it "
+                        "again to continue (whet train: with --resume)"
                     )
-                if self.cadence.evaluates_after(done):
-                    PHASE.enter("evaluating")
-                    release_cuda_graphs(self.model)
-                    self.hooks.evaluate(done)
-                    self.model.train()  # not in every step: a model with adapters has thousands of modules
+                if run.intervals.evaluates_after(run.step):
+                    evaluate(run)
+                    run.model.train()  # not before every step: a model with adapters has thousands of modules
+
+
+def finish_step(
+    run: Run, result: StepResult, totals: RunTotals, rates: dict[str, float], step_time: StepTime
+) -> dict[str, Any] | None:
+    """Judge a step, act on a fault, and write its line; None: the run was rolled back to a checkpoint.
+
+    `totals` are those after the step, `rates` the learning rates that metrics.jsonl shows.
+    """
+    batch = run.loader.totals(run.step)
+    verdict = run.guard.judge(result, batch.supervised, run.loss_scaler.can_shrink())
+    if verdict.kind not in ("fine", "overflow"):
+        verdict = handle_fault(run, result, verdict)
+    if verdict.action == "rollback":
+        roll_back(run)
         return None
+    if verdict.action == "take" and not result.updated:  # a spike with train.on_spike=warn, diagnosed by now
+        optimizer_step(run.optimizer, result.gradient_scale)
+    run.loss_scaler.update(verdict.kind == "overflow")
+    speed = StepSpeed(step_time, totals.flops - run.totals.flops, run.peak_flops)
+    per_epoch = run.plan.stats.per_epoch
+    line = step_metrics(run.step + 1, result, rates, totals, batch, per_epoch, speed, run.ranks.device)
+    if verdict.action == "skip":
+        line["skipped"] = verdict.kind
+    _end_step(run, totals, line)
+    return line
 
-    def _epochs(self, seen: RunTotals) -> float:
-        return seen.conversations / self.per_epoch
 
-    def _course(self) -> _LoopState:
-        early = build_conditional_step(self.optimizer)
-        # one step may begin before the one before is looked at if it has the same loss scale, if the gradients that are
-        # kept meanwhile are small, and if no process is left alone in a meeting when another has no memory for it
-        overlaps = (
-            early is not None
-            and not self.loss_scale.moves
-            and self.ranks.context_size == self.ranks.tensor_size == 1
-            and not is_sharded(self.model)
-            and gradient_bytes(self.optimizer) <= _MAX_OVERLAP_BYTES
+def exclude_step(run: Run) -> dict[str, Any]:
+    """Count a step that a rollback excluded, without computing anything, and write its line."""
+    totals = replace(run.totals.add(run.loader.totals(run.step), run.flops), flops=run.totals.flops)
+    rates = set_step_rates(run, totals)
+    line = excluded_step_metrics(run.step + 1, rates, totals, run.plan.stats.per_epoch, run.ranks.device)
+    _end_step(run, totals, line)
+    return line
+
+
+def _end_step(run: Run, totals: RunTotals, line: dict[str, Any]) -> None:
+    run.step, run.totals = run.step + 1, totals
+    run.guard.record(line)
+    if not run.startup.is_done:
+        seconds = run.startup.finish()
+        info(startup_summary(seconds))
+        run.output.write_startup(seconds, run.step)
+        if run.saver is not None:
+            run.saver.prepare_staging()
+    run.output.write_step(line)
+
+
+def set_step_rates(run: Run, totals: RunTotals) -> dict[str, float]:
+    """Set the learning rates of the step that leads to `totals`; returns what metrics.jsonl shows of them."""
+    schedule = run.config.train.schedule
+    before, after = (
+        Position(step, run.epochs(at), at.conversations, at.tokens).in_units_of(schedule)
+        for step, at in ((run.step, run.totals), (run.step + 1, totals))
+    )
+    end = end_position(run.plan).in_units_of(schedule)
+    rates = set_learning_rates(run.optimizer, lr_factor(before, after, end, schedule))
+    return rates | {"loss_scale": run.loss_scaler.value} if run.loss_scaler.moves else rates
+
+
+def evaluate(run: Run) -> None:
+    """Evaluate the current model, write the results, and score its checkpoint."""
+    PHASE.enter("evaluating", run.step)
+    release_cuda_graphs(run.model)
+    results, samples = run.evaluate()
+    if not run.startup.is_done:
+        run.startup.end_phase("measure_s")
+    broken = [name for name, value in results.items() if not math.isfinite(value)]
+    if broken:
+        raise RunFailedError(
+            f"step {run.step}: {', '.join(broken)} of the evaluation is not finite: the model has diverged. "
+            f"{LOWER_LR_HINT}"
         )
-        clock = StepTimer(by_device=overlaps and self.ranks.device.type == "cuda")
-        return _LoopState(early, OverlappedForward(self._passes, overlaps), clock)
-
-    def _passes(self, step: int) -> ForwardPasses:
-        return ForwardPasses(
-            self.model, self.loader, step, device=self.ranks.device, seed=self.seed, autocast=self.autocast,
-            loss_scale=self.loss_scale.value,
-        )  # fmt: skip
-
-    def _is_followed(self, step: int, before: RunTotals, after: RunTotals) -> bool:
-        """Whether nothing is planned to come between this step and the next."""
-        done = step + 1
-        return (
-            done < self.cadence.last
-            and not self.cadence.evaluates_after(done)
-            and not self.cadence.saves_after(done, self._epochs(before), self._epochs(after))
-            and not self.guard.excludes(done + 1)
-            and not self.profiler.starts_or_stops_after(done)
-        )
-
-    def _one(self, step: int, seen: RunTotals, stop: bool, course: _LoopState, is_first: bool) -> _StepOutcome:
-        early, ahead, clock = course.early, course.ahead, course.clock
-        passes, save = ahead.take(step), self.hooks.save_requested()
-        if not passes.has_begun:
-            clock.start()
-        PHASE.enter("computing gradients", step + 1)
-        totals = self.loader.totals(step)
-        after = seen.add(totals, self.work)
-        rates = self._rates(step, seen, after)
-        if early is not None:
-            early.was_asked = False
-        # what follows the first step of a process takes longer: it gets ready to save
-        is_followed = not (stop or save or is_first) and self._is_followed(step, seen, after)
-        result = compute_gradients(
-            passes, ranks=self.ranks, clip_norm=self.config.clip_norm, stop=stop, save=save, move=early,
-            limit=self.guard.limit(), meanwhile=functools.partial(ahead.begin, step + 1) if is_followed else None,
-        )  # fmt: skip
-        lap, is_warm = clock.stop(result.came), ahead.made_before() == passes.made_before
-        verdict = self.guard.judge(result, totals.supervised, self.loss_scale.can_shrink())
-        moved = early is not None and early.was_asked and verdict.kind == "fine"
-        if not moved:
-            ahead.drop()
-            if early is not None and early.was_asked:
-                early.take_back()
-        if verdict.kind not in ("fine", "overflow"):
-            verdict = self._fault(step, seen, result, verdict)
-        if verdict.action == "rollback":
-            return _StepOutcome(seen, {}, result.stop, self.hooks.roll_back(step + 1))
-        PHASE.enter("changing weights")
-        if verdict.action == "take" and not moved:
-            found = time.perf_counter()
-            optimizer_step(self.optimizer, result.factor)
-            lap = StepTime(lap.seconds + time.perf_counter() - found, 0.0)
-        self.loss_scale.update(verdict.kind == "overflow")
-        pace = StepSpeed(lap, after.flops - seen.flops, self.peak, is_warm)
-        line = step_metrics(step + 1, result, rates, after, totals, self.per_epoch, pace, self.ranks.device)
-        if verdict.action == "skip":
-            line["skipped"] = verdict.kind
-        self._log(line)
-        return _StepOutcome(after, line, result.stop, save=result.save)
-
-    def _fault(self, step: int, seen: RunTotals, result: StepResult, verdict: Verdict) -> Verdict:
-        """Find who is to blame and say so; ends the run if that is what the policy, or what is left of it, says."""
-        if verdict.action == "rollback" and not self.hooks.can_roll_back():
-            verdict = verdict.stop_because("there is no checkpoint to go back to")
-        PHASE.enter("looking for what is to blame")
-        diagnoser = Diagnoser(self.model, self.ranks, self.seed, self.autocast, self.loss_scale.value)
-        findings = diagnoser.diagnose(self.loader, step, verdict.kind)
-        words = self.hooks.fault(StepFault(step + 1, seen, result, verdict, findings, self.guard.policy(verdict.kind)))
-        if verdict.action == "stop":
-            raise RunFailedError(words)
-        warn(words)
-        return verdict
-
-    def _pass_over(self, step: int, seen: RunTotals) -> _StepOutcome:
-        """A step that a rollback left out: it counts, and nothing is computed."""
-        after = replace(seen.add(self.loader.totals(step), self.work), flops=seen.flops)
-        rates = self._rates(step, seen, after)
-        line = skipped_step_metrics(step + 1, rates, after, self.per_epoch, self.ranks.device)
-        self._log(line)
-        return _StepOutcome(after, line, stop=False)
-
-    def _rates(self, step: int, before: RunTotals, after: RunTotals) -> dict[str, float]:
-        """Set those of this step; gives what metrics.jsonl says of them."""
-        schedule = self.config.schedule
-        here, there = (
-            Position(number, seen.conversations / self.per_epoch, seen.conversations, seen.tokens).in_units_of(schedule)
-            for number, seen in ((step, before), (step + 1, after))
-        )
-        rates = set_learning_rates(self.optimizer, lr_factor(here, there, self.whole.in_units_of(schedule), schedule))
-        return rates | {"loss_scale": self.loss_scale.value} if self.loss_scale.moves else rates
-
-    def _log(self, line: dict[str, Any]) -> None:
-        self.guard.record(line)
-        self.hooks.log(line)
+    if not results:
+        return
+    run.output.write_evaluation(run.step, results, samples)
+    best = run.config.eval.best
+    if run.saver is not None and run.ranks.is_main and best in results:
+        run.saver.add_scores({run.step: results[best]})
 
 
 def _announce_stop() -> None:

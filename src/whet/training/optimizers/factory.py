@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -110,68 +111,79 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int, away: 
     return AdamW(groups, bits=_STATE_BITS[config.name], seed=seed, away=away, **adamw)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Move the weights by their gradients times `factor` (of StepResult)."""
-    if isinstance(optimizer, AdamW):
-        optimizer.gradient_scale = factor
+# The update. Gradients are clipped inside it: a pass over all of them to scale them would cost as much as the update.
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer, scale: Tensor, is_sound: Tensor) -> None:
+    """Update the weights with their gradients × `scale` unless `is_sound` is 0; both are scalars on the device.
+
+    Where the optimizer's kernel can read them itself, this waits for nothing; elsewhere it reads them first.
+    """
+    if not decides_on_device(optimizer):
+        if bool(is_sound):
+            optimizer_step(optimizer, float(scale))
+    elif isinstance(optimizer, AdamW):
+        optimizer.step_if(scale, is_sound)
     else:
-        optimizer.grad_scale = _inverse_scale(optimizer, factor)  # type: ignore[attr-defined]
-    optimizer.step()
+        _torch_fused_step(optimizer, scale.reciprocal().float(), (is_sound == 0).float())
 
 
-class ConditionalStep:
-    """A step that the device is asked for before anyone knows whether it is to be taken, which it decides itself."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.was_asked = False
-
-    def __call__(self, factor: Tensor, fine: Tensor) -> None:
-        """Move the weights by their gradients times `factor` if `fine` is not 0; both are on the device."""
-        optimizer: Any = self._optimizer
-        self.was_asked = True
-        if isinstance(optimizer, AdamW):
-            optimizer.step_if(factor, fine)
-            return
-        optimizer.grad_scale, optimizer.found_inf = factor.reciprocal().float(), (fine == 0).float()
-        try:
-            optimizer.step()
-        finally:
-            optimizer.grad_scale = optimizer.found_inf = None
-
-    def take_back(self) -> None:
-        """The device took no step, so it does not count. torch's optimizers count on the device, and know."""
-        if isinstance(self._optimizer, AdamW):
-            self._optimizer.undo_step_count()
+def retract_step(optimizer: torch.optim.Optimizer) -> None:
+    """After `apply_gradients` with `is_sound` 0: whet's AdamW counted a step that its kernel did not take. torch's
+    AdamW counts on the device."""
+    if isinstance(optimizer, AdamW) and decides_on_device(optimizer):
+        optimizer.undo_step_count()
 
 
-def build_conditional_step(optimizer: torch.optim.Optimizer) -> ConditionalStep | None:
-    """None where the step takes decisions of the host: elsewhere than on CUDA, for Muon, for states in 8 bits or in the
-    host's memory, and for divided weights that torch's AdamW moves."""
-    if getattr(optimizer, "steps_in_chunks", False):
-        return None
+def optimizer_step(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Update the weights with their gradients × `scale`, a number that the host knows."""
     if isinstance(optimizer, AdamW):
-        return ConditionalStep(optimizer) if optimizer.can_decide_on_device() else None
-    return ConditionalStep(optimizer) if _is_unsharded_fp32_cuda(optimizer) else None
+        optimizer.gradient_scale = scale
+        optimizer.step()
+    elif scale == 1:
+        optimizer.step()
+    elif _is_unsharded_fp32_cuda(optimizer):
+        _torch_fused_step(optimizer, torch.full((), 1 / scale, device=_weights(optimizer)[0].device), None)
+    else:
+        gradients = [local_tensor(weight.grad) for weight in _weights(optimizer) if weight.grad is not None]
+        foreach_mul_(gradients, scale)
+        optimizer.step()
 
 
-def _inverse_scale(optimizer: torch.optim.Optimizer, factor: float) -> Tensor | None:
-    """What torch's AdamW divides gradients by in its one kernel, in fp32. Elsewhere they are multiplied here."""
-    if factor == 1:
-        return None
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if _is_unsharded_fp32_cuda(optimizer):
-        return torch.full((), 1 / factor, device=weights[0].device)
-    foreach_mul_([local_tensor(weight.grad) for weight in weights if weight.grad is not None], factor)
-    return None
+_decides_on_device: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `apply_gradients` need not wait: on CUDA, for AdamW with states of 16 or 32 bits on the device. Muon,
+    8-bit states, offloaded states and sharded weights under torch's AdamW need the host's numbers."""
+    if optimizer not in _decides_on_device:  # one look: a model with adapters has hundreds of weights
+        if getattr(optimizer, "steps_in_chunks", False):
+            decides = False
+        elif isinstance(optimizer, AdamW):
+            decides = optimizer.can_decide_on_device()
+        else:
+            decides = _is_unsharded_fp32_cuda(optimizer)
+        _decides_on_device[optimizer] = decides
+    return _decides_on_device[optimizer]
+
+
+def _torch_fused_step(optimizer: Any, inverse_scale: Tensor, found_inf: Tensor | None) -> None:
+    """A step of torch's fused AdamW, whose kernel divides gradients by `inverse_scale` and skips if `found_inf` is 1:
+    the interface of torch.amp.GradScaler."""
+    optimizer.grad_scale, optimizer.found_inf = inverse_scale, found_inf
+    try:
+        optimizer.step()
+    finally:
+        optimizer.grad_scale = optimizer.found_inf = None
 
 
 def _is_unsharded_fp32_cuda(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all of its weights are fp32 and whole on CUDA: torch's kernel scales gradients for those."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return all(
-        weight.is_cuda and weight.dtype == torch.float32 and local_tensor(weight) is weight for weight in weights
-    )
+    """Whether torch's fused kernel can scale the gradients: all weights are fp32, unsharded and on CUDA."""
+    return all(w.is_cuda and w.dtype == torch.float32 and local_tensor(w) is w for w in _weights(optimizer))
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
@@ -188,13 +200,12 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer keeps, or will keep after its first step, beside the weights."""
+    """The size of the optimizer state after the first step."""
     if isinstance(optimizer, AdamW):
         return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    return sum(2 * weight.nbytes + 4 for group in optimizer.param_groups for weight in group["params"])
+    return sum(2 * weight.nbytes + 4 for weight in _weights(optimizer))
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the gradients of weights that are not divided take; those of 16-bit weights may be summed in fp32."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return sum(weight.numel() * (weight.grad_dtype or weight.dtype).itemsize for weight in weights)
+    """The size of all gradients, unsharded; those of 16-bit weights may be accumulated in fp32."""
+    return sum(weight.numel() * (weight.grad_dtype or weight.dtype).itemsize for weight in _weights(optimizer))

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.core.seeds import derive_seed
 from whet.parallel.dtensor import local_tensor, shard_like
-from whet.training.micro_batches import derive_seed
 
 # Numbers in 8 bits: a code from a table times the largest of its block.
 #

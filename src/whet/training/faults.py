@@ -1,4 +1,4 @@
-"""What a faulty step leaves behind: an event, the batch for --replay, and the message for the user."""
+"""Faulty steps: diagnose, report and act. A fault leaves an event, the batch for --replay, and a message."""
 
 from __future__ import annotations
 
@@ -11,71 +11,98 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.config import Config
-from whet.core.files import atomic_write, read_json, write_json
-from whet.data.loader import Loader
-from whet.run.data import RunData
-from whet.training.diagnose import DocumentResult
-from whet.training.guard import Guard
+from whet.core.console import warn
+from whet.core.errors import RunFailedError
+from whet.core.files import atomic_write
+from whet.core.heartbeat import PHASE
+from whet.training.checkpoints import resumable_steps, save_checkpoint, saved_steps, wait_for_save
+from whet.training.diagnose import Diagnoser, Diagnosis
+from whet.training.guard import Verdict
 from whet.training.metrics import finite_or_none
-from whet.training.trainer import LOWER_LR_HINT, StepFault
+from whet.training.run_state import Run
+from whet.training.step import StepResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
+LOWER_LR_HINT = "A lower train.optimizer.lr often helps: start a new run with it, in another folder (run.dir=FOLDER)"
 _BATCH_FORMAT = 1
 _PREVIEW_CHARACTERS, _MAX_NAMED = 80, 3
 
 
-def fault_event(fault: StepFault, data: RunData, file: Path) -> dict[str, Any]:
-    """The line in events.jsonl. What is not known is null."""
-    found = fault.findings
+def handle_fault(run: Run, result: StepResult, verdict: Verdict) -> Verdict:
+    """Diagnose the current step, whose weights have not changed, and report it.
+
+    Raises RunFailedError if the run has to stop, after saving the state before the step unless a weight is not finite.
+    """
+    if verdict.action == "rollback" and not resumable_steps(run):
+        verdict = verdict.stop_because("there is no checkpoint to go back to")
+    PHASE.enter("diagnosing a fault")
+    diagnoser = Diagnoser(run.model, run.ranks, run.config.run.seed, run.autocast, run.loss_scaler.value)
+    diagnosis = diagnoser.diagnose(run.loader, run.step, verdict.kind)
+    file = run.config.folder / "faults" / f"step-{run.step + 1:06d}.json"
+    event = fault_event(run, result, verdict, diagnosis, file)
+    if run.ranks.is_main:
+        write_fault_batch(file, fault_batch(run, result, verdict, diagnosis))
+    run.output.write_event(event)
+    is_saved = run.step in saved_steps(run)
+    if verdict.action == "stop" and run.step > 0 and not is_saved and not diagnosis.nonfinite_weights:
+        save_checkpoint(run)
+        wait_for_save(run)
+    message = fault_message(event)
+    if verdict.action == "stop":
+        raise RunFailedError(message)
+    warn(message)
+    return verdict
+
+
+def fault_event(run: Run, result: StepResult, verdict: Verdict, diagnosis: Diagnosis, file: Path) -> dict[str, Any]:
+    """The line in events.jsonl; null for what is not known."""
+    blamed = diagnosis.blamed
     return {
         "time": time.time(),
-        "step": fault.step,
-        "kind": fault.verdict.kind,
-        "action": fault.verdict.action,
-        "policy": fault.policy,
-        "reason": fault.verdict.reason,
-        "loss": finite_or_none(fault.result.loss),
-        "grad_norm": finite_or_none(fault.result.grad_norm),
+        "step": run.step + 1,
+        "kind": verdict.kind,
+        "action": verdict.action,
+        "policy": run.guard.policy(verdict.kind),
+        "reason": verdict.reason,
+        "loss": finite_or_none(result.loss),
+        "grad_norm": finite_or_none(result.grad_norm),
         "conversations": [
-            _conversation_entry(data, document)
+            _conversation_entry(run, document)
             | {"loss": finite_or_none(part.loss) if len(part.documents) == 1 else None}
-            for part in found.blamed
+            for part in blamed
             for document in part.documents
         ],
-        "together": _is_joint_fault(found.blamed),
-        "all": fault.verdict.kind == "nonfinite" and 1 < len(found.conversations) == len(found.blamed),
-        "layer": _first_bad_layer(fault),
-        "losses_only": found.losses_only,
-        "weights": found.nonfinite_weights,
+        "together": any(len(part.documents) > 1 for part in blamed),
+        "all": verdict.kind == "nonfinite" and 1 < len(diagnosis.conversations) == len(blamed),
+        "layer": next((part.layer for part in blamed if part.layer), None),
+        "losses_only": diagnosis.losses_only,
+        "weights": diagnosis.nonfinite_weights,
         "file": str(file),
     }
 
 
-def fault_batch(
-    fault: StepFault, config: Config, data: RunData, loader: Loader, precision: str, scale: float
-) -> dict[str, Any]:
-    """All that `whet train --replay` needs to run the step again."""
-    numbers = sorted({document for part in fault.findings.micro_batches for document in part.documents})
-    store = data.train.store
+def fault_batch(run: Run, result: StepResult, verdict: Verdict, diagnosis: Diagnosis) -> dict[str, Any]:
+    """All that `whet train --replay` needs to run the step again; run/replay.py reads it."""
+    config, store = run.config, run.store
+    numbers = sorted({document for part in diagnosis.micro_batches for document in part.documents})
     return {
         "format": _BATCH_FORMAT,
         "run": str(config.folder.resolve()),
-        "step": fault.step,
-        "kind": fault.verdict.kind,
-        "reason": fault.verdict.reason,
-        "limit": None if fault.verdict.limit is None else finite_or_none(fault.verdict.limit),
-        "loss": finite_or_none(fault.result.loss),
-        "grad_norm": finite_or_none(fault.result.grad_norm),
-        "checkpoint": f"step-{fault.step - 1:06d}" if fault.step > 1 else None,
+        "step": run.step + 1,
+        "kind": verdict.kind,
+        "reason": verdict.reason,
+        "limit": None if verdict.limit is None else finite_or_none(verdict.limit),
+        "loss": finite_or_none(result.loss),
+        "grad_norm": finite_or_none(result.grad_norm),
+        "checkpoint": f"step-{run.step:06d}" if run.step > 0 else None,
         "seed": config.run.seed,
-        "precision": precision,
-        "loss_scale": scale,
-        "longest": loader.max_seqlen,
-        "shapes": [asdict(shape) for shape in loader.shapes],
+        "precision": run.precision.name,
+        "loss_scale": run.loss_scaler.value,
+        "longest": run.loader.max_seqlen,
+        "shapes": [asdict(shape) for shape in run.loader.shapes],
         "conversations": [
             {
                 "number": number,
@@ -86,18 +113,18 @@ def fault_batch(
             }
             for number in numbers
         ],
-        "micro_batches": [asdict(part) for part in fault.findings.micro_batches],
+        "micro_batches": [asdict(part) for part in diagnosis.micro_batches],
     }
 
 
 def write_fault_batch(file: Path, batch: dict[str, Any]) -> None:
-    """On one line: indented, each id would take one of its own."""
+    """On one line: indented, every id would take a line."""
     file.parent.mkdir(exist_ok=True)
     atomic_write(file, json.dumps(batch, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def fault_message(event: dict[str, Any]) -> str:
-    """The paragraph a person reads."""
+    """The event as a paragraph for the user."""
     parts = [f"step {event['step']}: {event['reason']}"]
     named = [
         f"{each['source']}:{each['line']} ({each['text'][:_PREVIEW_CHARACTERS]!r})"
@@ -145,20 +172,9 @@ def fault_message(event: dict[str, Any]) -> str:
 
 
 def mask_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """Where a mask is set, as [first, one behind the last]."""
+    """Where a mask is set, as half-open [start, end)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return edges.reshape(-1, 2).tolist()
-
-
-def read_passed_over(run: Path) -> list[tuple[int, int]]:
-    """The first and the last step of what each rollback of a run passed over."""
-    file = run / "faults" / "passed_over.json"
-    return [(first, last) for first, last in read_json(file)["steps"]] if file.exists() else []
-
-
-def write_passed_over(run: Path, guard: Guard) -> None:
-    (run / "faults").mkdir(exist_ok=True)
-    write_json(run / "faults" / "passed_over.json", {"steps": guard.excluded})
 
 
 def preview_text(tokenizer: PreTrainedTokenizerFast, ids: list[int], length: int = 300) -> str:
@@ -168,16 +184,7 @@ def preview_text(tokenizer: PreTrainedTokenizerFast, ids: list[int], length: int
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _conversation_entry(data: RunData, document: int) -> dict[str, Any]:
-    store = data.train.store
-    origin = store.origin(document)
-    text = preview_text(data.tokenizer, store.ids(document).tolist())
+def _conversation_entry(run: Run, document: int) -> dict[str, Any]:
+    origin = run.store.origin(document)
+    text = preview_text(run.tokenizer, run.store.ids(document).tolist())
     return {"source": origin.source, "line": origin.line, "number": document, "text": text}
-
-
-def _is_joint_fault(blamed: list[DocumentResult]) -> bool:
-    return any(len(part.documents) > 1 for part in blamed)
-
-
-def _first_bad_layer(fault: StepFault) -> str | None:
-    return next((part.layer for part in fault.findings.blamed if part.layer), None)

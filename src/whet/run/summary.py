@@ -1,0 +1,107 @@
+"""What was decided before the first step: plan.json, and warnings and a summary on the console."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from whet.core.console import info, warn
+from whet.data.plan.planner import packing_efficiency
+from whet.execution.compile import should_compile
+from whet.execution.cuda_graphs import uses_cuda_graphs
+from whet.model import attention
+from whet.model.flops import flops_table
+from whet.model.fp8.conversion import count_fp8_layers
+from whet.model.load.random_models import is_random_model
+from whet.model.peak_flops import device_name, device_peak_flops
+from whet.model.quantize import MIN_QUANTIZED_SHARE, count_weights, quantized_share
+from whet.training.run_state import Run
+from whet.training.schedule import end_position, warmup_fills_run
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """The content of plan.json."""
+    config, plan, device = run.config, run.plan, run.ranks.device
+    parameters = list(run.model.parameters())
+    return {
+        "steps": len(plan),
+        "rows": len(plan.rows) - 1,
+        "conversations": len(plan.documents),
+        "conversations_per_epoch": plan.stats.per_epoch,
+        "epochs": len(plan.documents) / plan.stats.per_epoch,
+        "tokens": plan.stats.tokens,
+        "supervised_tokens": _supervised_tokens(run),
+        "efficiency": packing_efficiency(plan, config.row_length),
+        "row_length": config.row_length,
+        "micro_rows": config.train.micro_rows,
+        "world": run.ranks.world_size,
+        "batch": config.train.batch.model_dump(exclude_none=True),
+        "packing": config.data.packing,
+        "parameters": sum(map(count_weights, parameters)),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "device": device.type,
+        "device_name": device_name(device),
+        "peak_flops": device_peak_flops(device, run.precision.name),
+        "precision": run.precision.name,
+        "quantize": config.quantize,
+        "eight_bit_layers": count_fp8_layers(run.model),
+        "attention": attention.describe_backend(run.model.language_model),
+        "compiled": should_compile(config.model.compile, device, run.precision.compute),
+        "recorded": uses_cuda_graphs(run.model),
+        **config.parallel.model_dump(),
+    }
+
+
+def print_summary(run: Run) -> None:
+    """Warn of settings that the user may not want, then describe the run in one line."""
+    config, plan, language_model = run.config, run.plan, run.model.language_model
+    if is_random_model(config.model.path):
+        warn(f"model.path: {config.model.path}: the weights are random; the run measures speed and learns nothing")
+    if run.model.unpacked:
+        info("this model leaks between packed conversations: every batch has one conversation")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.model.modules()):
+        info("dropout is on: its masks depend on train.micro_rows and the number of processes")
+    if getattr(language_model.config, "output_router_logits", False):
+        warn("the model's configuration enables an auxiliary router loss (output_router_logits); whet does not add it")
+    if config.quantize is not None and (share := quantized_share(language_model)) < MIN_QUANTIZED_SHARE:
+        warn(
+            f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings, and experts "
+            "fused into one weight, cannot be in it"
+        )
+    fp8_layers = count_fp8_layers(run.model)
+    if fp8_layers:
+        info(f"{fp8_layers} layers multiply in fp8; evaluation and export do not")
+    if fp8_layers and not should_compile(config.model.compile, run.ranks.device, run.precision.compute):
+        warn("train.precision: without compilation, casting to fp8 takes longer than it saves; see model.compile")
+    max_positions = getattr(language_model.config, "max_position_embeddings", plan.stats.longest)
+    if plan.stats.longest > max_positions:
+        warn(
+            f"the longest conversation has {plan.stats.longest} tokens, but the model was made for {max_positions}; "
+            "lower data.max_length"
+        )
+    schedule = config.train.schedule
+    end = end_position(plan).in_units_of(schedule)
+    if warmup_fills_run(end, schedule):
+        warn(
+            f"train.schedule.warmup: {schedule.warmup} takes the whole run of {end:g} {schedule.by}s, so the rate "
+            "only rises"
+        )
+    device = run.ranks.device
+    if run.peak_flops is None and device.type != "cpu":
+        info(f"MFU is not reported: the peak FLOP/s of {device_name(device)} in {run.precision.name} is unknown")
+    batch = ", ".join(f"{n} {unit}" for unit, n in config.train.batch.model_dump(exclude_none=True).items())
+    info(
+        f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world_size} × {device.type}, "
+        f"{run.precision.name}: {batch} a step, {plan.stats.per_epoch} conversations an epoch"
+    )
+
+
+def run_flops_table(run: Run) -> str:
+    """FLOPs by module, for a conversation of the mean length (profile/flops.txt)."""
+    length = run.plan.stats.tokens / len(run.plan.documents)
+    return flops_table(run.model.language_model, round(length), _supervised_tokens(run) / run.plan.stats.tokens)
+
+
+def _supervised_tokens(run: Run) -> int:
+    return int(run.store.targets[run.plan.documents].sum())

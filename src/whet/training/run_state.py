@@ -1,0 +1,70 @@
+"""The run: all that its steps need, built once by run/assemble.py, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from whet.checkpoint.save import CheckpointSaver
+from whet.config import Config
+from whet.core.distributed import Ranks
+from whet.data.loader import Loader
+from whet.data.plan.planner import Plan
+from whet.data.prepare.store import Store
+from whet.inference.tasks.task import AnsweredExample
+from whet.model.flops import StepFlops
+from whet.model.loss.loss_model import LossModel
+from whet.training.guard import Guard
+from whet.training.intervals import Intervals
+from whet.training.loss_scale import LossScaler
+from whet.training.metrics import RunTotals
+from whet.training.output import RunOutput
+from whet.training.precision import PrecisionPolicy
+from whet.training.profiler import Profiler
+from whet.training.timing import StartupTimer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(slots=True)
+class Run:
+    """One run in one process. Every rank has one; rank 0's writes the files."""
+
+    config: Config
+    ranks: Ranks
+    precision: PrecisionPolicy
+    plan: Plan
+    store: Store
+    """The prepared training conversations."""
+    tokenizer: PreTrainedTokenizerFast
+    loader: Loader
+    model: LossModel
+    optimizer: torch.optim.Optimizer
+    loss_scaler: LossScaler
+    guard: Guard
+    intervals: Intervals
+    evaluate: Callable[[], tuple[dict[str, float], list[AnsweredExample]]]
+    """Metrics of the current model, and what it answered."""
+    saver: CheckpointSaver | None
+    """None: --dry-run, nothing is saved."""
+    output: RunOutput
+    startup: StartupTimer
+    flops: StepFlops
+    peak_flops: float | None
+    """Of all devices together, where known."""
+    step: int = 0
+    """Finished steps."""
+    totals: RunTotals = field(default_factory=RunTotals)
+    profiler: Profiler = field(default_factory=Profiler)
+    autocast: AbstractContextManager[object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.autocast = self.precision.autocast(self.ranks.device)
+
+    def epochs(self, totals: RunTotals) -> float:
+        return totals.conversations / self.plan.stats.per_epoch
