@@ -36,6 +36,7 @@ from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows,
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
+from whet.run.model_builder import build_model
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision
 
