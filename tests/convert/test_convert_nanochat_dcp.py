@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,8 @@ def tiny() -> Any:
     return AutoModelForCausalLM.from_pretrained(builtin_folder("builtin:tiny"))
 
 
-CONFIG: Callable[[], Path] = lambda: builtin_folder("builtin:tiny") / "config.json"
+def config_file() -> Path:
+    return builtin_folder("builtin:tiny") / "config.json"
 
 
 def test_a_mindspeed_checkpoint_is_imported_without_its_optimizer(tiny: Any, whet: Any, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_mindspeed_checkpoint_is_imported_without_its_optimizer(tiny: Any, whe
     save_dcp(tmp_path / "run/global_step_5", **state)
     tiny.model.norm.weight.data += 1
     save_dcp(tmp_path / "run/global_step_20", **{**state, "model": tiny.state_dict()})
-    options = ("--config", CONFIG(), "--tokenizer", builtin_folder("builtin:tiny"))
+    options = ("--config", config_file(), "--tokenizer", builtin_folder("builtin:tiny"))
     ended = whet("import", "checkpoint", "mindspeed", tmp_path / "run", "--out", tmp_path / "out", "--json", *options)
     assert ended.code == 0, ended.err
     certificate = json.loads(ended.out)["certificate"]
@@ -137,7 +137,7 @@ def test_a_mindspeed_checkpoint_is_imported_without_its_optimizer(tiny: Any, whe
 def test_a_dcp_checkpoint_in_bf16_without_a_prefix_is_imported(tiny: Any, whet: Any, tmp_path: Path) -> None:
     save_dcp(tmp_path / "in", **{name: tensor.bfloat16() for name, tensor in tiny.state_dict().items()})
     ended = whet(
-        "import", "checkpoint", "dcp", tmp_path / "in", "--out", tmp_path / "out", "--config", CONFIG(), "--json"
+        "import", "checkpoint", "dcp", tmp_path / "in", "--out", tmp_path / "out", "--config", config_file(), "--json"
     )
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["certificate"]["dtype"] == "bfloat16"
@@ -150,7 +150,7 @@ class Code:
 
 def test_bad_dcp_checkpoints_are_refused(tiny: Any, whet: Any, tmp_path: Path) -> None:
     def error_of(*options: Any) -> str:
-        given = options or ("--config", CONFIG())
+        given = options or ("--config", config_file())
         ended = whet("import", "checkpoint", "dcp", tmp_path / "in", "--out", tmp_path / "out", *given)
         assert ended.code == 1, ended.err
         assert "code ran" not in ended.err

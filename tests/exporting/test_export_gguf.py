@@ -107,14 +107,14 @@ def tokenizer_of_numbers() -> Any:
 
 @pytest.mark.parametrize("what", ["rope permutation", "pre-tokenizer", "template", "end of turn"])
 def test_a_wrong_file_is_refused(
-    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    what: str,
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, what: str,
 ) -> None:  # fmt: skip
     from gguf import GGUFWriter
 
     reason = {
-        "rope permutation": "its logits differ", "pre-tokenizer": "its tokenizer splits", "template": "its chat template",
-        "end of turn": "does not stop at",
+        "rope permutation": "its logits differ", "pre-tokenizer": "its tokenizer splits",
+        "template": "its chat template", "end of turn": "does not stop at",
     }[what]  # fmt: skip
     tokenizer = None
     if what == "rope permutation":
