@@ -5,6 +5,7 @@ Nothing here is specific to a template: expected ids come from transformers, exp
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -29,8 +30,9 @@ pytestmark = pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templ
 
 EVERY = pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
 FEW = settings(
-    max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)  # a second for ten templates
+    max_examples=6 if os.environ.get("WHET_TEST_ALL") == "1" else 3, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 
 
 def layout_or_reason(renderer: Renderer, conversation: Conversation) -> Layout | str:
