@@ -58,7 +58,9 @@ def test_names_are_the_fields() -> None:
 
 
 def test_every_exception_is_used() -> None:
-    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py")) + "\n".join(p.stem for p in SOURCE.rglob("*.py"))
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py")) + "\n".join(
+        p.stem for p in SOURCE.rglob("*.py")
+    )
     assert [name for name in MAY_STAY if not re.search(rf"\b{name}\b", text)] == []
 
 
