@@ -82,7 +82,7 @@ def test_nothing_left_to_train_on(refused: Refused) -> None:
 
 
 def test_an_unknown_task(refused: Refused) -> None:
-    assert "eval.tasks: there is no task 'ordrs'; known are: orders" in refused("eval.tasks=[ordrs]")
+    assert "eval.tasks: unknown task 'ordrs'; built in are: orders" in refused("eval.tasks=[ordrs]")
 
 
 def test_a_misspelt_key_proposes_the_right_one(refused: Refused) -> None:
