@@ -8,8 +8,8 @@ from whet.core.config import Setting, list_settings
 PAGE = Path(__file__).parent / "config.md"
 _HEAD = """# Every setting
 
-Generated from the code by `make docs`; `whet config` prints the same. A recipe is a YAML file with these keys, where a dot
-stands for a level. Override one on the command line with `KEY=VALUE`, for example `train.steps=100`.
+Generated from the code by `make docs`; `whet config` prints the same. A recipe is a YAML file with these keys, where a
+dot stands for a level. Override one on the command line with `KEY=VALUE`, for example `train.steps=100`.
 """
 
 

@@ -139,7 +139,8 @@ class Config(Section):
         if self.parallel.shard is None:
             raise config_error(
                 "parallel.offload",
-                "weights, but only sharded weights can be offloaded. Set parallel.shard too; 1 is enough for one process",
+                "weights, but only sharded weights can be offloaded. Set parallel.shard too; for one process, 1 is "
+                "enough",
             )
         if self.quantize is not None:
             raise config_error(

@@ -238,7 +238,7 @@ def test_a_folder_with_only_tokenizer_model_is_converted(pieces: Train, tmp_path
 @pytest.mark.parametrize("name", ["absent", "absent.model", "config.yaml"])
 def test_a_model_tokenizer_that_is_not_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(WhetError, match=rf"model\.tokenizer: .*{name}: no folder and no \.model file"):
+    with pytest.raises(WhetError, match=rf"model\.tokenizer: .*{name}: no such folder or \.model file"):
         load_tokenizer(ModelConfig(path="builtin:tiny", tokenizer=str(tmp_path / name)))
 
 
