@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from whet.core.errors import WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Conversation, Message, Origin, ParsedRecord, PlainText, TokenizedDocument
-from whet.data.prepare.chunk import Chunk
+from whet.data.prepare.chunks import Chunk
 from whet.data.prepare.ledger import Account
 from whet.data.prepare.tokenize import tokenize_records
 from whet.data.render.renderer import Rendered, Renderer

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, ToolCall
-from whet.data.prepare.chunk import Chunk
+from whet.data.prepare.chunks import Chunk
 from whet.data.prepare.store import StoreWriter
 from whet.data.prepare.tokenize import tokenize_records
 from whet.data.render.marked_text import MARKER_LOOK_ALIKE, MarkedRenderer

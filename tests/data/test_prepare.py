@@ -358,7 +358,7 @@ def test_a_merge_that_breaks_leaves_no_store(own_cache: Path, jsonl: Jsonl, monk
         raise _TestError
 
     with monkeypatch.context() as patch:
-        patch.setattr("whet.data.prepare.chunk.StoreWriter.finish", broken)
+        patch.setattr("whet.data.prepare.chunks.StoreWriter.finish", broken)
         with pytest.raises(_TestError):
             go(path)
     assert [name for name in left_behind(own_cache) if not name.endswith(".work")] == []

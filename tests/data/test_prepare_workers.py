@@ -284,6 +284,6 @@ def test_no_more_than_a_chunk_is_in_memory(
         add(writer, tokens, loss, sizes, *rest)
 
     monkeypatch.setattr(chunks_module, "tokenize_records", count)
-    monkeypatch.setattr("whet.data.prepare.chunk.StoreWriter.add", measure)
+    monkeypatch.setattr("whet.data.prepare.chunks.StoreWriter.add", measure)
     assert len(go(jsonl(*[GOOD] * 41)).store) == 41
     assert tokenized == merged == [4] * 10 + [1]

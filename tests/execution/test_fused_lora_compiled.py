@@ -15,10 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from whet.execution.transform import transform_layers
-from whet.model.layers import decoder_layers
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.loss.loss_model import LossModel
-from whet.model.modules import KeepFloat64
+from whet.model.modules import KeepFloat64, decoder_layers
 from whet.parallel.config import ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from whet.core.errors import WhetError
-from whet.model.layers import decoder_layers
 from whet.model.loss.loss_model import LossModel
+from whet.model.modules import decoder_layers
 
 Make = Callable[..., LossModel]
 

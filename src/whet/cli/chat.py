@@ -69,9 +69,9 @@ def chat(
 ) -> dict[str, Any] | None:
     """Chat with a model in the terminal."""
     from whet.core.errors import WhetError
-    from whet.inference.adapters import parse_adapter_options
     from whet.inference.chat import answer_conversations, generate_unconditional, read_prompts
     from whet.inference.sampling import Sampling
+    from whet.model.lora.adapter_folder import parse_adapter_options
     from whet.run.load_models import load_chat_models
 
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts)) if value is not None]

@@ -7,6 +7,9 @@ import functools
 import gc
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
+
+from whet.core.errors import WhetError
 
 
 @contextlib.contextmanager
@@ -30,3 +33,14 @@ def import_without_gc() -> Iterator[None]:
 def has_triton() -> bool:
     """Whether whet's Triton kernels can be compiled. Only torch for CUDA depends on Triton."""
     return importlib.util.find_spec("triton") is not None
+
+
+def require_pyarrow(name: str) -> Any:
+    """The module, or a WhetError with the command that installs it."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise WhetError(
+            f"data.sources: {name}: reading this file needs pyarrow, which is not installed: pip install 'whet[data]'"
+        ) from None
+    return pyarrow

@@ -21,8 +21,8 @@ from whet.core.errors import WhetError, first_line
 from whet.execution.recompute import has_dropout
 from whet.model.attention import supports_fullgraph
 from whet.model.flops import count_step_flops
-from whet.model.layers import decoder_layers
 from whet.model.loss.loss_model import LossModel
+from whet.model.modules import decoder_layers
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures a function's kernels in a graph and returns the function that replays it."""

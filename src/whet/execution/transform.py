@@ -11,8 +11,8 @@ from whet.execution.compile import compile_forward, set_activation_memory_budget
 from whet.execution.offload import with_activation_offload
 from whet.execution.recompute import has_dropout, with_recompute, with_recompute_in_eager
 from whet.model.attention import supports_fullgraph
-from whet.model.layers import decoder_layers
 from whet.model.lora.fuse import use_low_memory_backward_
+from whet.model.modules import decoder_layers
 from whet.parallel.config import ParallelConfig
 
 

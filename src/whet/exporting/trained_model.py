@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from whet.compat.peft_private import modules_to_save_type, trainable_tokens_type, tuner_layer_type
 from whet.compat.torch_private import persistent_buffers
 from whet.model.attention import native_attention
-from whet.model.layers import decoder_layers
 from whet.model.load.placeholder import is_placeholder
 from whet.model.lora.peft_adapters import unwrap_peft
+from whet.model.modules import decoder_layers
 from whet.model.quantize import count_weights, dequantize_linear, is_quantized
 
 ReadWeight = Callable[[str, torch.dtype], Tensor]

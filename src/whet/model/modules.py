@@ -1,4 +1,4 @@
-"""Utilities for modules: eval mode as a context, mixin classes, gated-MLP detection, and fp64 that stays fp64."""
+"""Utilities for modules: decoder layers, eval mode as a context, mixin classes, gated MLPs, fp64 that stays fp64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from whet.compat.torch_private import copy_module_without_children, set_module_class
+from whet.core.errors import WhetError
 
 
 @contextlib.contextmanager
@@ -108,3 +109,21 @@ class KeepFloat64(TorchFunctionMode):
         if func in _MATMUL_FUNCTIONS and args[0].dtype == torch.float64 and args[0].shape[-1] == 1:
             args = (args[0], args[1].double())  # rotary frequencies times positions, which are fp32
         return func(*args, **kwargs)
+
+
+# The decoder layers of a language model, independent of the architecture.
+
+
+def decoder_layers(language_model: nn.Module) -> list[nn.Module]:
+    """The decoder layers in order: the ModuleList with the most weights.
+
+    Lists of experts are inside a layer and so hold less; vision and audio towers are smaller than the text decoder.
+    """
+    lists = [module for module in language_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise WhetError(
+            "model.path: this model's decoder layers cannot be found, so they cannot be compiled, recomputed or "
+            "offloaded. Set model.compile=false, parallel.recompute=none and remove activations from parallel.offload"
+        )
+    sizes = [sum(parameter.numel() for parameter in modules.parameters()) for modules in lists]
+    return list(lists[sizes.index(max(sizes))])

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import local_shape_and_offset
-from whet.model.layers import decoder_layers
 from whet.model.load.placeholder import WeightSource, is_placeholder
 from whet.model.loss.loss_model import LossModel
+from whet.model.modules import decoder_layers
 from whet.parallel.dtensor import shard_like
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import apply_tensor_parallel

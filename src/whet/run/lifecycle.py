@@ -26,13 +26,7 @@ from whet.run.assemble import assemble
 from whet.run.data import RunData, prepare_data
 from whet.run.export_run import ExportRequest, export_model
 from whet.run.model_builder import BackgroundModelLoader, require_tensor_parallel_plan, set_deterministic
-from whet.run.multiprocess import (
-    HangDetector,
-    process_group,
-    report_failures,
-    require_consistent_ranks,
-    store_digests,
-)
+from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
 from whet.run.resume import open_run_folder, recorded_template_date, write_run_inputs
 from whet.training.run_state import Run
 from whet.training.timing import StartupTimer

@@ -21,7 +21,6 @@ from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
 from whet.data.render.renderer import Renderer
-from whet.inference.adapters import attach_adapters, base_model_of, has_4bit_base, has_embedding_rows, is_adapter_folder
 from whet.inference.calculator_tool import make_calculator
 from whet.inference.chat import ChatModels
 from whet.inference.inference_model import InferenceModel, stop_token_ids
@@ -32,6 +31,13 @@ from whet.model.load.pretrained import load_model
 from whet.model.load.resize_embeddings import resize_embeddings_
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import load_error, locate_model
+from whet.model.lora.adapter_folder import (
+    attach_adapters,
+    base_model_of,
+    has_4bit_base,
+    has_embedding_rows,
+    is_adapter_folder,
+)
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_

@@ -20,14 +20,7 @@ from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.conversation import (
-    BadRecord,
-    Conversation,
-    Message,
-    ParsedRecord,
-    PlainText,
-    ToolCall,
-)
+from whet.data.conversation import BadRecord, Conversation, Message, ParsedRecord, PlainText, ToolCall
 from whet.data.read import json_files
 from whet.data.read.json_files import split_array
 from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from whet.model.config import AdapterConfig
 from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason
-from whet.model.layers import decoder_layers
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
-from whet.model.modules import KeepFloat64
+from whet.model.modules import KeepFloat64, decoder_layers
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from whet.core.console import info, progress
 from whet.core.errors import WhetError, disk_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, hash_json, require_disk_space
 from whet.data.config import DataConfig, Source
-from whet.data.prepare.chunk import Chunk, merge_chunks
+from whet.data.prepare.chunks import Chunk, merge_chunks
 from whet.data.prepare.store import MANIFEST, Store
 from whet.data.prepare.tokenize import tokenize_records
 from whet.data.prepare.workers import WorkerPool, WorkItemError, WorkQueue, notify_waiting

@@ -19,7 +19,7 @@ from whet.data.conversation import (
     PlainText,
     TokenizedDocument,
 )
-from whet.data.prepare.chunk import Chunk
+from whet.data.prepare.chunks import Chunk
 from whet.data.prepare.store import count_targets
 from whet.data.render.chat_tokenizer import ItemRenderer
 from whet.data.render.marked_text import marked_to_conversation

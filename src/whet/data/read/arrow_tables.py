@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.read.container import Container, RawRecord, require_pyarrow
+from whet.core.imports import require_pyarrow
+from whet.data.read.container import Container, RawRecord
 
 _BATCH_ROWS = 128
 _ARROW_FILE_MAGIC, _ARROW_STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"

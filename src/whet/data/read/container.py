@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import hash_file
+from whet.core.imports import require_pyarrow
 
 # Records. Every worker iterates over all records and decodes only its own, so a raw record must cost next to nothing.
 
@@ -172,17 +173,6 @@ _OPENERS: dict[str | None, Callable[[Path], Any]] = {
     "gzip": gzip.GzipFile,
     "zstd": _open_zstd,
 }
-
-
-def require_pyarrow(name: str) -> Any:
-    """The module, or a WhetError with the command that installs it."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise WhetError(
-            f"data.sources: {name}: reading this file needs pyarrow, which is not installed: pip install 'whet[data]'"
-        ) from None
-    return pyarrow
 
 
 def content_size(path: Path) -> int:

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from whet.core.errors import WhetError
-from whet.data.read.container import (
-    Container,
-    DecodedRecord,
-    RawRecord,
-    detect_compression,
-    estimate_count,
-    open_bytes,
-)
+from whet.data.read.container import Container, DecodedRecord, RawRecord, detect_compression, estimate_count, open_bytes
 
 _COUNT_CHUNK_BYTES = 2**20
 
