@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from whet.checkpoint import directory
-from whet.run import lifecycle as trains
+from whet.run import assemble
 
 Disk = Callable[[str], Path]
 
@@ -56,7 +56,7 @@ def test_a_run_on_a_disk_that_became_too_small_can_be_resumed(
     disk = small_disk("size=400k")
     arguments = ["train", recipe, f"run.dir={disk / 'run'}", "train.steps=3"]
     with monkeypatch.context() as patch:
-        patch.setattr(trains, "require_checkpoint_space", lambda *args: None)  # there was room at the start
+        patch.setattr(assemble, "require_checkpoint_space", lambda *args: None)  # there was room at the start
         check(whet(*arguments), str(disk / "run/checkpoints"), "full", "Free some space", "run.dir for runs")
     assert temporary(disk) == []
     assert directory.list_steps(disk / "run/checkpoints") == []

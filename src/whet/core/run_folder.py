@@ -135,8 +135,8 @@ def check_run_format(path: Path) -> None:
         return
     if not isinstance(version, int) or version > RUN_FORMAT:
         raise WhetError(
-            f"{path}: this run folder has format {version!r} (in status.json), and whet {whet.__version__} reads formats "
-            f"up to {RUN_FORMAT}. Use the whet that wrote it or a newer one: pip install --upgrade whet"
+            f"{path}: this run folder has format {version!r} (in status.json), and whet {whet.__version__} reads "
+            f"formats up to {RUN_FORMAT}. Use the whet that wrote it or a newer one: pip install --upgrade whet"
         )
 
 
