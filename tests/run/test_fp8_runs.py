@@ -55,7 +55,7 @@ def test_it_learns_what_bf16_learns(
     ended = whet("train", recipe, f"run.dir={folder}", *LONG, *options)
     assert ended.code == 0, ended.err  # the export was compared too
     assert "14 layers multiply in fp8" in ended.err
-    assert "without compiling" in ended.err
+    assert "without compilation" in ended.err
     plan = json.loads((folder / "plan.json").read_text())
     assert (plan["precision"], plan["eight_bit_layers"]) == (options[0].partition("=")[2], 14)
     found, wanted = ([line["loss"] for line in steps_of(run)] for run in (folder, bf16))

@@ -291,8 +291,8 @@ def test_where_gradients_of_one_conversation_cannot_be_had_the_message_says_so_a
         "train", planted("backward"), f"run.dir={tmp_path / 'run'}", "parallel.shard=1", "parallel.offload=weights"
     )
     assert ended.code == 3, ended.err
-    assert "gradients were not looked at, because several processes compute them together" in ended.err
-    assert "which looks at gradients too" in ended.err
+    assert "gradients were not checked, because several processes share them" in ended.err
+    assert "which checks gradients too" in ended.err
     assert "At fault" not in ended.err
     (event,) = events(tmp_path / "run")
     assert (event["losses_only"], event["conversations"]) == (True, [])
@@ -408,7 +408,7 @@ def test_an_edited_file_is_an_error_that_says_where(
 
 
 def test_a_step_of_padded_batches_is_run_again_too(whet: Any, tmp_path: Path, faulty: Path) -> None:
-    """As a GPU leaves them: their sizes are constant, and are saved with the step; `supervised` is an earlier version's."""
+    """As a GPU leaves them: their sizes are constant and saved with the step; `supervised` is of an earlier version."""
     content = json.loads(faulty.read_text())
     assert content["shapes"] == []
     padded = tmp_path / "padded.json"
@@ -431,7 +431,7 @@ def test_where_every_conversation_fails_the_weights_are_blamed(whet: Any, plante
     assert ended.code == 3
     (event,) = events(tmp_path / "run")
     assert event["all"] is True
-    assert "the weights are at fault, not the data" in ended.err
+    assert "the cause is the weights, not the data" in ended.err
     assert "A lower train.optimizer.lr" in ended.err
     assert "on_nonfinite=skip" not in ended.err
     measured = whet("eval", tmp_path / "run", "eval.tasks=[orders]")

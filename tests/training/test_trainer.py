@@ -68,8 +68,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
     """A run whose steps cost nothing, and the list of what it did. `on_device`: the optimizer decides there."""
 
     def make(
-        intervals: Intervals, losses: dict[int, float] | None = None, at_step: Callable[[int], None] = lambda step: None,
-        guard: Guard | None = None, checkpoint: int | None = None, norm: float = 2.0, on_device: bool = False,
+        intervals: Intervals, losses: dict[int, float] | None = None,
+        at_step: Callable[[int], None] = lambda step: None, guard: Guard | None = None, checkpoint: int | None = None, norm: float = 2.0, on_device: bool = False,
     ) -> tuple[Run, list[Any]]:  # fmt: skip
         did: list[Any] = []
 
@@ -127,8 +127,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
             precision=SimpleNamespace(name="fp32", autocast=lambda device: contextlib.nullcontext()),  # type: ignore[arg-type]
             plan=FakePlan(intervals.steps, stats), store=nothing, tokenizer=nothing, loader=loader, model=model,  # type: ignore[arg-type]
             optimizer=build_optimizer(model, config.train.optimizer, 0), loss_scaler=LossScaler(),
-            guard=guard or Guard(), intervals=intervals, evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []),
-            saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
+            guard=guard or Guard(), intervals=intervals,
+            evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []), saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
             flops=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), peak_flops=None,
         )  # fmt: skip
         return run, did

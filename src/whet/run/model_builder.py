@@ -22,7 +22,13 @@ from whet.data.prepare.workers import fork_lock
 from whet.execution.compile import should_compile
 from whet.model import attention
 from whet.model.fp8.conversion import convert_to_fp8_
-from whet.model.load.placeholder import WeightSource, is_placeholder, load_placeholder_model, move_real_tensors_
+from whet.model.load.placeholder import (
+    WeightSource,
+    build_meta_model,
+    is_placeholder,
+    load_placeholder_model,
+    move_real_tensors_,
+)
 from whet.model.load.pretrained import load_model
 from whet.model.load.random_models import is_random_model
 from whet.model.load.resize_embeddings import trainable_token_ids
@@ -33,22 +39,19 @@ from whet.model.packing_check import PackingError, check_packing, check_unpacked
 from whet.model.quantize import quantize_
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
-from whet.parallel.tensor_parallel import verify_tensor_parallel
+from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
 from whet.training.precision import PrecisionPolicy, resolve_precision
-
-# The parts of a run, each made from its configuration: loader, model.
 
 _PADDED_LENGTHS = 4
 
 
 class VocabularyError(WhetError):
-    """The tokenizer is not this model's."""
+    """The tokenizer has more tokens than the model."""
 
 
 def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loader:
-    """This rank's share of a plan; rows are padded to a constant length where kernels are compiled for it.
-
-    Packed rows are full, and one length is enough; single conversations get the smallest of a few.
+    """This rank's loader of a plan. Rows are padded to a constant length where kernels are compiled for it: one length
+    for packed rows, which are full, and a few for single conversations.
     """
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
     lengths = _PADDED_LENGTHS if config.data.packing == "none" else 1
@@ -59,20 +62,20 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loade
 
 
 def set_deterministic(config: Config) -> None:
-    """Where the configuration asks for it, the same numbers every time."""
+    """Make kernels deterministic if train.deterministic is set."""
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses, or varies
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
 
 
 def build_loss_model(
     config: Config, model: nn.Module, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
 ) -> LossModel:
-    """The model with its loss, after a proof that packed conversations of up to `longest` tokens do not see each other
-    in it; `tokens` is the size of the vocabulary.
+    """The model with its loss, after a check that packed conversations of up to `longest` tokens do not influence each
+    other; `tokens` is the size of the vocabulary.
 
-    A model in which they would is trained unpacked, if the configuration puts one conversation into each batch.
-    8 bits come after the proof: with one scale for all tokens of a batch, conversations change each other's rounding.
+    A model in which they do is trained unpacked, if the configuration has one conversation per batch. fp8 comes after
+    the check: with one scale for all tokens of a batch, conversations change each other's rounding.
     """
     root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
     verify_packing(config, root, precision, device, tokens, longest)
@@ -83,8 +86,7 @@ def build_sharded_loss_model(
     config: Config, model: nn.Module, precision: PrecisionPolicy, mesh: Mesh, tokens: int, longest: int, typical: float,
     source: WeightSource | None,
 ) -> LossModel:  # fmt: skip
-    """The same with weights divided among processes, each of which reads its rows from `source`; all of them make the
-    proof together."""
+    """`build_loss_model` with FSDP2: every process reads its shards from `source`, and all run the check together."""
     device = mesh.ranks.device
     root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
     apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
@@ -103,7 +105,7 @@ def build_sharded_loss_model(
 def verify_packing(
     config: Config, root: LossModel, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
 ) -> None:
-    """See `make_root`; changes what the proof decides about."""
+    """The check of `build_loss_model`, and what follows from it."""
     with precision.autocast(device):
         try:
             check_packing(root, tokens, longest)
@@ -118,7 +120,7 @@ def verify_packing(
 
 
 def weights_device(config: Config, device: torch.device) -> torch.device:
-    """Where a model is loaded: one that will be in 4 bits on the host, because it may be too large for the device."""
+    """Where a model is loaded: on the host if it will be quantized, because it may be too large for the device."""
     on_host = config.quantize is not None and not is_random_model(config.model.path)
     return torch.device("cpu") if on_host else device
 
@@ -127,8 +129,8 @@ def build_model(
     config: Config, precision: PrecisionPolicy, device: torch.device, vocabulary: int,
     loaded: Callable[[], nn.Module] | None = None, typical: float = 0,
 ) -> nn.Module:  # fmt: skip
-    """The model with its adapters on its device, attending by documents of `typical` length; `loaded` gives one that
-    was loaded before."""
+    """The model with its adapter and attention backend on its device; `loaded` returns a model that is loaded already,
+    `typical` is the typical document length."""
     model = loaded() if loaded else load_model(config.model, precision.weights, weights_device(config, device))
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
@@ -141,10 +143,10 @@ def build_model(
     if config.adapter is not None:
         tokens = trainable_token_ids(config.model, config.adapter.tokens)
         model = add_adapter(model, config.adapter, config.run.seed, tokens)
-    if any(is_placeholder(weight) for weight in model.parameters()):  # nothing can be computed with it yet
+    if any(is_placeholder(weight) for weight in model.parameters()):  # FSDP loads the weights later
         move_real_tensors_(model, device)
         return model
-    model = model.to(device)  # what the adapters brought along
+    model = model.to(device)  # the adapter's weights, too
     if _fuses_lora(config, precision, device):
         fuse_lora_(model)
     install_attention(config, unwrap_peft(model), precision, device, typical)
@@ -159,22 +161,21 @@ def _fuses_lora(config: Config, precision: PrecisionPolicy, device: torch.device
 def install_attention(
     config: Config, plain: nn.Module, precision: PrecisionPolicy, device: torch.device, typical: float
 ) -> None:
-    """Let a model attend by documents of `typical` length."""
+    """Choose and install the attention backend for documents of `typical` length."""
     backend = attention.choose_backend(
         config.model.attention, device, precision.compute, attention.inspect_attention(plain), typical
     )
     attention.install_backend(plain, backend)
 
 
-# The model, loaded in a thread while the data is prepared: neither needs the other.
+# The model is loaded in a thread while the main thread prepares the data.
 #
-# The thread loads and does nothing else. transformers sets torch's default type while it builds a model, so the process's
-# main thread computes nothing with torch until it has asked for the result; preparing data does not, and a test sees to
-# it. What depends on random numbers, as an adapter's start, comes after.
+# transformers sets torch's default dtype while it builds a model, so the main thread must not use torch until `model()`
+# returns; a test checks that preparing data does not. Whatever draws random numbers, such as an adapter, comes later.
 
 
 class BackgroundModelLoader:
-    """A model on its way to the device."""
+    """Loads a model in a background thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -182,20 +183,20 @@ class BackgroundModelLoader:
         self._model: nn.Module | None = None
         self._error: BaseException | None = None
         self.source: WeightSource | None = None
-        """Where the weights are, if each process is to read its own part of them."""
+        """Where the weights are, if every process reads its own shards."""
 
     def start(self) -> None:
-        """Start, once. Code that comes with a model may do anything: such a model is loaded in the main thread."""
+        """Start the thread, once. With trust_remote_code the main thread loads the model: its code may do anything."""
         if self._thread is None and not self._config.model.trust_remote_code:
-            # The main thread reads the tokenizer meanwhile. What both import is there before, because two threads that
-            # import modules which need each other can see half of one.
+            # Import here what both threads need: two threads that import modules which import each other can see one
+            # half-initialised.
             from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
             self._thread = threading.Thread(target=self._load, name="load the model", daemon=True)
             self._thread.start()
 
     def model(self) -> nn.Module:
-        """The model, loaded now if it was not begun. Raises here what went wrong in the thread."""
+        """The model, loaded now if the thread was not started. Raises the error of the thread."""
         if self._thread is None:
             self._load()
         else:
@@ -204,11 +205,11 @@ class BackgroundModelLoader:
         self._error = self._model = None
         if error is not None:
             raise error
-        assert model is not None, "asked for twice"
+        assert model is not None, "called twice"
         return model
 
     def close(self) -> None:
-        """Nobody will ask for the model: the thread goes on alone and does not hold the process open."""
+        """Abandon the thread; it does not keep the process alive."""
         if self._thread is not None:
             abandon_thread(self._thread)
 
@@ -230,19 +231,11 @@ class BackgroundModelLoader:
         return model
 
 
-# Whether processes can compute a model's layers together, asked before anything else is done.
-
-
 def require_tensor_parallel_plan(config: Config) -> None:
-    """Refuse parallel.tensor for a model that cannot be divided so, by a look at the model without its weights.
+    """Refuse parallel.tensor for a model that has no tensor-parallel plan, before loading its weights.
 
-    Code that comes with a model is run once, where it is loaded; such a model is refused there.
+    With trust_remote_code the model's code runs only once, at loading, where such a model is refused.
     """
     if config.parallel.tensor == 1 or config.model.trust_remote_code:
         return
-    import torch
-
-    from whet.model.load.placeholder import build_meta_model
-    from whet.parallel.tensor_parallel import read_tensor_parallel_plan
-
     read_tensor_parallel_plan(build_meta_model(config.model, torch.float32), config.parallel.tensor)

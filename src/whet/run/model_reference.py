@@ -1,4 +1,4 @@
-"""model.path = RUN, RUN@STEP, RUN@best or RUN@latest: exports that run's weights and uses the folder. Imports no torch."""
+"""model.path: RUN, RUN@STEP, RUN@best or RUN@latest: export that run's weights and use the folder. Without torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from whet.core.run_folder import parse_run_reference
 
 
 def resolve_model_reference(config: Config) -> Config:
-    """The same configuration; where model.path is a run (RUN, RUN@STEP, RUN@best, RUN@latest) or the folder of one of
-    its checkpoints, it becomes the plain model folder that is exported from it.
+    """Replace model.path, if it is a run (RUN, RUN@STEP, RUN@best, RUN@latest) or the folder of a checkpoint, by the
+    model folder that is exported from it.
 
-    So the step is settled for good, and all that is done with a model folder can be done with a run. Called before
-    processes know each other: the first one exports, the others wait.
+    The step is thereby fixed for the life of the run. Called before the process group exists: the first process
+    exports while the others wait for its file lock.
     """
     found = _parse_run_reference(config.model.path)
     if found is None:
@@ -47,7 +47,7 @@ def _with_model(config: Config, folder: Path) -> Config:
 
 
 def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
-    """What this run began from, if it exists already: to the one that continues, `latest` is what it was then."""
+    """The model folder in the config.yaml of a run that exists: for a resumed run, `latest` is what it was then."""
     recorded = config.folder / "config.yaml"
     if not recorded.exists():
         return None
@@ -59,7 +59,7 @@ def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
 
 
 def _parse_run_reference(path: str) -> tuple[Path, str] | None:
-    """(run, which step), if this names a run at all."""
+    """(run folder, step), if the path is a run or a checkpoint."""
     folder = Path(path).expanduser()
     if (folder / MANIFEST_NAME).is_file() and folder.parent.name == "checkpoints":
         return folder.parent.parent, str(int(folder.name.removeprefix("step-")))
@@ -70,7 +70,7 @@ def _parse_run_reference(path: str) -> tuple[Path, str] | None:
 
 
 def _find_export(run: Path, step: int) -> Path | None:
-    """What was exported of this step before, in all its bits, if it was found to be what was trained."""
+    """An earlier export of this step in full precision that passed its verification."""
     for name in ("merged-exact", "merged"):
         for folder in (name, f"{name}-{directory.checkpoint_name(step)}"):
             certificate = run / "exports" / folder / "certificate.json"
@@ -82,7 +82,7 @@ def _find_export(run: Path, step: int) -> Path | None:
 
 
 def _export_in_subprocess(run: Path, step: int) -> Path:
-    """In a process of its own: nothing of that model stays in the memory of this one or of its device."""
+    """In a subprocess, so that nothing of that model stays in memory."""
     wish = ("--to", "merged", "--dtype", "exact", "--json", "--quiet")
     command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", *wish]
     alone = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
@@ -93,5 +93,5 @@ def _export_in_subprocess(run: Path, step: int) -> Path:
         answer = {}
     if "export" in answer:
         return Path(answer["export"])
-    reason = answer.get("error") or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    reason = answer.get("error") or (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise WhetError(f"model.path: {run}@{step}: the weights of this run cannot be exported: {reason}")

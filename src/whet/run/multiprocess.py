@@ -1,4 +1,4 @@
-"""Several processes: the same folder and data everywhere, hang detection, and an error report from the rank that failed first."""
+"""Runs of several processes: consistency checks, hang detection, and reports of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from whet.core.run_folder import record_failure
 from whet.core.watchdog import Watchdog
 from whet.run.data import RunData
 
-# What several processes must have in common before the first step, proven instead of assumed.
-#
-# Checked in seconds: that all see one run folder, and that the stores on their machines hold the same conversations. A
-# run on two different stores would train without an error, on batches that no plan knows.
+# Consistency check before the first step: all processes see one run folder, and the stores on their machines hold the
+# same conversations. A run on two different stores would train without an error, on batches that no plan knows.
 
 _VISIBLE_WITHIN_S = 15.0  # network file systems show a new file after some seconds
 
 
 def store_digests(data: RunData) -> dict[str, str]:
-    """A hash of each store's content, by use; empty on all processes of a machine but its first.
+    """A hash of each store's content, by use; empty on all but the first process of a machine.
 
-    To be called before the processes join: nobody waits for it in a collective.
+    Call it before joining the process group, so that no process waits for it in a collective.
     """
     if launch_env.local_rank() != 0:
         return {}
@@ -40,23 +38,23 @@ def store_digests(data: RunData) -> dict[str, str]:
 
 
 def _store_digest(folder: Path) -> str:
-    """Of what is small beside the tokens and depends on every one of them."""
+    """Of the small files that depend on every token."""
     files = ("hashes.npy", "targets.npy", "tokens.idx", "tokenizer.json")
     return hash_json({name: hash_file(folder / name) for name in files if (folder / name).exists()})
 
 
-def require_consistent_ranks(folder: Path, mine: Mapping[str, str], ranks: Ranks) -> None:
+def require_consistent_ranks(folder: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
     """Refuse, on every rank, machines that do not share the run's folder or have other data."""
     if ranks.world_size == 1:
         return
-    nonce = _SharedFolderProbe(folder)
-    [name] = ranks.all_gather([nonce.write()] if ranks.is_main else [])
+    probe = _SharedFolderProbe(folder)
+    [name] = ranks.all_gather([probe.write()] if ranks.is_main else [])
     try:
-        found = {"host": socket.gethostname(), "sees": nonce.sees(name), "stores": dict(mine)}
+        found = {"host": socket.gethostname(), "sees": probe.sees(name), "stores": dict(digests)}
         everyone: list[dict[str, Any]] = ranks.all_gather([found])
     finally:
         if ranks.is_main:
-            nonce.remove(name)
+            probe.remove(name)
     apart = _unique_hosts(one for one in everyone if not one["sees"])
     if apart:
         raise WhetError(
@@ -74,7 +72,7 @@ def require_consistent_ranks(folder: Path, mine: Mapping[str, str], ranks: Ranks
 
 
 class _SharedFolderProbe:
-    """A file with a name that nobody can know who does not see it."""
+    """A file with a random name, which only processes that see the folder can find."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,7 +86,7 @@ class _SharedFolderProbe:
         until = time.monotonic() + _VISIBLE_WITHIN_S
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
-                # Listing asks a network file system for the folder anew, which a look at one name may not.
+                # Listing refreshes a network file system's cache, which a lookup of one name may not.
                 if any(file.name == name for file in self._folder.iterdir()):
                     return True
             time.sleep(0.2)
@@ -102,32 +100,32 @@ def _unique_hosts(found: Any) -> Sequence[str]:
     return list(dict.fromkeys(one["host"] for one in found))
 
 
-# How a process of a run ends badly: watched while it works, and never without a word.
+# Failures: hangs are detected, and the first error is reported on every rank.
 
 
 class HangDetector:
-    """The watchdog of this process, if there are others to wait for."""
+    """The watchdog of this process, if the run has several."""
 
-    def __init__(self, folder: Path, rank: int, world: int, patience_s: float) -> None:
-        self._folder, self._rank, self._world, self._patience_s = folder, rank, world, patience_s
+    def __init__(self, folder: Path, rank: int, world_size: int, timeout_s: float) -> None:
+        self._folder, self._rank, self._world_size, self._timeout_s = folder, rank, world_size, timeout_s
         self._watchdog: Watchdog | None = None
         if launch_env.has_agent_store():
             self.start()
 
     def start(self) -> None:
-        """As soon as there is a store to meet at: torchrun's at once, else that of the process group."""
-        if self._world > 1 and self._watchdog is None:
-            self._watchdog = Watchdog(self._rank, self._world, self._patience_s, self._hung)
+        """Start, once there is a store: torchrun's agent store at once, otherwise that of the process group."""
+        if self._world_size > 1 and self._watchdog is None:
+            self._watchdog = Watchdog(self._rank, self._world_size, self._timeout_s, self._report_hang)
 
     def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def _hung(self, words: str) -> None:
-        write_error_report(self._folder, self._rank, words, ExitCode.FAILED)
-        write_torchelastic_error(words)
-        record_failure(self._folder, words, ExitCode.FAILED, PHASE.step - 1)
-        print_error(f"error: {words}")
+    def _report_hang(self, message: str) -> None:
+        write_error_report(self._folder, self._rank, message, ExitCode.FAILED)
+        write_torchelastic_error(message)
+        record_failure(self._folder, message, ExitCode.FAILED, PHASE.step - 1)
+        print_error(f"error: {message}")
 
 
 @contextlib.contextmanager
@@ -150,9 +148,9 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def report_failures(folder: Path, rank: int, world: int) -> Iterator[None]:
-    """An error in here is written to the run's folder before the other processes can notice it. One that is only the
-    loss of another process is replaced by what that one died of."""
+def report_failures(folder: Path, rank: int, world_size: int) -> Iterator[None]:
+    """Write an error to the run's folder before the other processes can notice it. Where the error is only the loss of
+    another process, raise that process's error instead."""
     began = time.time()
     (folder / "logs" / f"rank-{rank}.json").unlink(missing_ok=True)
     try:
@@ -160,9 +158,9 @@ def report_failures(folder: Path, rank: int, world: int) -> Iterator[None]:
     except (StoppedError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if world > 1 and is_peer_failure(error):
+        if world_size > 1 and is_peer_failure(error):
             raise RunFailedError(_lost_peer_message(folder, began, error)) from None
-        if world > 1:
+        if world_size > 1:
             code = error.exit_code if isinstance(error, WhetError) else ExitCode.FAILED
             write_error_report(folder, rank, _error_text(error), code)
         raise
@@ -172,7 +170,7 @@ def _lost_peer_message(folder: Path, began: float, error: BaseException) -> str:
     first: dict[str, Any] | None = read_first_error(folder, began)
     end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
     if first is None:
-        return f"another process of this run is gone: {_error_text(error)}. {end}"
+        return f"another process of this run exited: {_error_text(error)}. {end}"
     return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {first['message']}. {end}"
 
 

@@ -1,4 +1,4 @@
-"""`whet train --replay`: runs a saved batch again, each conversation alone, then all together."""
+"""`whet train --replay`: run a saved faulty step again, each conversation alone, then all together."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _SavedShape(Section):
 
 
 class _SavedBatchFile(Section):
-    """What a file in faults/ holds."""
+    """The format of a file in faults/, written by training/faults.py."""
 
     format: Literal[1]
     run: str
@@ -80,7 +80,7 @@ class _SavedBatchFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class SavedBatch:
-    """The content of a file in faults/."""
+    """A file in faults/, read."""
 
     content: dict[str, Any]
     step: ReplayLoader
@@ -103,9 +103,9 @@ class SavedBatch:
 
 
 def replay_batch(file: Path) -> dict[str, Any]:
-    """Run a saved step again and show what comes of each conversation; the weights and the run are left alone."""
+    """Run a saved step again and print the result of each conversation; neither weights nor run change."""
     if launch_env.world_size() > 1:
-        raise WhetError("--replay: a saved step is run again in one process; start it without torchrun")
+        raise WhetError("--replay runs in one process: start it without torchrun")
     silence_libraries()
     saved = SavedBatch.read(file)
     run = _find_run(file, saved)
@@ -139,31 +139,31 @@ def replay_batch(file: Path) -> dict[str, Any]:
 
 
 def _find_run(file: Path, saved: SavedBatch) -> Path:
-    """The run that holds the file, which may have been moved; else the one that wrote it."""
+    """The run whose folder holds the file, or else the one that wrote it."""
     holder = file.resolve().parent.parent
     run = holder if (holder / "config.yaml").exists() else Path(saved.content["run"])
     if not (run / "config.yaml").exists():
-        raise WhetError(f"{file}: its run {run} is gone, and with it the model that the batch was run through")
+        raise WhetError(f"{file}: its run {run} no longer exists, and with it the model of the batch")
     return run
 
 
 def _load_nearest_checkpoint(saved: SavedBatch, run: Path, root: LossModel, ranks: Ranks) -> str | None:
-    """Load the state before the step, or the nearest before that; gives its name, None for the model at the start."""
+    """Load the checkpoint before the step, or the nearest earlier one; returns its name, None for the initial model."""
     wanted = saved.content["step"] - 1
     before = [step for step in directory.list_steps(run / "checkpoints") if step <= wanted]
     if not before and wanted:
-        warn(f"no checkpoint of step {wanted} or before is left: the model is the one that the run started from")
+        warn(f"no checkpoint of step {wanted} or before is left: using the model that the run started from")
     if not before:
         return None
     name = f"step-{before[-1]:06d}"
     if before[-1] < wanted:
-        warn(f"the state after step {wanted} was not saved; the nearest before it is {name}")
+        warn(f"the state after step {wanted} was not saved; using {name}, the nearest before it")
     load_checkpoint(run / "checkpoints" / name, root, None, ranks)
     return name
 
 
 def _typical_length(run: Path) -> float:
-    """A length of documents for which attention is chosen as it was for this run."""
+    """A document length for which the attention backend of this run is chosen again."""
     try:
         served = str(read_json(run / "plan.json").get("attention", ""))
     except WhetError:
@@ -186,7 +186,7 @@ def _rerun(
 
 
 def _is_reproduced(saved: SavedBatch, result: StepResult, exact: bool) -> bool | None:
-    """None: with other weights than those of the step it cannot be told."""
+    """None: unknown, because the weights are not those of the step."""
     match saved.content["kind"]:
         case "empty":
             return saved.step.totals(0).supervised == 0
@@ -216,12 +216,13 @@ def _print_results(
         )  # fmt: skip
     info(table)
     info(
-        f"together: loss {_format_number(finite_or_none(result.loss))}, gradient norm {_format_number(finite_or_none(result.grad_norm))}"
+        f"together: loss {_format_number(finite_or_none(result.loss))}, "
+        f"gradient norm {_format_number(finite_or_none(result.grad_norm))}"
     )
     if findings.nonfinite_weights:
-        info(f"weights that are not finite themselves: {', '.join(findings.nonfinite_weights)}")
+        info(f"weights that are not finite: {', '.join(findings.nonfinite_weights)}")
     reason = saved.content["reason"]
-    words = {True: "it came again", False: "it did not come again", None: "whether it came again cannot be told"}
+    words = {True: "reproduced", False: "not reproduced", None: "unknown whether reproduced"}
     because = "; its weights were not saved" if reproduced is None else ""
     info(f"step {saved.content['step']}: {words[reproduced]} ({reason}{because})")
 

@@ -1,4 +1,4 @@
-"""A run's folder: opened, checked, written, restored from its newest checkpoint."""
+"""A run's folder: open it, check that it can be resumed with this configuration, and write the run's inputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested
 from whet.core.yaml import read_yaml
 from whet.run.data import RunData, make_plan
 
-# A run's folder: taken, checked, begun, continued.
-
 
 @contextlib.contextmanager
 def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFolder | None]:
-    """The run's folder, owned by rank 0 alone; how the run ended is written into its status."""
+    """The run's folder, for rank 0 alone. Leaving the block writes how the run ended to status.json."""
     if not first:
         yield None
         return
@@ -70,7 +68,7 @@ _CHANGEABLE_ON_RESUME = (
     "launch.",
     "train.micro_rows", "train.on_nonfinite", "train.on_spike", "model.attention", "model.compile",
 )  # fmt: skip
-"""What a resumed run may do otherwise without becoming another run."""
+"""Settings that may change when a run is resumed."""
 
 
 def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any]]:
@@ -82,12 +80,12 @@ def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any,
 
 
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
-    """(key, value then, value now) of what makes `config` another run than the one in the folder."""
+    """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`."""
     return _differences(read_yaml(path / "config.yaml").plain(), config.resolved())
 
 
 def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
-    """Write down, before anything is computed, all that is decided. config.yaml first: it makes the folder a run."""
+    """Write configuration, ledger and plan before training. config.yaml comes first: it makes the folder a run."""
     path = folder.path
     (path / "checkpoints").mkdir(exist_ok=True)
     if (path / "ledger.json").exists():
@@ -105,7 +103,7 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
 
 
 def _require_same_data(path: Path, data: RunData) -> None:
-    """The plan names conversations by number: with other data it would mean other conversations."""
+    """The plan refers to conversations by index: other data would change their meaning."""
     then, now = read_json(path / "ledger.json")["stores"], data.stores()
     if {use: Path(store).name for use, store in then.items()} != {use: Path(store).name for use, store in now.items()}:
         raise WhetError(
@@ -115,6 +113,6 @@ def _require_same_data(path: Path, data: RunData) -> None:
 
 
 def recorded_template_date(path: Path) -> str | None:
-    """The date that a run's chat template was rendered with, if the run exists and its template asks for one."""
+    """The date with which the run's chat template was rendered, if the run exists and the template uses one."""
     ledger = path / "ledger.json"
     return read_json(ledger)["today"] if ledger.exists() else None

@@ -11,19 +11,17 @@ from whet.core.run_folder import RunFolder
 from whet.data.config import Source, Validation
 from whet.training.config import BatchConfig, TrainConfig
 
-# Runs that only try: the whole way in five tiny steps, or every step without anything kept.
-#
-# Each has a folder of its own beside the run's, which the next trial replaces, so that the run itself is not in the way.
+# Each trial has a folder beside the run's, which the next trial replaces, so that it never touches the run itself.
 
 SMOKE_STEPS = 5
 _TRIAL_TAG = "whet:trial"
-"""By this a trial is known, and may be deleted."""
+"""Marks a folder as a trial, which may be deleted."""
 _MAX_CONVERSATIONS, _MAX_VALIDATION, _MAX_EXAMPLES = 64, 8, 4
 _MAX_BATCH = {"conversations": 4, "rows": 2}
 
 
 def smoke_config(config: Config) -> Config:
-    """The same run, five steps long, on a few conversations of each source and with a small batch."""
+    """The same run with five steps, a few conversations of each source, and a small batch."""
     data = config.data.model_copy(
         update={
             "sources": _limit_samples(config.data.sources, _MAX_CONVERSATIONS),
@@ -41,15 +39,15 @@ def smoke_config(config: Config) -> Config:
 
 
 def dry_run_config(config: Config) -> Config:
-    """The same run in a folder of its own; that nothing is kept is up to `train`."""
+    """The same run in a folder of its own; `run_training(save=False)` writes no checkpoints."""
     return _in_sibling_folder(config, "dry")
 
 
 def delete_previous_trial(folder: Path) -> None:
-    """Delete the trial that was here before. A folder with anything else in it stays as it is, and is refused later."""
+    """Delete the previous trial. A folder with anything else stays, and is refused later."""
     if not (folder / "config.yaml").exists():
         return
-    owned = RunFolder(folder)  # an error if a process is at work in it
+    owned = RunFolder(folder)  # raises if a process is using it
     try:
         if _TRIAL_TAG in read_config(folder / "config.yaml").run.tags:
             for entry in folder.iterdir():
@@ -60,7 +58,7 @@ def delete_previous_trial(folder: Path) -> None:
 
 
 def delete_weights(folder: Path) -> None:
-    """Of a smoke test that went well, what it learned is of no use and can be large."""
+    """After a smoke test, whose weights are useless and may be large."""
     for name in ("checkpoints", "exports"):
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder / name)

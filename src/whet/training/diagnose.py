@@ -25,13 +25,13 @@ from whet.parallel.dtensor import local_tensor
 from whet.parallel.fsdp import is_sharded, reshard
 from whet.training.guard import FaultKind
 
-# Where in a model numbers stop being finite: forward, or else backward.
+# The first module whose output, or else whose gradient, is not finite.
 
 _MODEL_PREFIX = "language_model."
 
 
 class NonfiniteWatch:
-    """The first modules that failed, in the order of execution."""
+    """The first non-finite modules, in the order of execution."""
 
     def __init__(self) -> None:
         self.forward: str | None = None
@@ -40,12 +40,12 @@ class NonfiniteWatch:
 
     @property
     def backward(self) -> str | None:
-        """Several, where modules share their input: which of them it was cannot be told from its gradient."""
+        """Several where modules share an input, whose gradient does not tell them apart."""
         return " or ".join(self._backward) or None
 
     def before_forward(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.forward is None and not all(map(_is_finite, _inputs(args, kwargs))):
-            self.forward = name.rpartition(".")[0] or name  # made between its parent's modules
+            self.forward = name.rpartition(".")[0] or name  # it became non-finite between the parent's modules
 
     def after_forward(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self.forward is None and not all(map(_is_finite, _tensors(output))):
@@ -56,7 +56,7 @@ class NonfiniteWatch:
                     tensor.register_hook(partial(self._gradient, name, _tensor_id(tensor)))
 
     def _gradient(self, name: str, tensor: int, gradient: Tensor) -> None:
-        """Of what a module took in. Inner modules end first, so they are named and not the layer around them."""
+        """The gradient of a module's input. Inner modules come first, so they are named, not the layer around them."""
         if self._backward and tensor != self._tensor:
             return
         if not any(inner.startswith(f"{name}.") for inner in self._backward) and not _is_finite(gradient):
@@ -68,7 +68,7 @@ _tensor_ids = itertools.count(1)
 
 
 def _tensor_id(tensor: Any) -> int:
-    """The same for the same tensor, and no other's; `id` is given again when a tensor is gone."""
+    """Unique for each tensor; Python reuses `id` after a tensor is freed."""
     if not hasattr(tensor, "_whet_number"):
         tensor._whet_number = next(_tensor_ids)
     number: int = tensor._whet_number
@@ -77,7 +77,7 @@ def _tensor_id(tensor: Any) -> int:
 
 @contextlib.contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
-    """Look at all that goes in and out of the modules of `model` while the block runs."""
+    """Check the inputs, outputs and gradients of all modules of `model` inside the block."""
     watch = NonfiniteWatch()
     hooks = []
     for name, module in _named_modules(model):
@@ -91,7 +91,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[NonfiniteWatch]:
 
 
 def module_order(model: nn.Module) -> dict[str, int]:
-    """The names that a watch gives, each with its place in the model."""
+    """The names that a watch reports, with their position in the model."""
     return {name: place for place, (name, _) in enumerate(_named_modules(model))}
 
 
@@ -102,7 +102,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def nonfinite_weights(model: nn.Module) -> list[str]:
-    """The names of weights that are not finite themselves."""
+    """The names of weights that are not finite."""
     return [
         name.removeprefix(_MODEL_PREFIX) for name, weight in model.named_parameters() if not _is_finite(weight.detach())
     ]
@@ -119,7 +119,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _inputs(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """What a module computes on; masks, which may hold -inf, and caches are something else."""
+    """The hidden states that a module takes; not masks, which may hold -inf, nor caches."""
     return _tensors((args, kwargs.get("hidden_states")))
 
 
@@ -133,29 +133,29 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# Who is to blame for a faulty step: its conversations one by one, on weights that are left alone.
+# The conversations of a faulty step one by one, without changing the weights.
 
 _TOP_LOSSES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentResult:
-    """Documents run by themselves: one conversation, or a micro-batch."""
+    """One conversation, or one micro-batch, run by itself."""
 
     documents: tuple[int, ...]
     tokens: int
     supervised: int
     loss: float
-    """Mean −log p over its supervised tokens; NaN without any."""
+    """Mean −log p over its supervised tokens; NaN if it has none."""
     grad_norm: float
-    """Of its part in the step's gradient; NaN where no gradient was taken."""
+    """Of its contribution to the step's gradient; NaN if no gradient was computed."""
     layer: str | None
-    """Where numbers stopped being finite; None: nowhere."""
+    """The first module that was not finite, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLayout:
-    """Documents that were computed together."""
+    """The documents of a micro-batch. The names are keys of faults/step-NNNNNN.json."""
 
     rank: int
     row: int
@@ -164,21 +164,22 @@ class MicroBatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The same on every rank."""
+    """What was found, equal on every rank."""
 
     conversations: list[DocumentResult]
     blamed: list[DocumentResult]
-    """The conversations at fault, or micro-batches, if none is alone; of a spike the highest; of an empty step all."""
+    """The faulty conversations, or micro-batches if no conversation is faulty alone; for a spike the conversations with
+    the highest losses; for an empty step all."""
     nonfinite_weights: list[str]
-    """Weights that are not finite themselves."""
+    """Names of weights that are not finite."""
     micro_batches: list[MicroBatchLayout]
     losses_only: bool = False
-    """Gradients were not looked at, because processes compute together: a fault in them was not found."""
+    """Gradients were not checked, because processes share them: a fault in the backward pass was not found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnoser:
-    """Runs parts of a step again as the step ran them."""
+    """Runs the conversations of a step again, with the seeds and the precision of the step."""
 
     model: LossModel
     ranks: Ranks
@@ -186,21 +187,20 @@ class Diagnoser:
     autocast: AbstractContextManager[object]
     loss_scale: float
     max_conversations: int | None = 256
-    """Conversations of a rank that are looked at: more would hold up a run that goes on. None: all."""
+    """Of each rank, so that a run that continues is not held up for long. None: all."""
 
     def diagnose(self, loader: Loader | ReplayLoader, step: int, kind: FaultKind) -> Diagnosis:
-        """See `_diagnose`; afterwards nothing that it gathered is held any more."""
+        """See `_diagnose`; sharded weights are freed afterwards."""
         try:
             return self._diagnose(loader, step, kind)
         finally:
             reshard(self.model)
 
     def _diagnose(self, loader: Loader | ReplayLoader, step: int, kind: FaultKind) -> Diagnosis:
-        """Every conversation of a step alone; where none is at fault alone, every micro-batch.
+        """Run every conversation of a step alone and, if none is faulty alone, every micro-batch.
 
-        Gradients are thrown away, except after a spike: nothing but losses is looked at then, and the step may still
-        be taken with the gradients it has. Nor are there gradients of one conversation where processes compute
-        together: what they sum is of all of theirs.
+        After a spike only losses are computed, because the step may still be taken with the gradients it has. With
+        sharding or context parallelism, too: processes sum the gradients of all their conversations.
         """
         layout = [MicroBatchLayout(self.ranks.rank, row, tuple(members)) for row, members in loader.layout(step)]
         layout = self.ranks.all_gather(
@@ -236,12 +236,12 @@ class Diagnoser:
         return Diagnosis(alone, blamed, self._broken_weights(), layout, kind != "spike" and together)
 
     def _broken_weights(self) -> list[str]:
-        """Each process looks at its part of divided weights."""
+        """Each process checks its shards."""
         reshard(self.model)
         return sorted(set(self.ranks.all_gather(nonfinite_weights(self.model))))
 
     def _of_all(self, mine: list[DocumentResult]) -> list[DocumentResult]:
-        """What all ranks found; slices of the same documents are put together."""
+        """The results of all ranks, with slices of one sequence (context parallelism) merged."""
         everyone = self.ranks.all_gather([mine] if self.ranks.is_tensor_main else [])
         order = module_order(self.model)
         return [
@@ -254,7 +254,7 @@ class Diagnoser:
         parameters = trainable_parameters(self.model)
         torch.manual_seed(derive_seed(self.seed, step, row))
         norm, layer = math.nan, None
-        uncompiled = torch.compiler.set_stance("force_eager")  # compiled layers do not call what watches them
+        uncompiled = torch.compiler.set_stance("force_eager")  # compiled layers do not call hooks
         with watch_nonfinite(self.model) as watch, torch.set_grad_enabled(backward), uncompiled:
             if backward:
                 _clear_gradients(parameters)
@@ -283,7 +283,7 @@ class Diagnoser:
 
 
 def _merge_slices(slices: Sequence[DocumentResult], order: Mapping[str, int]) -> DocumentResult:
-    """The whole of which these are slices; of the layers at which they broke, the one that comes first."""
+    """The result of the whole sequence; its layer is the first of the slices' layers."""
     supervised = sum(found.supervised for found in slices)
     total = sum(found.loss * found.supervised for found in slices if found.supervised)
     broken = [found.layer for found in slices if found.layer and not math.isfinite(total)]
@@ -293,7 +293,7 @@ def _merge_slices(slices: Sequence[DocumentResult], order: Mapping[str, int]) ->
 
 
 def _describe_batch(batch: PackedBatch) -> DocumentResult:
-    """What is known of documents before they are run."""
+    """The sizes of a batch, before it is run."""
     documents = tuple(int(document) for document in batch.documents)
     return DocumentResult(
         documents, batch.cu_seqlens_host[len(documents)], len(batch.supervised_at), math.nan, math.nan, None

@@ -135,37 +135,37 @@ def fault_message(event: dict[str, Any]) -> str:
     if event["kind"] == "spike" and named:
         parts.append(f"The highest losses are those of {listed}")
     elif event["together"]:
-        parts.append(f"No conversation is at fault alone, only together: {listed}")
+        parts.append(f"No conversation is faulty alone, only together: {listed}")
     elif event["all"]:
-        parts.append("Every conversation of the step fails: the weights are at fault, not the data")
+        parts.append("Every conversation of the step fails: the cause is the weights, not the data")
     elif named:
-        parts.append(f"At fault: {listed}")
+        parts.append(f"Faulty: {listed}")
     elif event["kind"] == "nonfinite" and event["losses_only"]:
         parts.append(
-            "The loss of each conversation alone is finite; gradients were not looked at, because several processes "
-            "compute them together (parallel.shard, parallel.context)"
+            "The loss of each conversation alone is finite; gradients were not checked, because several processes "
+            "share them (parallel.shard, parallel.context)"
         )
     elif event["kind"] == "nonfinite":
-        parts.append("It did not come again when its conversations were run one by one")
+        parts.append("It did not recur when its conversations were run one by one")
     if event["layer"]:
         parts.append(f"First bad layer: {event['layer']}")
     if event["weights"]:
-        parts.append(f"Weights that are not finite themselves: {', '.join(event['weights'][:_MAX_NAMED])}")
+        parts.append(f"Weights that are not finite: {', '.join(event['weights'][:_MAX_NAMED])}")
     became = {
         "stop": "This step did not change the weights",
-        "skip": "The step is left out",
-        "rollback": "The run goes back to its newest checkpoint and passes over the steps since",
-        "take": "The step is taken all the same",
+        "skip": "The step is skipped",
+        "rollback": "The run returns to its newest checkpoint and skips the steps since",
+        "take": "The step is taken nevertheless",
     }
     parts.append(became[event["action"]])
     state = "" if event["action"] == "stop" else " (with the newest checkpoint before it)"
-    tells = ", which looks at gradients too" if event["losses_only"] and not named else ""
+    tells = ", which checks gradients too" if event["losses_only"] and not named else ""
     parts.append(f"Run it again: whet train --replay {shlex.quote(event['file'])}{state}{tells}")
     is_about_data = bool(named) and not (event["together"] or event["all"])
     if event["action"] == "stop":
         if is_about_data and event["policy"] == "stop":
             knob = "on_spike" if event["kind"] == "spike" else "on_nonfinite"
-            parts.append(f"Go on without it: --resume with train.{knob}=skip")
+            parts.append(f"Continue without it: --resume with train.{knob}=skip")
         if event["kind"] == "spike" or (event["kind"] == "nonfinite" and not is_about_data):
             parts.append(LOWER_LR_HINT)
     return ". ".join(parts)

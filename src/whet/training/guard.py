@@ -1,7 +1,7 @@
-"""The guard: what is to be done about a step whose loss or gradient cannot be right.
+"""The guard: recognises faulty steps (not finite, empty, or a loss spike) and applies the policy for them.
 
-It decides from numbers that are the same on every rank, and its memory is metrics.jsonl: a resumed run, told the
-lines that were kept, decides as the uninterrupted one.
+It decides from numbers that are equal on every rank, and its state is metrics.jsonl: a resumed run reads the lines up
+to its checkpoint and decides as an uninterrupted run would.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ _MAX_CONSECUTIVE_SKIPS, _MAX_ROLLBACKS = 10, 3
 
 
 FaultKind = Literal["fine", "overflow", "nonfinite", "empty", "spike"]
-"""`overflow` is fp16's: the loss scale is too high, which is nobody's fault and ends by itself."""
+"""`overflow`: the fp16 loss scale was too high, which is no fault and corrects itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a step is and what becomes of it."""
+    """What a step is, and what to do with it."""
 
     kind: FaultKind
     action: Literal["take", "skip", "stop", "rollback"]
     reason: str = ""
     limit: float | None = None
-    """Of a spike: the loss from which on it is one."""
+    """For a spike: the highest loss that is none."""
 
     def stop_because(self, because: str) -> Verdict:
-        """The same, but the run ends."""
+        """The same verdict, but the run stops."""
         return replace(self, action="stop", reason=f"{self.reason}; {because}")
 
 
 def spike_threshold(losses: Iterable[float]) -> float:
-    """The loss above which a step is a spike, after these; infinite while there are too few of them.
+    """The loss above which the next step is a spike; infinite after fewer than 16 losses.
 
-    It is a tenth above the highest of them, and above their median by half of it, by 0.1 and by six standard
-    deviations. Those are measured on logarithms, because losses vary by factors; between neighbours, because the curve
-    falls; and by a median, which outliers do not move. The highest counts because some mixtures have two levels, and
-    the upper one is no spike. On 1000 simulated curves, 184 000 steps, there was no false alarm; with two levels there
-    were 2 in 10 000 steps.
+    It is 10 % above the highest of these losses, and above their median by 50 %, by 0.1 and by six standard deviations.
+    The deviation is estimated from logarithms, because losses vary by factors; from differences of neighbours, because
+    the curve falls; and by a median, which outliers do not change. The highest loss counts because the losses of some
+    mixtures have two levels. 1000 simulated curves, 184 000 steps, gave no false alarm; with two levels, 2 in 10 000.
     """
     recent = [max(loss, 1e-9) for loss in losses]
     if len(recent) < _MIN_LOSSES:
@@ -63,24 +62,24 @@ def spike_threshold(losses: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class Guard:
-    """The policies, and what they need to remember."""
+    """The policies and the recent losses."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
     excluded: list[tuple[int, int]] = field(default_factory=list)
-    """Of each rollback, the first and the last step that are not trained on; steps count from 1."""
+    """The first and the last step, counted from 1, that each rollback excluded from training."""
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _skips: int = 0
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Know what these lines of metrics.jsonl say, and nothing else."""
+        """Replace the state by that of these lines of metrics.jsonl."""
         self._losses.clear()
         self._skips = 0
         for line in lines:
             self.record(line)
 
     def record(self, line: Mapping[str, Any]) -> None:
-        """Remember a line of metrics.jsonl."""
+        """Add a line of metrics.jsonl."""
         if "loss" not in line or self.excludes(line["step"]):
             return
         if line.get("skipped"):
@@ -91,19 +90,19 @@ class Guard:
             self._losses.append(line["loss"])
 
     def excludes(self, step: int) -> bool:
-        """Whether a rollback decided that this step, counted from 1, is not trained on."""
+        """Whether a rollback excluded this step, counted from 1."""
         return any(first <= step <= last for first, last in self.excluded)
 
     def policy(self, kind: FaultKind) -> str:
-        """What is done about a fault of this kind."""
+        """The configured policy for a fault of this kind."""
         return self.on_spike if kind == "spike" else self.on_nonfinite
 
     def spike_limit(self) -> float:
-        """The loss above which the next step is a spike: even one that is taken all the same is looked into before."""
+        """The loss above which the next step is a spike. With on_spike=warn, too: it is diagnosed before its update."""
         return spike_threshold(self._losses)
 
     def judge(self, result: StepResult, supervised: int, overflow_is_normal: bool) -> Verdict:
-        """`overflow_is_normal`: fp16's loss scale can still shrink, so a gradient that is not finite is its fault."""
+        """`overflow_is_normal`: the fp16 loss scale can still shrink, so a non-finite gradient is no fault."""
         if not supervised:
             return self._limited(Verdict("empty", self.on_nonfinite, "no token of this step is supervised"))
         if not result.finite:
@@ -119,7 +118,7 @@ class Guard:
         return self._limited(Verdict("spike", "take" if self.on_spike == "warn" else self.on_spike, reason, limit))
 
     def _limited(self, verdict: Verdict) -> Verdict:
-        """Skipping and rolling back end too: a run that does little else is broken."""
+        """Limit skips in a row and rollbacks in all: a run that does little else is broken."""
         if verdict.action == "skip" and self._skips >= _MAX_CONSECUTIVE_SKIPS:
             return verdict.stop_because(f"{self._skips} steps in a row were skipped already")
         if verdict.action == "rollback" and len(self.excluded) >= _MAX_ROLLBACKS:
@@ -128,7 +127,7 @@ class Guard:
 
 
 def _describe_nonfinite(result: StepResult) -> str:
-    """In words: a number that is none is not shown as one."""
+    """Without showing a number that is none."""
     if not math.isfinite(result.loss):
         return "the loss is not finite"
     return f"the gradient is not finite, at a loss of {result.loss:.4g}"

@@ -1,7 +1,7 @@
-"""The loss scale of fp16: gradients too small for its range are computed larger and made small again.
+"""Dynamic loss scaling for fp16, whose range ends at 6e-8 below and 65 504 above.
 
-fp16 ends at 6e-8 below and 65 504 above. The scale doubles after a long time without overflow and halves with each;
-the step that overflowed is left out. In every other precision the scale is 1 and never moves.
+The scale doubles after 2000 steps without overflow and halves with each overflow; the step that overflowed is skipped.
+In every other precision the scale is 1 and constant.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ _INITIAL_SCALE, _MAX_SCALE, _GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
 
 @dataclass(slots=True)
 class LossScaler:
-    """What the loss is multiplied by before gradients are taken."""
+    """The factor of the loss in the backward pass. The names are keys of a checkpoint's manifest."""
 
     value: float = 1.0
     moves: bool = False
+    """Whether the scale is dynamic."""
     calm: int = 0
-    """Steps since it last moved."""
+    """Steps since it last changed."""
 
     @classmethod
     def for_fp16(cls) -> LossScaler:
         return cls(_INITIAL_SCALE, moves=True)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on as a checkpoint left it."""
+        """Continue from the state in a checkpoint."""
         self.value, self.calm = saved["value"], saved["calm"]
 
     def can_shrink(self) -> bool:
-        """Whether an overflow may be the scale's fault. At 1 it is the model's."""
+        """Whether a smaller scale could avoid an overflow. At 1 the model itself overflows."""
         return self.moves and self.value > 1
 
     def update(self, overflowed: bool) -> None:
-        """After a step: fall at once, rise slowly."""
+        """After each step."""
         if not self.moves:
             return
         if overflowed:

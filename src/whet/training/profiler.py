@@ -1,4 +1,4 @@
-"""Watching some steps closely: a trace of every operation, a table of them, and where the model's FLOPs are."""
+"""Profiles steps with torch.profiler: a trace, a table of operations, and the model's FLOPs by module."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MAX_MEMORY_EVENTS = 200_000  # allocations in a memory snapshot
 
 
 class Profiler:
-    """One that is off: steps pass through it untouched."""
+    """A profiler that is off."""
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """A step, counted from 1."""
+        """Surrounds a step, counted from 1."""
         yield
 
     def starts_or_stops_after(self, step: int) -> bool:
-        """Whether it begins or ends between this step and the next, which takes time."""
+        """Whether it starts or stops between this step and the next, which takes time."""
         return False
 
     def close(self) -> None:
-        """Write what was seen, if that has not been done."""
+        """Write the results, unless they are written."""
 
 
 class StepProfiler(Profiler):
-    """One that is on, from the first of its steps to the last; where the run ends earlier, to there."""
+    """Profiles from the first configured step to the last, or to the end of the run."""
 
     def __init__(self, config: ProfileConfig, folder: Path, ranks: Ranks, flops_table: Callable[[], str]) -> None:
         self._config, self._ranks, self._flops_table = config, ranks, flops_table
@@ -87,7 +87,7 @@ class StepProfiler(Profiler):
         self._running.start()
 
     def _table(self, seen: profile) -> str:
-        """Operations, the costliest first."""
+        """Operations, the most expensive first."""
         try:
             averages = seen.key_averages(
                 group_by_input_shape=self._config.shapes, group_by_stack_n=5 if self._config.stack else 0
@@ -101,7 +101,7 @@ class StepProfiler(Profiler):
 def make_profiler(
     config: ProfileConfig | None, folder: Path, ranks: Ranks, steps: int, flops_table: Callable[[], str]
 ) -> Profiler:
-    """The profiler that `profile` asks for on this rank, for a run of so many steps."""
+    """The profiler of this rank by the section `profile`, for a run of `steps` steps."""
     if config is None:
         return Profiler()
     if config.steps[1] > steps:

@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a pure function."""
+"""The learning-rate schedule, as a pure function of the position in the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whet.training.config import ScheduleConfig
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run is, in each unit that a schedule may count in."""
+    """A position in a run, in each unit of train.schedule.by."""
 
     step: int
     epoch: float
@@ -19,7 +19,7 @@ class Position:
     token: int
 
     def in_units_of(self, schedule: ScheduleConfig) -> float:
-        """In the unit of this schedule."""
+        """The position in the unit of this schedule."""
         return float(getattr(self, schedule.by))
 
 
@@ -30,32 +30,32 @@ def end_position(plan: Plan) -> Position:
 
 
 def lr_factor(before: float, after: float, whole: float, schedule: ScheduleConfig) -> float:
-    """What the highest rate is multiplied by in the step that leads from `before` to `after` in a run that ends at
-    `whole`, all counted in the schedule's unit; in steps: `step`, `step + 1` and their number.
+    """The factor of the peak learning rate in the step from `before` to `after`, in a run that ends at `whole`; all
+    three in the schedule's unit.
 
-    Warm-up rises linearly from init_frac and reaches 1 with its last step; the fall reaches min_frac one step after
-    the run's last, so that no step is wasted at rate zero.
+    Warm-up rises linearly from init_frac and reaches 1 in its last step. The decay reaches min_frac one step after the
+    last, so that no step is wasted at a rate of zero.
     """
     warmup = _units(schedule.warmup, whole, schedule)
     if before < warmup:
         return schedule.init_frac + (1 - schedule.init_frac) * min(after, warmup) / warmup
     if schedule.name == "constant":
         return 1.0
-    falling_from = warmup
+    decay_start = warmup
     if schedule.name == "wsd":
-        falling_from = max(warmup, whole - _units(schedule.decay, whole, schedule))
-        if before < falling_from:
+        decay_start = max(warmup, whole - _units(schedule.decay, whole, schedule))
+        if before < decay_start:
             return 1.0
-    progress = (before - falling_from) / (whole - falling_from)
+    progress = (before - decay_start) / (whole - decay_start)
     height = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
     return schedule.min_frac + (1 - schedule.min_frac) * height
 
 
 def warmup_fills_run(whole: float, schedule: ScheduleConfig) -> bool:
-    """Whether the warm-up takes the whole run, so that the rate may not even reach its height."""
+    """Whether the warm-up takes the whole run, so that the learning rate may never reach its peak."""
     return schedule.name != "constant" and _units(schedule.warmup, whole, schedule) >= whole > 1
 
 
 def _units(given: int | float, whole: float, schedule: ScheduleConfig) -> float:
-    """Whole numbers are units, and so is any number of epochs; other fractions are parts of the run."""
+    """Integers and epochs are in the schedule's unit; other fractions are fractions of the run."""
     return given if isinstance(given, int) or schedule.by == "epoch" else round(given * whole)

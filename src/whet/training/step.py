@@ -35,8 +35,9 @@ def train_step(
     `stop` and `save` are requests of this rank; the result has those of any rank. Without an optimizer, as in
     `whet train --replay`, only gradients are computed.
     """
-    model, parameters = forward.model, forward.model.trainable_parameters
-    reshard(model)  # weights that an evaluation gathered would keep their gradients unsharded
+    model = forward.model
+    reshard(model)  # an evaluation may have left the weights gathered: their gradients would be those of other tensors
+    parameters = model.trainable_parameters
     for parameter in parameters:
         parameter.grad = None
     sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)  # loss, hits, stop, save, squared gradient norm

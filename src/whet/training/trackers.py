@@ -11,26 +11,26 @@ from typing import Any, Protocol
 from whet.core.console import info
 from whet.core.errors import WhetError
 
-_FLUSH_S = 10  # until a curve shows a step; a step of 18 numbers costs 1.2 ms, flushed each time or not
+_FLUSH_S = 10  # a step of 18 numbers costs 1.2 ms, flushed each time or not
 
 
 class TrackerBackend(Protocol):
-    """One of them."""
+    """One experiment tracker."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by the names of their curves."""
+        """Log the scalars of a step by name."""
 
     def close(self) -> None:
-        """Everything is on disk, or sent."""
+        """Flush and close."""
 
 
 class TensorBoard:
-    """Event files in the run's folder; `tensorboard --logdir runs` shows them."""
+    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Only what comes after the checkpoint is taken back, so a continued run has one curve, not two.
+        # purge_step hides what was logged after the checkpoint, so a resumed run has one curve.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1, flush_secs=_FLUSH_S)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -42,24 +42,24 @@ class TensorBoard:
 
 
 _BACKENDS: dict[str, tuple[str, Callable[[Path, int], TrackerBackend]]] = {"tensorboard": ("tensorboard", TensorBoard)}
-"""By the name in `track`: the module that it needs, and how it is opened with the run's folder and the steps done.
-Another service is another line here, a name in `Tracker`, and an extra in pyproject.toml."""
+"""By the name in `track`: the module it needs, and its constructor, which takes the run's folder and finished steps.
+Another tracker takes a line here, a name in `Tracker`, and an extra in pyproject.toml."""
 
 
 class Trackers:
-    """All that are on; with none, writing does nothing."""
+    """The trackers of a run, which may be none."""
 
     def __init__(self, openers: Sequence[Callable[[int], TrackerBackend]] = (), done: int = 0) -> None:
         self._openers = openers
         self._services = [opener(done) for opener in openers]
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Log a line of metrics.jsonl."""
         for service in self._services:
             service.write(line["step"], scalars_of(line))
 
     def rewind(self, done: int) -> None:
-        """Take back what was written after so many steps."""
+        """Discard what was logged after `done` steps."""
         self.close()
         self._services = [opener(done) for opener in self._openers]
 
@@ -69,9 +69,9 @@ class Trackers:
 
 
 def check_trackers(wanted: Sequence[str] | None) -> list[str]:
-    """The trackers that will be used. One that was asked for has to be there; the default may be missing."""
+    """The names of the trackers to use. A configured one must be installed; TensorBoard by default need not be."""
     if wanted is None and importlib.util.find_spec("tensorboard") is None:
-        info("curves are in metrics.jsonl alone: TensorBoard is not installed (pip install 'whet[track]')")
+        info("TensorBoard is not installed; metrics are in metrics.jsonl alone (pip install 'whet[track]')")
         return []
     names = ["tensorboard"] if wanted is None else list(dict.fromkeys(wanted))
     for name in names:
@@ -81,12 +81,12 @@ def check_trackers(wanted: Sequence[str] | None) -> list[str]:
 
 
 def open_trackers(names: Sequence[str], folder: Path, done: int) -> Trackers:
-    """`done`: the steps that the checkpoint holds; what was written beyond them is taken back."""
+    """`done`: the steps of the checkpoint; what was logged after them is discarded."""
     return Trackers([partial(_BACKENDS[name][1], folder) for name in names], done)
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Every number of a line by the name of its curve: train/loss, val/loss, val/task/orders."""
+    """The numbers of a line by tag: train/loss, val/loss, val/task/orders."""
     found = {}
     for key, value in line.items():
         if key in ("step", "time") or isinstance(value, bool) or not isinstance(value, int | float):

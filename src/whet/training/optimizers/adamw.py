@@ -1,4 +1,4 @@
-"""AdamW for weights and states of few bits. Where all is fp32, torch's fused one serves (`optim.py`)."""
+"""AdamW for bf16 weights and for states of 16 or 8 bits. For fp32, factory.py uses torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -24,37 +24,34 @@ from whet.training.optimizers.state import (
 
 
 class AdamW(torch.optim.Optimizer):
-    """Computes in fp32 (fp64 for weights in fp64), keeps its states in `bits`, rounds bf16 weights at random.
+    """Computes in fp32 (fp64 for fp64 weights), stores its states in `bits`, rounds bf16 weights stochastically.
 
-    States exist from the start, so their size is known; `step` is kept on the CPU, so that nothing waits for the
-    device to know it.
+    States are allocated at once, so their size is known. `step` is on the CPU: reading it does not wait for the device.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, seed: int,
-        bits: int = 32, away: bool = False,
+        bits: int = 32, offloaded: bool = False,
     ) -> None:  # fmt: skip
-        """`away`: states begin in the host's memory (`keep_state_on_host` fetches them)."""
+        """`offloaded`: allocate the states in host memory (execution/offload.py moves them)."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._generators = RoundingGenerators(seed)
         self.gradient_scale = 1.0
-        """What gradients are multiplied by in the next step: it saves going through all of them to clip."""
+        """The factor of the gradients in the next step: clipping without a pass over all gradients."""
         self._decision: Tensor | None = None
-        """On the device, while it decides: the factor, and whether there is a step at all."""
+        """On the device, during `step_if`: the factor of the gradients, and 0 to skip the step."""
         self._storage: dict[Tensor, StateStorage] = {}
-        self._parameter_index: dict[
-            Tensor, int
-        ] = {}  # counted once: an offloaded optimizer steps through parts of its groups
+        self._parameter_index: dict[Tensor, int] = {}
         for group in self.param_groups:
             for weight in group["params"]:
                 self._storage[weight] = choose_storage(bits, group["name"], weight)
                 self._parameter_index[weight] = len(self._parameter_index)
                 state = {"step": torch.zeros((), dtype=torch.int64), **self._initial_state(group, weight)}
-                self.state[weight] = state_to_host(state) if away else state
+                self.state[weight] = state_to_host(state) if offloaded else state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move every weight that has a gradient."""
+        """Update every weight that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -63,22 +60,23 @@ class AdamW(torch.optim.Optimizer):
                 step = int(self.state[weight]["step"])
                 self._update(group, weight, weight.grad, step)
 
-    def step_if(self, factor: Tensor, fine: Tensor) -> None:
-        """A step with `factor` if `fine` is not 0, two numbers on the device. It counts even so: see `undo_step_count`."""
-        self._decision = torch.stack([factor, fine]).float()
+    def step_if(self, scale: Tensor, is_sound: Tensor) -> None:
+        """Update with gradients × `scale` unless `is_sound` is 0; both are scalars on the device. The step is counted
+        in either case: see `undo_step_count`."""
+        self._decision = torch.stack([scale, is_sound]).float()
         try:
             self.step()
         finally:
             self._decision = None
 
     def undo_step_count(self) -> None:
-        """The last step was none."""
+        """After `step_if` with `is_sound` 0."""
         for weight, state in self.state.items():
             if weight.grad is not None:
                 state["step"] -= 1
 
     def can_decide_on_device(self) -> bool:
-        """Whether every weight would be moved by the one kernel."""
+        """Whether the Triton kernel updates every weight."""
         return type(self) is AdamW and all(
             self._is_fused(weight) for group in self.param_groups for weight in group["params"]
         )
@@ -89,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
         return fits and not isinstance(self._storage[weight], BlockwiseStorage) and _fused_kernels() is not None
 
     def _generator(self, weight: Tensor, step: int) -> torch.Generator:
-        """Of the random numbers that round this weight in this step; parts of a divided one have their own."""
+        """For the stochastic rounding of this weight in this step; every shard has its own."""
         return self._generators.generator(step, self._parameter_index[weight], weight.device, shard_index(weight))
 
     def _initial_state(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
@@ -97,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
         return storage.zeros("exp_avg", weight) | storage.zeros("exp_avg_sq", weight)
 
     def _update(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, step: int) -> None:
-        """Number by number, or block by block of a row: of a divided weight, each process moves its part."""
+        """Element by element, or block by block within a row: each process updates its shard."""
         storage, dtype, whole = self._storage[weight], update_dtype(weight), weight
         state = {key: local_tensor(value) for key, value in self.state[weight].items()}
         weight, gradient = local_tensor(weight), local_tensor(gradient)
@@ -113,20 +111,20 @@ class AdamW(torch.optim.Optimizer):
             means = state["exp_avg"], state["exp_avg_sq"]
             _fused_kernels().fused_adamw_(weight, gradient.contiguous(), *means, scalars, seed, self._decision)
             return
-        chance = self._generator(whole, step)
+        generator = self._generator(whole, step)
         for rows in row_chunks(weight):
-            slope, moved = self._scaled_gradient(gradient[rows], dtype), weight[rows].to(dtype)
-            mean = storage.read(state, "exp_avg", rows, dtype).lerp_(slope, 1 - beta1)
+            gradients, updated = self._scaled_gradient(gradient[rows], dtype), weight[rows].to(dtype)
+            mean = storage.read(state, "exp_avg", rows, dtype).lerp_(gradients, 1 - beta1)
             square = storage.read(state, "exp_avg_sq", rows, dtype).mul_(beta2)
-            square.addcmul_(slope, slope, value=1 - beta2)
-            moved.mul_(decayed)
-            moved.addcdiv_(mean, (square.sqrt() / root).add_(group["eps"]), value=-rate)
-            storage.write(state, "exp_avg", rows, mean, chance)
-            storage.write(state, "exp_avg_sq", rows, square, chance)
-            copy_rounded(weight[rows], moved, chance)
+            square.addcmul_(gradients, gradients, value=1 - beta2)
+            updated.mul_(decayed)
+            updated.addcdiv_(mean, (square.sqrt() / root).add_(group["eps"]), value=-rate)
+            storage.write(state, "exp_avg", rows, mean, generator)
+            storage.write(state, "exp_avg_sq", rows, square, generator)
+            copy_rounded(weight[rows], updated, generator)
 
     def _scaled_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is learned from, in the type of the dtype; the gradient itself stays as it is."""
+        """A copy in `dtype`; the gradient itself does not change."""
         exact = gradient.to(dtype)
         return exact if self.gradient_scale == 1 else exact * self.gradient_scale
 

@@ -1,4 +1,4 @@
-"""Builds the optimizer of a run: parameter groups, learning rates, and the update with clipped gradients."""
+"""The optimizer of a run: parameter groups, construction, the update with clipped gradients, learning rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whet.training.config import OptimizerConfig
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.muon import Muon
 
-# Which weights are learned at which rate, and which are pulled towards zero.
+# Parameter groups: learning rate and weight decay by kind of weight.
 
 _GROUP_DESCRIPTIONS = {
     "embedding": "the input embedding",
@@ -28,7 +28,7 @@ _GROUP_DESCRIPTIONS = {
 
 
 def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The trainable weights in groups with `name`, highest rate and weight decay; empty groups are left out."""
+    """The trainable weights in groups with `name`, peak learning rate `highest` and weight decay; no empty groups."""
     given = {
         "embedding": ("embedding_lr", config.embedding_lr),
         "head": ("head_lr", config.head_lr),
@@ -51,17 +51,17 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
 
 
 def _group_by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Torch's optimizers take many weights at once, if they are divided over the same axes. All are, unless processes
-    compute layers together: then norms are not divided among them, and biases may be."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    """torch's fused optimizers need weights of one device mesh. With tensor parallelism, weights are on several: norms
+    are replicated over the tensor axis, matrices and some biases are sharded."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault(mesh, []).append(parameter)
-    return list(found.values())
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return list(by_mesh.values())
 
 
 def _sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Each trainable weight in its group; stacked experts and the matrices of adapters are matrices."""
+    """The trainable weights by group. Stacked experts and LoRA factors are matrices."""
     embedding, head = (
         _module_parameter_ids(model, "get_input_embeddings"),
         _module_parameter_ids(model, "get_output_embeddings"),
@@ -81,7 +81,7 @@ def _sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _module_parameter_ids(model: nn.Module, getter: str) -> set[int]:
-    """The weights of the module that a language model names its embedding or head, without adapters inside it."""
+    """The weights of the model's embedding or head, without LoRA weights inside it."""
     inner = model.language_model if isinstance(model, LossModel) else model
     module = getattr(inner, getter)() if hasattr(inner, getter) else None
     if module is None:
@@ -89,26 +89,28 @@ def _module_parameter_ids(model: nn.Module, getter: str) -> set[int]:
     return {id(parameter) for name, parameter in module.named_parameters() if not name.startswith("lora_")}
 
 
-# The optimizer of a run.
+# Construction.
 
 _STATE_BITS = {"adamw": 32, "adamw16bit": 16, "adamw8bit": 8}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int, away: bool = False) -> torch.optim.Optimizer:
-    """The rule over the trainable weights, in groups. AdamW is torch's fused one unless something has few bits.
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, seed: int, offloaded: bool = False
+) -> torch.optim.Optimizer:
+    """The configured optimizer of the trainable weights. AdamW is torch's fused one if weights and states are fp32.
 
-    `away`: what it remembers will be kept in the host's memory, and must not be made on the device all at once.
+    `offloaded`: allocate the states in host memory; the device may have no room for all of them.
     """
     groups = build_param_groups(model, config)
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "muon":
         return Muon(
             groups, momentum=config.momentum, momentum_start=config.momentum_start,
-            momentum_warmup=config.momentum_warmup, seed=seed, away=away, **adamw,
+            momentum_warmup=config.momentum_warmup, seed=seed, offloaded=offloaded, **adamw,
         )  # fmt: skip
     if config.name == "adamw" and all(w.dtype.itemsize >= 4 for group in groups for w in group["params"]):
         return torch.optim.AdamW(groups, fused=True, **adamw)
-    return AdamW(groups, bits=_STATE_BITS[config.name], seed=seed, away=away, **adamw)
+    return AdamW(groups, bits=_STATE_BITS[config.name], seed=seed, offloaded=offloaded, **adamw)
 
 
 # The update. Gradients are clipped inside it: a pass over all of them to scale them would cost as much as the update.
@@ -187,12 +189,12 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
-    """Give each group its highest rate × `factor`; returns what metrics.jsonl says of it."""
-    usual = optimizer.defaults["lr"]
-    rates = {"lr": usual * factor}
+    """Set each group's learning rate to its peak × `factor`; returns what metrics.jsonl shows."""
+    default = optimizer.defaults["lr"]
+    rates = {"lr": default * factor}
     for group in optimizer.param_groups:
         group["lr"] = group["highest"] * factor
-        if group["highest"] != usual:
+        if group["highest"] != default:
             rates[f"lr/{group['name']}"] = group["lr"]
     if isinstance(optimizer, Muon):
         rates["momentum"] = optimizer.momentum()

@@ -1,4 +1,4 @@
-"""Muon: matrices move along the orthogonalised momentum of their gradients; all else by AdamW."""
+"""Muon: matrices are updated by the orthogonalised momentum of their gradients, all other weights by AdamW."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TINY = 1e-7
 
 
 class Muon(AdamW):
-    """The group `matrices` by Muon, with Nesterov's momentum. An orthogonal update has the root mean square of
-    AdamW's, 0.2, once multiplied by 0.2 · sqrt(the longer side), so that one rate serves both."""
+    """Muon with Nesterov momentum for the group `matrices`. Updates are scaled by 0.2 · sqrt(longer side), which gives
+    them AdamW's root mean square of 0.2, so that one learning rate serves both."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, momentum: float, momentum_start: float, momentum_warmup: int, **rest: Any
@@ -28,7 +28,7 @@ class Muon(AdamW):
         super().__init__(groups, **rest)
 
     def momentum(self, done: int | None = None) -> float:
-        """Of the step after `done` steps; without a number, of the next one."""
+        """The momentum of the step after `done` steps; by default of the next one."""
         start, end, warmup = self._momentum
         if done is None:
             done = max((int(state["step"]) for state in self.state.values()), default=0)
@@ -44,23 +44,23 @@ class Muon(AdamW):
             super()._update(group, weight, gradient, step)
             return
         dtype, momentum = update_dtype(weight), self.momentum(step - 1)
-        slope = self._scaled_gradient(local_tensor(gradient), dtype)
-        mean = local_tensor(self.state[weight]["momentum"]).lerp_(slope, 1 - momentum)
-        direction = _orthogonalize_shard(slope.lerp(mean, momentum), weight).to(local_tensor(weight).device, dtype)
-        moved = local_tensor(weight).to(dtype).mul_(1 - group["lr"] * group["weight_decay"])
-        moved.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
-        copy_rounded(local_tensor(weight), moved, self._generator(weight, step))
+        scaled = self._scaled_gradient(local_tensor(gradient), dtype)
+        mean = local_tensor(self.state[weight]["momentum"]).lerp_(scaled, 1 - momentum)
+        direction = _orthogonalize_shard(scaled.lerp(mean, momentum), weight).to(local_tensor(weight).device, dtype)
+        updated = local_tensor(weight).to(dtype).mul_(1 - group["lr"] * group["weight_decay"])
+        updated.add_(direction, alpha=-group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
+        copy_rounded(local_tensor(weight), updated, self._generator(weight, step))
 
 
 def _uses_muon(group: dict[str, Any], weight: Tensor) -> bool:
-    """Convolutions of single channels are stacks of rows: nothing in them can be orthogonal."""
+    """Depthwise convolutions are stacks of single rows, which have nothing to orthogonalise."""
     return group["name"] == "matrices" and min(weight.shape[-2:]) > 1
 
 
 def _orthogonalize_shard(part: Tensor, weight: Tensor) -> Tensor:
-    """This process's part of an orthogonalised matrix that is divided as `weight` is: it takes the whole to know it.
+    """This process's shard of an orthogonalised matrix, which is gathered for it and sharded like `weight`.
 
-    Where weights wait in the host's memory it is gathered and computed on the device all the same.
+    With weights offloaded to the host, it is still gathered and computed on the device.
     """
     if not isinstance(weight, DTensor):
         return newton_schulz(part)
@@ -70,9 +70,9 @@ def _orthogonalize_shard(part: Tensor, weight: Tensor) -> Tensor:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """The nearest matrix whose singular values are about 1, by Newton–Schulz; stacked matrices each on their own.
+    """The nearest matrix whose singular values are about 1, by Newton–Schulz iteration; batched over leading axes.
 
-    It needs the whole matrix. In bf16 on CUDA, where that is many times faster and precise enough.
+    It needs the unsharded matrix. On CUDA it runs in bf16, which is many times faster and precise enough.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix

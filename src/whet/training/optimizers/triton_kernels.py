@@ -9,20 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# AdamW in one Triton kernel: each number is read once and written once, whatever it is kept in.
-#
-# By torch's own operations the same step goes some thirty times through memory: on an 8B model 700 ms, here 30.
+# AdamW in one Triton kernel, which reads and writes every element once. With torch's operations the same step passes
+# through memory about thirty times: 700 ms for an 8B model instead of 30.
 
 _BLOCK = 2048
-_SEED_MASK = 0x7FFFFFFF  # more bits would sometimes be another type, for which all is compiled again
+_SEED_MASK = 0x7FFFFFFF  # larger integers have another type, which would recompile the kernel
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWScalars:
-    """The numbers of one step of AdamW that are the same for all numbers of a weight."""
+    """The scalars of one AdamW step."""
 
     factor: float
-    """What the gradient is multiplied by first."""
+    """Of the gradient."""
     beta1: float
     beta2: float
     eps: float
@@ -31,13 +30,13 @@ class AdamWScalars:
     root: float
     """√(1 − β₂ᵗ)"""
     keep: float
-    """What weight decay leaves of a weight."""
+    """1 − lr · weight decay."""
 
 
 @triton.jit
 def _hash32(x):  # type: ignore[no-untyped-def]
-    """32 bits that look random, of 32 that do not (the last rounds of MurmurHash3). As good as a generator's for
-    rounding, and ten times cheaper, which decides whether memory or dtype is waited for."""
+    """The finaliser of MurmurHash3: random bits good enough for rounding and ten times cheaper than a generator, which
+    keeps the kernel memory-bound."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -45,13 +44,13 @@ def _hash32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stochastic_round(x, noise):  # type: ignore[no-untyped-def]
-    """fp32 → bf16, up or down as 16 random bits say; what is not finite stays what it is."""
+    """fp32 → bf16 by adding 16 random bits and truncating; non-finite values stay."""
     bits = x.to(tl.uint32, bitcast=True)
     cut = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.where((bits & 0x7F800000) == 0x7F800000, x, cut).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["seed", "other_seed"])  # they are other ones each time
+@triton.jit(do_not_specialize=["seed", "other_seed"])  # they change with every launch
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_at, gradient_at, mean_at, square_at, decision_at, count, seed, other_seed,
     factor, beta1, rest1, beta2, rest2, eps, rate, root, keep,
@@ -61,7 +60,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     at = first + tl.arange(0, block)
     if decides:
         factor = tl.load(decision_at)
-        count = tl.where(tl.load(decision_at + 1) != 0, count, 0)  # nothing is read then, and nothing written
+        count = tl.where(tl.load(decision_at + 1) != 0, count, 0)  # then nothing is read or written
     known = at < count
     weight = tl.load(weight_at + at, mask=known).to(tl.float32)
     slope = tl.load(gradient_at + at, mask=known).to(tl.float32) * factor
@@ -90,10 +89,10 @@ def fused_adamw_(
     weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, scalars: AdamWScalars, seed: int,
     decision: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step, in place; what is kept in bf16 is rounded at random, as `seed` (64 bits) and the place say.
+    """One AdamW step in place, with stochastic rounding into bf16, seeded by `seed` (64 bits) and the element's index.
 
-    All four are contiguous and of the same size; states are both in fp32 or both in bf16. `decision`, two numbers in
-    fp32: the factor, instead of that of the scalars, and 0 if there is to be no step.
+    All four tensors are contiguous and of the same size; both states are fp32 or both bf16. `decision`, two fp32 values
+    on the device: the factor of the gradient, which replaces that in `scalars`, and 0 to skip the step.
     """
     _adamw_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
         weight, gradient, mean, square, weight if decision is None else decision, weight.numel(),
