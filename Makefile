@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Debian packages that some tests use. Without them `make test` passes too and says what it left out.
+# Debian packages that some tests use. Without them `make test` passes too and lists the tests it skipped.
 SYSTEM_PACKAGES := chromium iproute2
 
 .PHONY: help demo test test-all test-gpu lint bench docs system-deps clean
@@ -15,10 +15,10 @@ help:                ## Show this list
 demo: $(READY)       ## Fine-tune a small real model on this machine, before and after measured
 	$(BIN)/whet demo
 
-test: lint           ## All tests that need no GPU and no patience
+test: $(READY)       ## All tests that need no GPU, in minutes
 	$(BIN)/pytest -n auto --dist worksteal
 
-test-all: lint       ## The slow ones too
+test-all: $(READY)   ## The slow proofs too
 	WHET_TEST_ALL=1 $(BIN)/pytest -n auto --dist worksteal
 
 test-gpu:            ## The tests for CUDA, with the Python that is active (a GPU machine brings its own torch)
@@ -29,7 +29,7 @@ lint: $(READY)       ## Style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)      ## How fast data is prepared and training is on this machine, beside others
+bench: $(READY)      ## Speed of data preparation and training on this machine, compared with plain loops
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/train.py
 
@@ -40,7 +40,7 @@ system-deps:         ## Install the Debian packages that tests use (needs root)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES) > /dev/null
 
-clean:               ## Forget the environment and everything that was built; runs stay
+clean:               ## Delete the environment and everything that was built; runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis dist build
 
 $(READY): pyproject.toml constraints.txt

@@ -47,7 +47,8 @@ class Ended:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the server whose forks stand for new Python processes (see forkserver.py), once for all workers."""
-    if _FORKSERVER not in os.environ and not config.option.collectonly:
+    has_gpu = Path("/dev/nvidiactl").exists()  # CUDA, once initialized by an import, does not survive a fork
+    if _FORKSERVER not in os.environ and not config.option.collectonly and not has_gpu:
         folder = Path(tempfile.mkdtemp(prefix="whet-forkserver-"))
         forkserver.write_stand_in(folder, REAL_PYTHON)
         with (folder / "log").open("wb") as log:

@@ -254,6 +254,7 @@ def _join_namespaces_of(pid: int) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server ends with pytest
     _work = serve(Path(sys.argv[1]))
     if _work is not None:
         _work()

@@ -53,7 +53,7 @@ def make_root() -> Callable[..., LossModel]:
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., SimpleNamespace]:
-    """Documents of the given lengths and padding, `total` tokens and always ten edges; all but padding is supervised."""
+    """Documents of the given lengths and padding, `total` tokens and always ten edges; all else is supervised."""
     import torch
 
     def make(lengths: Sequence[int], total: int = 48) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md follows one conversation through the code: every function it names is there, and called in that order."""
+"""CONTRIBUTING.md follows one conversation through the code: every function it names is called, in that order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names are the field's: no module, class or function carries one of the private words that whet once had for a thing."""
+"""Names are the field's: no module, class or function carries a private word that whet once had for a thing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ PRIVATE = {
     "meeting": "barrier", "meets": "barrier", "whereabouts": "heartbeat, phase", "here": "phase",
     "words": "message", "patience": "retry, timeout", "survive": "failure report", "together": "across ranks",
     "arithmetic": "precision", "numbers": "dtype", "learn": "train", "go": "restore", "wish": "export request",
-    "speech": "generation settings", "ship": "export", "use": "load", "ready": "loaded", "talk": "chat",
+    "speech": "generation settings", "ship": "export", "ready": "loaded", "talk": "chat",
     "fleet": "launch", "watch": "report, monitor", "squares": "norm", "told": "reported", "say": "print, log",
     "says": "prints", "away": "offloaded", "alone": "unpacked", "beside": "next to, compared with",
 }  # fmt: skip
 """Word → what to say instead."""
 
-MAY_STAY: dict[str, str] = {}
+MAY_STAY = {
+    "generate_arithmetic": "exercises in arithmetic",
+    "look_alike_pattern": "text that looks like a marker",
+    "_with_recorded_precision": "what a checkpoint's manifest records",
+    "_recorded_model": "what a run's config records",
+    "recorded_template_date": "what a run's ledger records",
+    "NonfiniteWatch": "watches modules for non-finite values",
+    "watch_nonfinite": "watches modules for non-finite values",
+}
 """Name → why this one means what it says."""
 
 

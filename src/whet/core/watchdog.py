@@ -39,7 +39,7 @@ class Watchdog:
         self._silent_after_s = _SILENT_PERIODS * self._period_s
         self._began, self._closed = time.time(), threading.Event()
         self._store: TCPStore | None = None
-        self._thread = threading.Thread(target=self._watch, name="whet-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="whet-watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class Watchdog:
         self._closed.set()
         self._thread.join(timeout=2 * self._period_s)
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while not self._closed.is_set():
             try:
                 self._check()

@@ -119,7 +119,7 @@ class Loader:
         """This rank's micro-batches without their tokens: (number of the first row, documents)."""
         return [
             (int(rows[0]), [int(document) for row in rows for document in self._row(step, int(row))])
-            for rows in (self._row_numbers(number, self._rank) for number in range(self.micro_batch_count(step)))
+            for rows in (self._row_indices(number, self._rank) for number in range(self.micro_batch_count(step)))
         ]
 
     def single_document_batches(self, step: int, limit: int | None) -> Iterator[tuple[int, PackedBatch]]:
@@ -162,7 +162,7 @@ class Loader:
 
     def _make_batch(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
         step, number = key
-        rows = self._row_numbers(number, self._rank)
+        rows = self._row_indices(number, self._rank)
         documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(row)) for row in rows)])
         batch = self._pack(documents)
         return int(rows[0]), batch if self._device is None else batch.pin_memory(self._device)
@@ -173,7 +173,7 @@ class Loader:
         batch = pack_batch(self._store, documents, self._plan.stats.longest, shape, self._slices)
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 
-    def _row_numbers(self, number: int, rank: int) -> NDArray[np.int64]:
+    def _row_indices(self, number: int, rank: int) -> NDArray[np.int64]:
         """The rows of a rank's micro-batch. Numbers beyond the rows of the step stand for empty rows."""
         rounds = np.arange(number * self._micro_rows, (number + 1) * self._micro_rows)
         return rounds * self._world + np.where(rounds % 2, self._world - 1 - rank, rank)
@@ -183,7 +183,7 @@ class Loader:
 
     def _document_count(self, step: int, rank: int) -> int:
         """The number of documents of a step on one rank."""
-        rows = (row for number in range(self.micro_batch_count(step)) for row in self._row_numbers(number, rank))
+        rows = (row for number in range(self.micro_batch_count(step)) for row in self._row_indices(number, rank))
         return sum(len(self._row(step, int(row))) for row in rows)
 
 

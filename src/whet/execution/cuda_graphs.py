@@ -104,7 +104,7 @@ def compile_and_capture_count() -> int:
 
 
 class _GraphInputs(NamedTuple):
-    """The arguments of `LossModel.hidden`. Batches of one shape differ in the tensors' values and in `cu_seqlens_host`."""
+    """The arguments of `LossModel.hidden`. Batches of one shape differ in tensor values and in `cu_seqlens_host`."""
 
     tokens: Tensor
     positions: Tensor

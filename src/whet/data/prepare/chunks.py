@@ -129,7 +129,7 @@ class _FileTable:
         self.sources: list[int] = []
         self._known: dict[tuple[int, str], int] = {}
 
-    def numbers(self, chunk: SavedChunk) -> NDArray[np.int64]:
+    def indices(self, chunk: SavedChunk) -> NDArray[np.int64]:
         """The numbers of a chunk's files."""
         for name in chunk.files:
             if (chunk.source, name) not in self._known:
@@ -168,7 +168,7 @@ def _append_chunk(
     writer: StoreWriter,
     drop: bool,
 ) -> None:
-    numbers = files.numbers(chunk)
+    numbers = files.indices(chunk)
     sizes, targets, file, line = (chunk[name] for name in ("sizes", "targets", "files", "lines"))
     part = chunk.account
     starts = _conversation_starts(file, line)
