@@ -140,12 +140,15 @@ def test_a_tensor_is_read_at_its_offset_in_the_file(private: ModuleType, tmp_pat
 @pytest.mark.gpu
 def test_a_failed_capture_releases_its_pool(private: ModuleType) -> None:
     pool, graph, stream = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    tensor = torch.ones(4, device="cuda")
+    generator = torch.cuda.default_generators[stream.device_index]
+    tensor, before = torch.ones(4, device="cuda"), generator.clone_state()
     with pytest.raises(RuntimeError), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         (tensor + 1).sum().item()  # synchronizes, which a capture forbids
     torch.cuda.set_stream(stream)
     private.release_graph_pool(stream.device_index, pool)
+    generator.graphsafe_set_state(before.graphsafe_get_state())
     assert (tensor + 1).sum().item() == 8
+    assert torch.randn(4, device="cuda").isfinite().all()
 
 
 @pytest.mark.gpu

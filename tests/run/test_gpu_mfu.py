@@ -15,10 +15,10 @@ from whet.model.peak_flops import device_peak_flops
 pytestmark = pytest.mark.gpu
 
 
-def test_mfu_is_flops_over_what_the_card_could_do(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_mfu_is_flops_over_what_the_card_could_do(whet: Any, shipped_recipe: str, tmp_path: Path) -> None:
     torch.compiler.reset()  # what another test compiled in this process would serve the first step
     ended = whet(
-        "train", recipe, f"run.dir={tmp_path}", "train.steps=4", "export.at_end=none", "profile.steps=[3,3]",
+        "train", shipped_recipe, f"run.dir={tmp_path}", "train.steps=4", "export.at_end=none", "profile.steps=[3,3]",
         "profile.memory=true",
     )  # fmt: skip
     assert ended.code == 0, ended.err

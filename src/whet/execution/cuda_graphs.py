@@ -43,13 +43,16 @@ def make_capture() -> Capture:
 
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[stream.device_index]
+        before = generator.clone_state()
         try:
             # thread_local: other threads (the loader, a checkpoint, NCCL) may use the device meanwhile
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 function()
         except RuntimeError:
-            # when the driver invalidates a capture, torch restores neither the stream nor the allocator
+            # when the driver invalidates a capture, torch restores neither stream nor generator nor allocator
             torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(before.graphsafe_get_state())
             release_graph_pool(stream.device_index, pool)
             raise
         return graph.replay
