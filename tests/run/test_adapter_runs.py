@@ -121,10 +121,10 @@ def test_peft_and_transformers_load_it_alone(real_python: str, make_run: Callabl
         (["adapter.rank=2", TOKENS], "model.add_tokens"),
     ],
 )
-def test_what_starts_from_weights_is_refused_where_they_are_divided(
+def test_what_starts_from_weights_is_refused_where_they_are_sharded(
     options: list[str], message: str, whet: Any, recipe: str
 ) -> None:
     ended = whet("train", recipe, "parallel.shard=2", *options)
     assert ended.code == 1
     assert message in ended.err
-    assert "leave parallel.shard out" in " ".join(ended.err.split())
+    assert "remove parallel.shard" in " ".join(ended.err.split())

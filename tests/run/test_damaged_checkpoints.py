@@ -60,7 +60,7 @@ def test_damage_is_detected_and_the_previous_checkpoint_used(
     assert "continuing after step 20" in ended.err
     if file.name != "manifest.json" or damage is not Path.unlink:  # without a manifest it is not a checkpoint
         assert str(file) in ended.err
-        assert "set aside as damaged-step-000030; the run goes on from step 20" in ended.err
+        assert "set aside as damaged-step-000030; the run continues from step 20" in ended.err
         assert (interrupted / "checkpoints" / "damaged-step-000030").is_dir()
     assert (interrupted / "checkpoints" / "latest").read_text() == "step-000030\n"
     assert exact_of(interrupted) == exact_of(tiny_run)

@@ -49,7 +49,7 @@ def test_fp64_is_the_same_packed_or_not(tmp_path):
 
 
 @pytest.mark.parametrize("options", [(), ("adapter.rank=8", "adapter.dropout=0.1"), ("parallel.recompute=full",)])
-def test_steps_that_begin_early_are_the_same_steps(tmp_path, options, monkeypatch):
+def test_steps_that_start_early_are_the_same_steps(tmp_path, options, monkeypatch):
     """Micro-batches of one row, an evaluation after ten steps and a checkpoint after five."""
     began = []
     launch_first = EarlyForwardPasses.launch_first

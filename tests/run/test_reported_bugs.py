@@ -108,7 +108,7 @@ def test_what_a_resumed_run_changes_is_in_its_config(stopped: Path, whet: Any, o
     assert "every: 5" in (stopped / "config.yaml").read_text()
 
 
-def test_sigterm_while_measuring_is_an_end_in_good_order(own: Path) -> None:
+def test_sigterm_during_evaluation_stops_in_good_order(own: Path) -> None:
     code = (
         "import os, signal, sys\nimport whet.run.assemble as t\n"
         "t.evaluate_run = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -90,7 +90,7 @@ def test_preparing_computes_nothing_with_torch_so_the_thread_cannot_be_in_its_wa
 
 
 @pytest.mark.parametrize("store", ["cold", "warm"])
-def test_where_data_and_model_are_both_wrong_the_data_is_told(
+def test_where_data_and_model_are_both_wrong_the_data_is_reported(
     store: str, whet: Any, recipe: str, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model"))
@@ -110,7 +110,7 @@ def test_where_data_and_model_are_both_wrong_the_data_is_told(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_nobody_wants_any_more_is_given_up_at_once(
+def test_a_model_that_is_no_longer_needed_is_abandoned_at_once(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
@@ -133,7 +133,7 @@ def test_a_model_that_nobody_wants_any_more_is_given_up_at_once(
     model_builder.fork_lock.release()
 
 
-def test_an_error_of_the_thread_comes_out_where_the_model_is_asked_for(recipe: str, tmp_path: Path) -> None:
+def test_an_error_of_the_thread_is_raised_by_model(recipe: str, tmp_path: Path) -> None:
     loading = BackgroundModelLoader(config_of(recipe, tmp_path, "model.path=/no/such/model"))
     loading.start()
     with pytest.raises(WhetError, match=r"model\.path: /no/such/model"):
@@ -180,7 +180,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_the_process(kind: int, recipe: st
 # The seconds
 
 
-def test_a_run_tells_how_long_its_first_step_took_and_on_what(
+def test_a_run_reports_the_time_to_its_first_step_by_phase(
     real_python: str, start: Callable[..., Any], recipe: str, tmp_path: Path
 ) -> None:
     folder, began = tmp_path / "run", time.monotonic()

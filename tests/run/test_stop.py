@@ -73,7 +73,7 @@ QUICK = ("loading", "first step")
 @pytest.mark.parametrize(
     "moment", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MOMENTS]
 )
-def test_asked_at_any_moment_it_ends_with_75_and_goes_on(
+def test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes(
     moment: str, whet: Any, recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact
 ) -> None:
     where, number, steps = MOMENTS[moment]
@@ -96,9 +96,7 @@ def test_asked_at_any_moment_it_ends_with_75_and_goes_on(
 
 
 @pytest.mark.slow
-def test_given_a_few_seconds_at_a_time_it_comes_to_its_end(
-    recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact
-) -> None:
+def test_a_run_stopped_every_few_seconds_finishes(recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact) -> None:
     """As a scheduler does that takes the machine away and starts the job again."""
     folder, codes = tmp_path / "run", []
     whet = [sys.executable, "-m", "whet", "train", recipe, "train.precision=fp64", f"run.dir={folder}", "--resume"]
@@ -115,7 +113,7 @@ def test_given_a_few_seconds_at_a_time_it_comes_to_its_end(
     assert (folder / WEIGHTS).read_bytes() == (tiny_run / WEIGHTS).read_bytes()
 
 
-def test_a_resumed_run_that_is_asked_while_it_loads_keeps_its_steps(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_resumed_run_that_is_stopped_while_it_loads_keeps_its_steps(whet: Any, recipe: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["train", recipe, f"run.dir={folder}", "train.steps=4", "export.at_end=none"]
     assert whet(*options, "--until", "2").code == 0

@@ -94,7 +94,7 @@ def examine(model: Any, step: ReplayLoader, kind: Any = "nonfinite", most: int |
 @pytest.mark.parametrize(
     ("plant", "layer"), [("forward", "blocks.1"), ("backward", "blocks.1.up (backward)"), ("weight", "blocks.1.up")]
 )
-def test_the_conversation_and_the_place_are_found(plant: str, layer: str, step: ReplayLoader) -> None:
+def test_the_conversation_and_the_module_are_found(plant: str, layer: str, step: ReplayLoader) -> None:
     """Forward, the plant stands between two modules of a block; backward, `up` is the next to get a bad gradient."""
     model = Model("" if plant == "weight" else plant)
     if plant == "weight":
@@ -135,7 +135,7 @@ def test_randomness_is_that_of_the_step(step: ReplayLoader) -> None:
     assert found.loss == pytest.approx(model(batch).nll.mean().item(), rel=1e-6)
 
 
-def test_what_is_bad_together_only_blames_the_micro_batch(step: ReplayLoader) -> None:
+def test_a_fault_of_documents_together_blames_the_micro_batch(step: ReplayLoader) -> None:
     found = examine(Model("forward", pair=True), step)
     assert [(part.documents, part.layer) for part in found.blamed] == [((1, 2), "blocks.1")]
     assert all(part.layer is None for part in found.conversations)
@@ -157,7 +157,7 @@ def test_the_work_is_bounded(step: ReplayLoader) -> None:
     assert [part.documents for part in examine(Model(""), step, most=2).conversations] == [(0,), (1,)]
 
 
-def test_watching_leaves_nothing_behind_and_moves_no_number(step: ReplayLoader) -> None:
+def test_watching_leaves_no_hooks_and_changes_no_number(step: ReplayLoader) -> None:
     model = Model("")
     ((_, batch), *_) = step.micro_batches(0)
     plain = model(batch).objective

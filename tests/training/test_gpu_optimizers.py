@@ -57,7 +57,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "bound"), [("adamw", 1e-5), ("adamw16bit", 0.05), ("adamw8bit", 0.01), ("muon", 0.03)]
 )
-def test_a_weight_goes_where_it_goes_on_the_cpu(name: Any, bound: float) -> None:
+def test_updates_are_those_of_the_cpu(name: Any, bound: float) -> None:
     start, ends = network(torch.float32, "cpu"), []
     for device in ("cpu", "cuda"):
         model = network(torch.float32, device)
@@ -97,7 +97,7 @@ EARLY = [(name, dtype) for name in ("adamw", "adamw16bit") for dtype in (torch.f
 
 @pytest.mark.parametrize(("name", "dtype"), EARLY, ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.3], ids=["whole", "clipped"])
-def test_a_step_that_the_device_decides_on_is_the_same(
+def test_an_update_decided_on_the_device_is_the_same(
     name: Any, dtype: torch.dtype, factor: float, no_waiting: None
 ) -> None:
     ends = []
@@ -182,7 +182,7 @@ def test_eight_bits_are_the_same_on_both_devices() -> None:
     )
 
 
-def test_rounding_at_random_has_the_right_mean() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     many = torch.full((400_000,), 1.0 + 2**-9, device="cuda")
     found = stochastic_round(many, RoundingGenerators(0).generator(1, 0, many.device)).double()
     assert found.mean().item() == pytest.approx(1.0 + 2**-9, abs=4 * 2**-7 / 2 / 400_000**0.5)

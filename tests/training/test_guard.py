@@ -59,7 +59,7 @@ def test_ordinary_curves_raise_no_alarm(noise: str, most: float) -> None:
 
 
 @pytest.mark.parametrize(("noise", "most"), [("gaussian", 0.8), ("factors", 0.45)])
-def test_a_jump_is_found(noise: str, most: float) -> None:
+def test_a_spike_is_found(noise: str, most: float) -> None:
     """To 12 from wherever the curve is after 100 steps; among factors of e^±1.2 a jump is harder to tell from noise."""
     draw = np.random.default_rng(1)
     found = [spike_threshold(curves(draw, noise)[36:100]) < 12.0 for _ in range(200)]
@@ -84,7 +84,7 @@ def test_too_few_losses_raise_no_alarm(losses: list[float]) -> None:
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)])
-def test_what_is_not_finite_meets_the_policy(policy: Any, loss: float, norm: float) -> None:
+def test_a_nonfinite_step_meets_the_policy(policy: Any, loss: float, norm: float) -> None:
     verdict = Guard(on_nonfinite=policy).judge(result(loss, norm), 5, overflow_is_normal=False)
     assert (verdict.kind, verdict.action) == ("nonfinite", policy)
     assert ("gradient" in verdict.reason) == math.isfinite(loss)

@@ -102,7 +102,7 @@ def run_plainly(store: Store, plain: Layout) -> Trace:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_neither_the_number_of_processes_matters_nor_what_they_divide(
+def test_neither_the_number_of_processes_matters_nor_what_they_shard(
     store: Store, naive: Trace, tmp_path: Path, world: int
 ) -> None:
     with socket.socket() as free:

@@ -84,7 +84,7 @@ def test_stacked_experts_are_matrices_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("embedding", (9, 7)), ("scalars", (9,)), ("matrices", (9, 1, 4))])
-def test_all_else_is_moved_by_adamw(name: str, shape: tuple[int, ...]) -> None:
+def test_all_other_weights_are_updated_by_adamw(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     mine = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     theirs = nn.Parameter(mine.detach().clone())

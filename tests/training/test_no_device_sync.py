@@ -44,7 +44,7 @@ class Documents:
 @pytest.mark.parametrize("backend", ["varlen", "short"])
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("change", ["plain", "recompute", "compile"])
-def test_forward_backward_and_norm_ask_the_device_nothing(
+def test_forward_backward_and_norm_do_not_wait_for_the_device(
     backend: str, adapter: bool, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
@@ -66,7 +66,7 @@ def test_forward_backward_and_norm_ask_the_device_nothing(
     assert squared_gradient_norm(root.trainable_parameters, Ranks(0, 1, NOWHERE)).is_meta
 
 
-def test_whoever_asked_would_fail() -> None:
+def test_waiting_for_the_device_would_fail() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.ones(3, device=NOWHERE).sum().item()
 

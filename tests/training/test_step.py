@@ -173,7 +173,7 @@ def test_dropout_depends_on_seed_and_step_alone(store: Store) -> None:
     assert loss(seed=1, drawn_before=5) != loss(seed=1, drawn_before=5, plan=same_rows, step=1)
 
 
-def test_a_request_to_stop_is_told_to_every_rank(store: Store) -> None:
+def test_a_stop_request_reaches_every_rank(store: Store) -> None:
     plan = plan_of(store, "none")
     model = load_model(TINY, torch.float64)
     attention.install_backend(model, "sdpa")
@@ -184,7 +184,7 @@ def test_a_request_to_stop_is_told_to_every_rank(store: Store) -> None:
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, 3.0])
-def test_a_loss_scale_leaves_no_trace(store: Store, loss_scale: float) -> None:
+def test_a_loss_scale_changes_nothing_in_fp64(store: Store, loss_scale: float) -> None:
     found, plain = (run_steps(store, Layout("best-fit", 2), loss_scale=scale) for scale in (loss_scale, 1.0))
     assert found.losses == pytest.approx(plain.losses, rel=1e-11)
     assert found.norms == pytest.approx(plain.norms, rel=1e-11)

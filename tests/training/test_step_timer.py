@@ -49,7 +49,7 @@ def came(when: float) -> Any:
     return event
 
 
-def test_where_steps_do_not_overlap_it_is_the_hosts_time(at: Callable[[float], None]) -> None:
+def test_without_overlap_the_hosts_clock_counts(at: Callable[[float], None]) -> None:
     made = StepTimer(by_device=False)
     for start, end in ((10.0, 12.5), (13.0, 15.5)):  # with a pause between them
         at(start)
@@ -71,7 +71,7 @@ def test_steps_that_overlap_take_as_long_as_the_device_does(at: Callable[[float]
             assert made.stop(came(end))[:2] == pytest.approx((2.0, late))
 
 
-def test_a_step_that_began_in_vain_is_not_counted(at: Callable[[float], None]) -> None:
+def test_a_discarded_early_start_is_not_counted(at: Callable[[float], None]) -> None:
     made = StepTimer(by_device=True)
     at(10.0)
     made.start()

@@ -19,7 +19,7 @@ def chance(step: int = 1) -> torch.Generator:
 
 
 @given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50))
-def test_what_bf16_can_say_never_moves(bits: list[int]) -> None:
+def test_a_bf16_value_is_never_rounded_away(bits: list[int]) -> None:
     """All bit patterns: zeros, infinities, subnormal numbers and the NaNs too."""
     exact = torch.tensor(bits, dtype=torch.int32).sub(2**15).to(torch.int16).view(torch.bfloat16)
     torch.testing.assert_close(stochastic_round(exact.float(), chance()), exact, rtol=0, atol=0, equal_nan=True)

@@ -69,7 +69,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
 
     def make(
         intervals: Intervals, losses: dict[int, float] | None = None,
-        at_step: Callable[[int], None] = lambda step: None, guard: Guard | None = None, checkpoint: int | None = None, norm: float = 2.0, on_device: bool = False,
+        at_step: Callable[[int], None] = lambda step: None, guard: Guard | None = None,
+        checkpoint: int | None = None, norm: float = 2.0, on_device: bool = False,
     ) -> tuple[Run, list[Any]]:  # fmt: skip
         did: list[Any] = []
 
@@ -128,7 +129,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
             plan=FakePlan(intervals.steps, stats), store=nothing, tokenizer=nothing, loader=loader, model=model,  # type: ignore[arg-type]
             optimizer=build_optimizer(model, config.train.optimizer, 0), loss_scaler=LossScaler(),
             guard=guard or Guard(), intervals=intervals,
-            evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []), saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
+            evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []),
+            saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
             flops=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), peak_flops=None,
         )  # fmt: skip
         return run, did
@@ -150,7 +152,7 @@ def kinds(did: list[Any], *wanted: str) -> list[Any]:
     return [entry[:2] for entry in did if entry[0] in wanted]
 
 
-def test_it_measures_and_saves_when_it_should(make_run: Callable[..., Any]) -> None:
+def test_it_evaluates_and_saves_on_schedule(make_run: Callable[..., Any]) -> None:
     run, did = make_run(Intervals(steps=7, last=7, evaluate_every=3, evaluate_at_start=True, save_every=2))
     train(run)
     assert kinds(did, "evaluate", "save") == [
@@ -159,7 +161,7 @@ def test_it_measures_and_saves_when_it_should(make_run: Callable[..., Any]) -> N
     ]  # fmt: skip
 
 
-def test_a_continued_run_goes_on_where_it_was(make_run: Callable[..., Any]) -> None:
+def test_a_resumed_run_continues_where_it_stopped(make_run: Callable[..., Any]) -> None:
     run, did = make_run(Intervals(steps=4, last=4, evaluate_every=None, evaluate_at_start=True, save_every=100))
     run.step, run.totals = 2, RunTotals(conversations=4, tokens=60, supervised_tokens=20, flops=7)
     train(run)
@@ -176,7 +178,7 @@ def test_a_continued_run_goes_on_where_it_was(make_run: Callable[..., Any]) -> N
     assert (step, seen) == (4, RunTotals(8, 120, 40, 7 + 2 * 915))
 
 
-def test_it_pauses_where_it_was_told_to_with_the_rates_of_the_whole_run(make_run: Callable[..., Any]) -> None:
+def test_until_pauses_with_the_learning_rates_of_the_whole_run(make_run: Callable[..., Any]) -> None:
     run, did = make_run(Intervals(steps=8, last=3, evaluate_every=None, evaluate_at_start=False, save_every=100))
     train(run)
     assert kinds(did, "rate", "save", "evaluate") == [
@@ -206,14 +208,14 @@ def test_a_second_interrupt_does_not_wait(make_run: Callable[..., Any]) -> None:
     assert kinds(did, "save") == []
 
 
-def test_a_checkpoint_whose_step_was_not_measured_is_measured_first(make_run: Callable[..., Any]) -> None:
+def test_a_checkpoint_whose_step_was_not_evaluated_is_evaluated_first(make_run: Callable[..., Any]) -> None:
     run, did = make_run(Intervals(steps=4, last=4, evaluate_every=2, evaluate_at_start=True, save_every=2))
     run.step = 2
     train(run)
     assert kinds(did, "evaluate", "save") == [("evaluate", 2), ("save", 4), ("evaluate", 4)]
 
 
-def test_a_stop_asked_for_in_the_last_step_leaves_measuring_to_the_next_start(make_run: Callable[..., Any]) -> None:
+def test_a_stop_requested_in_the_last_step_leaves_evaluation_to_the_next_start(make_run: Callable[..., Any]) -> None:
     run, did = make_run(Intervals(2, 2, None, False, 100), at_step=lambda step: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError):
         train(run)
@@ -384,7 +386,7 @@ def test_skipping_ends_after_ten_in_a_row(make_run: Callable[..., Any]) -> None:
     assert (verdict.action, "10 steps in a row" in verdict.reason) == ("stop", True)
 
 
-def test_a_rollback_goes_back_and_passes_over(make_run: Callable[..., Any]) -> None:
+def test_a_rollback_returns_to_the_checkpoint_and_excludes_the_steps_since(make_run: Callable[..., Any]) -> None:
     ran: list[int] = []
     run, did = make_run(
         Intervals(7, 7, 2, False, 100), losses={4: float("nan")}, at_step=ran.append,
@@ -419,7 +421,7 @@ def test_an_overflow_of_fp16_is_no_fault_until_the_scale_is_one(make_run: Callab
     assert [entry[1]["loss_scale"] for entry in did if entry[0] == "log"] == [4.0, 2.0]
 
 
-def test_a_stop_asked_for_in_a_step_that_is_rolled_back_is_not_lost(make_run: Callable[..., Any]) -> None:
+def test_a_stop_requested_in_a_step_that_is_rolled_back_is_not_lost(make_run: Callable[..., Any]) -> None:
     def ask(step: int) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)

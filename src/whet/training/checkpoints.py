@@ -41,7 +41,7 @@ def save_is_due(run: Run) -> bool:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save the state after `run.step` steps; writing goes on in the background."""
+    """Save the state after `run.step` steps; a thread writes it in the background."""
     if run.saver is not None:
         state = {"seen": asdict(run.totals), "loss_scale": asdict(run.loss_scaler), **run.output.sizes}
         run.saver.save(run.step, state)
@@ -119,7 +119,7 @@ def _load_newest_complete(
                 ) from None
             if ranks.is_main:
                 away = directory.quarantine(folder, step)
-                warn(f"{error}. It is set aside as {away.name}; the run goes on from step {steps[-1]}")
+                warn(f"{error}. It is set aside as {away.name}; the run continues from step {steps[-1]}")
             ranks.barrier()
     return None
 

@@ -60,7 +60,8 @@ def train_step(
     sums[4] = squared_gradient_norm(parameters, ranks)
     ranks.all_reduce_(sums)
 
-    # Clip: one factor removes the loss scale and limits the norm. All of it stays on the device.
+    # Clip: one factor removes the loss scale and limits the norm. All of it stays on the device, in fp64. Divisors are
+    # tensors: CUDA would multiply by the inverse of a Python number, which rounds differently from the host.
     supervised, loss_scale, clip = (sums.new_full((), n) for n in (forward.supervised, forward.loss_scale, clip_norm))
     mean_loss, accuracy, norm = sums[0] / supervised, sums[1] / supervised, sums[4].sqrt() / loss_scale
     gradient_scale = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
