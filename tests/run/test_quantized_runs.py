@@ -83,12 +83,12 @@ def in_a_plain_loop(folder: Path, steps: int, dtype: torch.dtype) -> list[float]
 
 @pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-5), ("bf16", 2e-3)])
 def test_its_losses_are_those_of_a_plain_loop_over_the_numbers_that_4_bits_leave(
-    whet: Any, recipe: str, tmp_path: Path, steps_of: Steps, precision: str, within: float
+    whet: Any, shipped_recipe: str, tmp_path: Path, steps_of: Steps, precision: str, within: float
 ) -> None:
     losses = {}
     for name, options in {"packed": NF4, "plain": NF4[1:]}.items():
         ended = whet(
-            "train", recipe, f"run.dir={tmp_path / name}", *options, "train.steps=5", "export.at_end=none",
+            "train", shipped_recipe, f"run.dir={tmp_path / name}", *options, "train.steps=5", "export.at_end=none",
             "train.optimizer.lr=1e-2", "train.schedule.name=constant", f"train.precision={precision}",
         )  # fmt: skip
         assert ended.code == 0, ended.err

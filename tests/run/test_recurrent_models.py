@@ -43,7 +43,7 @@ def test_packed_it_is_refused_and_unpacked_it_learns_and_ships(
     assert "data.packing=none train.micro_rows=1" in packed.err
     ended = whet("train", recipe, *options, "data.packing=none", "train.micro_rows=1")
     assert ended.code == 0, ended.err
-    assert "one by one" in ended.err
+    assert "every batch has one conversation" in ended.err
     losses = [line["loss"] for line in steps_of(run)]
     assert losses[-1] < losses[0] - 0.1
     assert json.loads((run / "plan.json").read_text())["attention"].startswith("its own")
