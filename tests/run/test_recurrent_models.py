@@ -46,7 +46,7 @@ def test_packed_it_is_refused_and_unpacked_it_learns_and_ships(
     assert "every batch has one conversation" in ended.err
     losses = [line["loss"] for line in steps_of(run)]
     assert losses[-1] < losses[0] - 0.1
-    assert json.loads((run / "plan.json").read_text())["attention"].startswith("its own")
+    assert json.loads((run / "plan.json").read_text())["attention"].startswith("native")
     again = whet("eval", run, "--json")
     assert again.code == 0, again.err
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])

@@ -100,7 +100,7 @@ def test_an_evaluation_that_is_not_finite_fails_the_run_and_says_what_helps(own:
 
 def test_an_unknown_task_is_refused_before_anything_is_done(stopped: Path, whet: Any, own: Path) -> None:
     ended = whet("train", own, "--resume", "eval.tasks=[foo]")
-    assert (ended.code, "there is no task 'foo'" in ended.err) == (1, True)
+    assert (ended.code, "unknown task 'foo'" in ended.err) == (1, True)
 
 
 def test_what_a_resumed_run_changes_is_in_its_config(stopped: Path, whet: Any, own: Path) -> None:
