@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import forkserver
+from slow_cases import SLOW_CASES, matches
 
 pytest_plugins = ("small_models",)
 
@@ -229,6 +230,9 @@ def lora_run(shared_run: Callable[..., Path]) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(matches(case, item.nodeid) for case in SLOW_CASES):
+            item.add_marker(pytest.mark.slow)
     wants_slow = bool(config.option.markexpr) or os.environ.get("WHET_TEST_ALL") == "1"
     slow = [] if wants_slow else [item for item in items if item.get_closest_marker("slow")]
     if slow:

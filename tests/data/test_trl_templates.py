@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templ
 
 EVERY = pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
 FEW = settings(
-    max_examples=6 if os.environ.get("WHET_TEST_ALL") == "1" else 3, deadline=None, derandomize=True, database=None,
+    max_examples=6 if os.environ.get("WHET_TEST_ALL") == "1" else 2, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

@@ -56,9 +56,9 @@ ROW = 300
 BATCH = 5
 STEPS = 30
 ALL = os.environ.get("WHET_TEST_ALL") == "1"
-FEW_STEPS = STEPS if ALL else 8
+FEW_STEPS = STEPS if ALL else 5
 """Of most layouts of one process; one of each kind takes all steps."""
-DIVIDED_STEPS = STEPS if ALL else 4
+DIVIDED_STEPS = STEPS if ALL else 2
 CLIP = 0.5
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 
@@ -336,7 +336,9 @@ def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
 
 def all_of(world: int) -> list[Layout]:
     if world == 2:
-        return [TOGETHER[0], *(replace(layout, steps=DIVIDED_STEPS) for layout in TOGETHER[1:]), *DIVIDED[2], *RULES]
+        few = (FEW_STEPS, DIVIDED_STEPS, DIVIDED_STEPS)
+        replicated = [replace(layout, steps=steps) for layout, steps in zip(TOGETHER, few, strict=True)]
+        return [*replicated, *DIVIDED[2], *RULES]
     return [*(replace(layout, steps=DIVIDED_STEPS) for layout in TOGETHER), *DIVIDED[world]]
 
 

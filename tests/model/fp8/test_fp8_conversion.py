@@ -284,7 +284,9 @@ def test_compiled_products_share_the_cast_of_an_input(make_model: Make) -> None:
         decompositions=select_decomp_table(),
     )
     run = torch.compile(lambda x: layer(x, position_embeddings=places), backend=backend, fullgraph=True)
-    found = torch.autograd.grad(run(hidden).square().sum(), hidden)[0]
+    # torch's defaults: a compiled run in this process has set its own
+    with torch._functorch.config.patch(activation_memory_budget=1.0, ban_recompute_materialized_backward=True):
+        found = torch.autograd.grad(run(hidden).square().sum(), hidden)[0]
     torch._dynamo.reset()
     # the middle of the MLP, an input of a product and two gradients, is looked through and rounded by itself
     assert (rounded["forward"], looked) == (10, {"forward": 10, "backward": 5})

@@ -1,0 +1,114 @@
+"""Cases that `make test` leaves to `make test-all`, each with the quicker test that holds the same fact.
+
+A case is a test, or the parameters of one. `test_slow_cases.py` fails if a case or the test that stands for it is gone.
+"""
+
+SLOW_CASES = {
+    # Several processes: the same law with two of them, or the same end by another signal.
+    "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[4]":
+        "run/test_sharded_runs.py::test_one_run_by_one_by_two_by_four_and_by_one_again",
+    "run/test_sharded_runs.py::test_adapters_over_divided_weights_learn_what_they_learn_alone_and_are_shipped":
+        "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[2]",
+    "run/test_sharded_runs.py::test_weights_may_wait_in_the_hosts_memory_for_a_part_of_the_run":
+        "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[2]",
+    "run/test_sigkill.py::test_one_of_two_processes_is_killed":
+        "launch/test_launch_command.py::test_a_run_restarts_from_its_checkpoint_after_a_rank_is_killed",
+    "launch/test_multi_node.py::test_a_run_on_two_machines_restarts_after_a_process_is_killed":
+        "launch/test_multi_node.py::test_machines_with_other_data_are_refused",
+    "launch/test_launch_command.py::test_a_failure_that_repeats_in_the_same_step_is_not_restarted":
+        "launch/test_restart_policy.py",
+    "launch/test_launch_command.py::test_a_signal_stops_a_launch_with_75_and_resume_finishes_it[2]":
+        "launch/test_launch_command.py::test_a_signal_stops_a_launch_with_75_and_resume_finishes_it[10]",
+    "launch/test_launch_command.py::test_a_stop_file_ends_a_launch_without_a_restart[2]":
+        "launch/test_launch_command.py::test_a_stop_file_ends_a_launch_without_a_restart[1]",
+    "launch/test_launch_command.py::test_wrong_input_is_reported_and_not_restarted[2]":
+        "launch/test_launch_command.py::test_wrong_input_is_reported_and_not_restarted[1]",
+    "launch/test_worker_failures.py::test_a_signal_to_torchrun_leaves_75_in_the_status[15]":
+        "launch/test_launch_command.py::test_a_signal_stops_a_launch_with_75_and_resume_finishes_it[10]",
+    "run/test_planted_faults.py::test_where_gradients_of_one_conversation_cannot_be_had_the_message_says_so_and_the_replay_finds_it":
+        "run/test_planted_faults.py::test_two_processes_stop_together_and_name_the_conversation",
+    "run/test_planted_faults.py::test_divided_weights_go_back_or_on_as_whole_ones_do":
+        "run/test_planted_faults.py::test_a_rollback_passes_over_the_steps_since_the_checkpoint",
+    "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[True]":
+        "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[False]",
+    # Whole runs: the same with other weights, or a shorter way to the same state.
+    "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[lora with dropout]":
+        "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[full]",
+    "run/test_resume.py::test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished":
+        "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes",
+    "run/test_adapter_runs.py::test_peft_and_transformers_load_it_alone":
+        "run/test_export_run.py::test_exports_load_without_whet",
+    "run/test_adapter_runs.py::test_it_ships_and_answers[in 4 bits]":
+        "run/test_quantized_runs.py::test_its_adapter_is_loaded_over_4_bits_and_over_16",
+    "run/test_adapter_runs.py::test_a_paused_run_continues_bit_for_bit[in 4 bits]":
+        "run/test_quantized_runs.py::test_it_continues_bit_for_bit",
+    "run/test_adapter_runs.py::test_it_is_asked_beside_its_base[in 4 bits]":
+        "run/test_adapter_runs.py::test_it_is_asked_beside_its_base[dora]",
+    "run/test_quantized_runs.py::test_its_losses_are_those_of_a_plain_loop_over_the_numbers_that_4_bits_leave[bf16-0.002]":
+        "run/test_quantized_runs.py::test_its_losses_are_those_of_a_plain_loop_over_the_numbers_that_4_bits_leave[fp32-1e-05]",
+    "run/test_mixed_precision_runs.py::test_sixteen_bits_learn_what_fp32_learns[train.precision=bf16 model.dtype=fp32]":
+        "run/test_mixed_precision_runs.py::test_sixteen_bits_learn_what_fp32_learns[train.precision=bf16]",
+    "run/test_mixed_precision_runs.py::test_they_continue_bit_for_bit[options0]":
+        "run/test_mixed_precision_runs.py::test_they_continue_bit_for_bit[options1]",
+    "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[train.micro_rows=2]":
+        "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[train.micro_rows=4]",
+    "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[data.packing=none train.micro_rows=8]":
+        "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[data.packing=none]",
+    "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[16 bits]":
+        "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[8 bits]",
+    "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[muon, adapters]":
+        "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[muon]",
+    "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-truncated]":
+        "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-altered]",
+    "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-unlink]":
+        "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-altered]",
+    "cli/test_inspect.py::test_the_batches_are_the_plan[none]":
+        "cli/test_inspect.py::test_the_batches_are_the_plan[best-fit]",
+    "cli/test_inspect.py::test_the_batches_are_the_plan[k-bin]":
+        "cli/test_inspect.py::test_the_batches_are_the_plan[best-fit]",
+    # Compiling takes seconds: one case of each kind.
+    "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[lora]":
+        "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[whole]",
+    "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[lora]":
+        "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[whole]",
+    "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[dropout]":
+        "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[whole]",
+    "execution/test_recompute.py::test_a_run_with_recompute_has_the_same_losses[selective]":
+        "execution/test_recompute.py::test_a_run_with_recompute_has_the_same_losses[full]",
+    "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Qwen2-*]":
+        "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Llama-*]",
+    "execution/test_fused_lora_4bit.py::test_gradients_are_those_of_the_dequantized_model[True]":
+        "execution/test_fused_lora_4bit.py::test_gradients_are_those_of_the_dequantized_model[False]",
+    "execution/test_compile.py::test_graph_breaks_at_attention_cause_no_recompilation[lora]":
+        "execution/test_compile.py::test_graph_breaks_at_attention_cause_no_recompilation[whole]",
+    "execution/test_compile.py::test_layers_of_a_kind_share_one_compilation_for_all_batches[Gemma3Text]":
+        "execution/test_compile.py::test_layers_of_a_kind_share_one_compilation_for_all_batches[Llama]",
+    "execution/test_fp8_layers.py::test_compiled_layers_differ_by_the_order_of_sums[full]":
+        "execution/test_fp8_layers.py::test_compiled_layers_differ_by_the_order_of_sums[none]",
+    "training/test_no_device_sync.py::test_forward_backward_and_norm_do_not_wait_for_the_device[compile-lora-varlen]":
+        "training/test_no_device_sync.py::test_forward_backward_and_norm_do_not_wait_for_the_device[compile-lora-short]",
+    "training/test_step.py::test_a_loss_scale_changes_nothing_in_fp64[3.0]":
+        "training/test_step.py::test_a_loss_scale_changes_nothing_in_fp64[1024.0]",
+    "training/test_adamw.py::test_few_bits_learn_like_many[*-0.95]":
+        "training/test_adamw.py::test_few_bits_learn_like_many[*-0.999]",
+    "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(1, 5, 32)]":
+        "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(2, 3, 32)]",
+    "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(5, 32)]":
+        "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(2, 3, 32)]",
+}  # fmt: skip
+
+
+def matches(case: str, nodeid: str) -> bool:
+    """Whether a test is one of a case: the whole function, one set of parameters, or those that begin or end alike."""
+    nodeid = nodeid.removeprefix("tests/")
+    name, bracket, parameters = case.partition("[")
+    if (
+        nodeid == case
+        or (not bracket and nodeid.split("[")[0] == name)
+        or (not bracket and nodeid.split("::")[0] == name)
+    ):
+        return True
+    if not bracket or "*" not in parameters:
+        return False
+    start, _, end = parameters.partition("*")
+    return nodeid.startswith(f"{name}[{start}") and nodeid.endswith(end)
