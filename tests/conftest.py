@@ -31,6 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REAL_PYTHON = sys.executable
+COLLECTED = pytest.StashKey[list[str]]()
 _FORKSERVER = "WHET_TEST_FORKSERVER"  # the folder of the server that all test workers share
 
 RECIPE = str(Path(__file__).parent / "fixtures" / "tiny.yaml")
@@ -67,6 +68,12 @@ def _stop_forkserver(server: subprocess.Popen[bytes], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     sys.executable = REAL_PYTHON
     del os.environ[_FORKSERVER]
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[str]:
+    """The ids of all tests that pytest has collected, also of those that it leaves out."""
+    return request.config.stash[COLLECTED]
 
 
 @pytest.fixture
@@ -230,6 +237,7 @@ def lora_run(shared_run: Callable[..., Path]) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = [item.nodeid for item in items]
     for item in items:
         if any(matches(case, item.nodeid) for case in SLOW_CASES):
             item.add_marker(pytest.mark.slow)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Cases that `make test` leaves to `make test-all`, each with the quicker test that holds the same fact.
 
 A case is a test, or the parameters of one. `test_slow_cases.py` fails if a case or the test that stands for it is gone.
@@ -23,6 +24,8 @@ SLOW_CASES = {
         "launch/test_launch_command.py::test_a_stop_file_ends_a_launch_without_a_restart[1]",
     "launch/test_launch_command.py::test_wrong_input_is_reported_and_not_restarted[2]":
         "launch/test_launch_command.py::test_wrong_input_is_reported_and_not_restarted[1]",
+    "launch/test_launch_command.py::test_a_second_launch_of_a_run_is_refused_and_names_the_owner":
+        "core/test_run_folder.py",
     "launch/test_worker_failures.py::test_a_signal_to_torchrun_leaves_75_in_the_status[15]":
         "launch/test_launch_command.py::test_a_signal_stops_a_launch_with_75_and_resume_finishes_it[10]",
     "run/test_planted_faults.py::test_where_gradients_of_one_conversation_cannot_be_had_the_message_says_so_and_the_replay_finds_it":

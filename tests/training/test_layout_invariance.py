@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import (
+    ALL,
     CHOICES,
     CLIP,
     FEW_STEPS,
@@ -75,8 +76,10 @@ def test_two_choices_of_any_kind_meet() -> None:
 
 
 LAYOUTS = in_pairs(CHOICES)
-"""All steps for the first of each packing, few for the others."""
-LONG = [next(layout for layout in LAYOUTS if layout.packing == packing) for packing in CHOICES["packing"]]
+"""All steps for one of them, in `make test-all` for one of each packing; few for the others."""
+LONG = [next(layout for layout in LAYOUTS if layout.packing == packing) for packing in CHOICES["packing"]][
+    : None if ALL else 1
+]
 
 
 @pytest.mark.parametrize("layout", LONG, ids=str)
