@@ -36,7 +36,17 @@ SLOW_CASES = {
         "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[False]",
     # Whole runs: the same with other weights, or a shorter way to the same state.
     "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[lora with dropout]":
-        "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[full]",
+        "run/test_sigkill.py::test_kills_of_every_kind",
+    "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[full]":
+        "run/test_sigkill.py::test_kills_of_every_kind",
+    "run/test_trial.py::test_a_paused_run_goes_on_as_if_it_had_not":
+        "run/test_adapter_runs.py::test_a_paused_run_continues_bit_for_bit[dora]",
+    "run/test_pinned_losses.py::test_two_processes_give_the_losses_and_norms_of_one[best-fit]":
+        "run/test_sharded_runs.py::test_one_run_by_one_by_two_by_four_and_by_one_again",
+    "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_ships[Mamba]":
+        "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_ships[Lfm2]",
+    "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[loading]":
+        "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[first step]",
     "run/test_resume.py::test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished":
         "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes",
     "run/test_adapter_runs.py::test_peft_and_transformers_load_it_alone":
@@ -71,7 +81,9 @@ SLOW_CASES = {
         "cli/test_inspect.py::test_the_batches_are_the_plan[best-fit]",
     # Compiling takes seconds: one case of each kind.
     "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[lora]":
-        "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[whole]",
+        "execution/test_recompute.py::test_compiled_layers_save_less_than_by_default_and_full_the_least",
+    "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[whole]":
+        "execution/test_recompute.py::test_compiled_layers_save_less_than_by_default_and_full_the_least",
     "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[lora]":
         "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[whole]",
     "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[dropout]":

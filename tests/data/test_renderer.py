@@ -76,7 +76,7 @@ def test_supervised_text_of_each_template_family(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@settings(max_examples=80 if os.environ.get("WHET_TEST_ALL") == "1" else 30, deadline=None)
+@settings(max_examples=80 if os.environ.get("WHET_TEST_ALL") == "1" else 15, deadline=None)
 @given(data=st.data())
 def test_ids_match_transformers_and_the_mask_is_exact(family: Family, data: st.DataObject) -> None:
     turns = data.draw(dialogues(system=family.takes_system))
@@ -89,7 +89,7 @@ def test_ids_match_transformers_and_the_mask_is_exact(family: Family, data: st.D
     assert rendered.supervises_end
 
 
-@settings(max_examples=60 if os.environ.get("WHET_TEST_ALL") == "1" else 30, deadline=None)
+@settings(max_examples=60 if os.environ.get("WHET_TEST_ALL") == "1" else 15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), TEXT), min_size=1, max_size=4), SPOKEN)
 @example([("user", "")], "z")
 @example([("user", "assistant")], '"z"')

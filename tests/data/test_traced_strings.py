@@ -6,6 +6,7 @@ one that renders in full, whatever the template does with texts.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -248,7 +249,10 @@ _WORD = st.sampled_from([repr(word) for word in WORDS] + ["w", "m['role']"])
 TEXTS = st.lists(st.sampled_from([*WORDS, "c", "user", "think>", "</", "X"]), min_size=1, max_size=3).map("".join)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=120 if os.environ.get("WHET_TEST_ALL") == "1" else 50, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 @given(expressions(), st.lists(TEXTS, min_size=3, max_size=5))
 @example("(w + c) if w in ('<' ~ c) else c", ["think>"])
 def test_random_templates_render_the_same_with_and_without_the_cache(expression: str, texts: list[str]) -> None:
