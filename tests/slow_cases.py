@@ -6,8 +6,10 @@ A case is a test, or the parameters of one. `test_slow_cases.py` fails if a case
 
 SLOW_CASES = {
     # Several processes: the same law with two of them, or the same end by another signal.
+    "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[4-*]":
+        "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
     "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[4]":
-        "run/test_sharded_runs.py::test_one_run_by_one_by_two_by_four_and_by_one_again",
+        "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
     "run/test_sharded_runs.py::test_adapters_over_divided_weights_learn_what_they_learn_alone_and_are_shipped":
         "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[2]",
     "run/test_sharded_runs.py::test_weights_may_wait_in_the_hosts_memory_for_a_part_of_the_run":
@@ -42,7 +44,7 @@ SLOW_CASES = {
     "run/test_trial.py::test_a_paused_run_goes_on_as_if_it_had_not":
         "run/test_adapter_runs.py::test_a_paused_run_continues_bit_for_bit[dora]",
     "run/test_pinned_losses.py::test_two_processes_give_the_losses_and_norms_of_one[best-fit]":
-        "run/test_sharded_runs.py::test_one_run_by_one_by_two_by_four_and_by_one_again",
+        "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
     "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_ships[Mamba]":
         "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_ships[Lfm2]",
     "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[loading]":
@@ -79,6 +81,15 @@ SLOW_CASES = {
         "cli/test_inspect.py::test_the_batches_are_the_plan[best-fit]",
     "cli/test_inspect.py::test_the_batches_are_the_plan[k-bin]":
         "cli/test_inspect.py::test_the_batches_are_the_plan[best-fit]",
+    "run/test_mixed_precision_runs.py::test_sixteen_bits_learn_what_fp32_learns[train.precision=fp16]":
+        "run/test_mixed_precision_runs.py::test_an_overflow_of_fp16_leaves_the_step_out_and_halves_the_scale",
+    "run/test_startup.py::test_a_run_reports_the_time_to_its_first_step_by_phase":
+        "run/test_startup.py::test_a_resumed_run_measures_itself_again",
+    # Waiting for a time limit.
+    "launch/test_worker_failures.py::test_a_process_that_hangs_is_named_with_its_phase[1]":
+        "core/test_watchdog.py::test_the_message_names_the_lagging_rank_and_its_phase",
+    "inference/test_sandbox.py::test_generated_functions_are_scored_by_their_tests[*time.sleep(99)-0]":
+        "inference/test_sandbox.py::test_a_program_that_ignores_signals_is_killed",
     # Compiling takes seconds: one case of each kind.
     "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[lora]":
         "execution/test_recompute.py::test_compiled_layers_save_less_than_by_default_and_full_the_least",
@@ -92,6 +103,14 @@ SLOW_CASES = {
         "execution/test_recompute.py::test_a_run_with_recompute_has_the_same_losses[full]",
     "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Qwen2-*]":
         "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Llama-*]",
+    "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Llama-eager-True-full-none-aot_eager]":
+        "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Llama-eager-True-none-none-aot_eager]",
+    "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Llama-eager-True-selective-activations-aot_eager]":
+        "execution/test_fused_lora_compiled.py::test_gradients_are_those_of_peft_uncompiled[Llama-eager-True-none-none-aot_eager]",
+    "execution/test_fused_lora_compiled.py::test_a_compiled_layer_saves_gate_and_up_but_neither_their_product_nor_norm_outputs[False]":
+        "execution/test_fused_lora_compiled.py::test_a_compiled_layer_saves_gate_and_up_but_neither_their_product_nor_norm_outputs[True]",
+    "execution/test_quantized_layers.py::test_4_bit_layers_share_one_compilation_and_compute_the_same":
+        "execution/test_fused_lora_4bit.py::test_layers_share_one_compilation_except_the_first",
     "execution/test_fused_lora_4bit.py::test_gradients_are_those_of_the_dequantized_model[True]":
         "execution/test_fused_lora_4bit.py::test_gradients_are_those_of_the_dequantized_model[False]",
     "execution/test_compile.py::test_graph_breaks_at_attention_cause_no_recompilation[lora]":

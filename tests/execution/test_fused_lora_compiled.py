@@ -99,21 +99,21 @@ def saved_by_a_layer(root: LossModel, make_batch: Make) -> list[tuple[int, ...]]
     return list(found.values())
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 def test_a_compiled_layer_saves_gate_and_up_but_neither_their_product_nor_norm_outputs(
-    make_root: Make, make_batch: Make
+    make_root: Make, make_batch: Make, fuse: bool
 ) -> None:
     """Of the width of a token: the layer's input, attention's result, their sum, and here a copy of q for eager
     attention's products; of the MLP's width two matrices."""
-    for fuse in (False, True):
-        torch._dynamo.reset()
-        root = make_root(dtype=torch.bfloat16, dropout=0.0, backend="eager", intermediate_size=80)
-        if fuse:
-            fuse_lora_(root)
-        transform_layers(
-            root.language_model, ParallelConfig(), True, "aot_eager_decomp_partition"
-        )  # partitions as inductor does
-        shapes = saved_by_a_layer(root, make_batch)
-        assert [sum(shape[-1] == width for shape in shapes) for width in (80, 32)] == [2, 3]
+    torch._dynamo.reset()
+    root = make_root(dtype=torch.bfloat16, dropout=0.0, backend="eager", intermediate_size=80)
+    if fuse:
+        fuse_lora_(root)
+    transform_layers(
+        root.language_model, ParallelConfig(), True, "aot_eager_decomp_partition"
+    )  # partitions as inductor does
+    shapes = saved_by_a_layer(root, make_batch)
+    assert [sum(shape[-1] == width for shape in shapes) for width in (80, 32)] == [2, 3]
 
 
 def test_a_fused_mlp_is_recomputed_without_its_last_product(make_root: Make, make_batch: Make) -> None:

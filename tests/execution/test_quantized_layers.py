@@ -85,16 +85,16 @@ def test_selective_saves_products_with_4_bit_weights(make_batch: Make, recompute
     assert counted.seen["bitsandbytes::gemm_4bit"] == times * 2 * 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_4_bit_layers_share_one_compilation_and_compute_the_same(make_batch: Make, dtype: torch.dtype) -> None:
     """Two, because the first layer's input needs no gradient; not more with more layers."""
     counts = []
-    for layers in (3, 5):
+    for layers in (2, 3):
         torch._dynamo.reset()
         plain, changed = make(layers, "eager", dtype), make(layers, "eager", dtype)
         counter = CompileCounterWithBackend("aot_eager")
         transform_layers(changed.language_model, ParallelConfig(), True, counter)
-        for lengths in ([9, 20, 8], [30, 10], [48]):
+        for lengths in ([9, 20, 8], [30, 10]):
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 results = [root(make_batch(lengths)) for root in (plain, changed)]
             for result in results:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="the notebook's packages are not installed")
+nbclient = pytest.importorskip("nbclient", reason="the notebook's packages are not installed")
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "before-after.ipynb"
 
@@ -16,7 +17,7 @@ def test_every_cell_runs_and_both_models_speak(tiny_run: Path, monkeypatch: pyte
     monkeypatch.setenv("WHET_BASE", "builtin:tiny")
     monkeypatch.setenv("WHET_MAX_NEW_TOKENS", "6")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     shown = ["".join(each.get("text", "") for each in cell.get("outputs", [])) for cell in notebook.cells]
     lines = "".join(shown).splitlines()
     before, after = (

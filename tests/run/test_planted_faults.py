@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,7 +149,7 @@ def test_a_checkpoint_before_the_first_step_that_was_taken_can_be_resumed(
     options = ["train.on_nonfinite=skip", "train.batch.conversations=48", "train.epochs=2", "checkpoint.every=1"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert whet("train", recipe, f"run.dir={whole}", *options).code == 0
-    assert whet("train", recipe, f"run.dir={run}", *options).code == 0
+    shutil.copytree(whole, run, symlinks=True)
     (run / "checkpoints/step-000002/manifest.json").unlink()
     (run / "status.json").unlink()
     ended = whet("train", recipe, f"run.dir={run}", *options, "--resume")

@@ -34,18 +34,18 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9), key
 
 
-def test_one_run_by_one_by_two_by_four_and_by_one_again(
-    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [(2, ["parallel.shard=2"]), (4, ["parallel.shard=2", "parallel.context=2", "train.micro_rows=2"])],
+)
+def test_one_run_by_one_by_several_and_by_one_again(
+    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, processes: int, mesh: list[str]
 ) -> None:
     folder = tmp_path / "run"
     options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
     assert whet("train", *options, "--until", "7").code == 0
-    for processes, until, mesh in (
-        (2, 14, ["parallel.shard=2"]),
-        (4, 21, ["parallel.shard=2", "parallel.context=2", "train.micro_rows=2"]),
-    ):
-        done = together(processes, *options, "--until", until, *mesh)
-        assert done.returncode == 0, done.stderr
+    done = together(processes, *options, "--until", 14, *mesh)
+    assert done.returncode == 0, done.stderr
     assert whet("train", *options).code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))
     certificate = json.loads((folder / "exports" / "merged" / "certificate.json").read_text())

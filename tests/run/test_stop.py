@@ -96,10 +96,12 @@ def test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes(
 
 
 @pytest.mark.slow
-def test_a_run_stopped_every_few_seconds_finishes(recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact) -> None:
+def test_a_run_stopped_every_few_seconds_finishes(
+    recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact, real_python: str
+) -> None:
     """As a scheduler does that takes the machine away and starts the job again."""
     folder, codes = tmp_path / "run", []
-    whet = [sys.executable, "-m", "whet", "train", recipe, "train.precision=fp64", f"run.dir={folder}", "--resume"]
+    whet = [real_python, "-m", "whet", "train", recipe, "train.precision=fp64", f"run.dir={folder}", "--resume"]
     for tenths in range(15, 400, 7):
         limit = ["timeout", "--preserve-status", "-s", "TERM", f"{tenths / 10}"]
         done = subprocess.run([*limit, *whet], capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -53,16 +53,29 @@ def _make_environment(
     return environment
 
 
+@lru_cache(maxsize=256)
+def _compile(source: str) -> tuple[nodes.Template, Template]:
+    """A template's tree and its compiled form. Compiling takes up to 100 ms, and one template is used by many."""
+    environment = _make_environment()
+    return environment.parse(source), environment.from_string(source)
+
+
+@lru_cache(maxsize=256)
+def _compile_tracing(source: str) -> Template:
+    environment = _make_environment(TracingEnvironment)
+    assert isinstance(environment, TracingEnvironment)
+    environment.guard_filters()
+    return environment.from_string(source)
+
+
 class ChatTemplate:
     """A template with the special tokens and the date that it may use."""
 
     def __init__(self, source: str, special: Mapping[str, str], today: str | None = None) -> None:
         self.today = (today or datetime.date.today().isoformat()) if _STRFTIME_CALL.search(source) else None
         self.source = _with_fixed_date(source, self.today) if self.today else source
-        environment = _make_environment()
         try:
-            self._tree = environment.parse(self.source)
-            self._compiled = environment.from_string(self.source)
+            self._tree, self._compiled = _compile(self.source)
         except TemplateError as error:
             raise WhetError(f"the chat template is not valid Jinja: {error}") from None
         self._special = dict(special)
@@ -77,14 +90,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
         """Like `render`, for traced strings (`whet.tokenizer.traced_strings`)."""
-        return self._render(self._tracing, messages, tools, prompt)
-
-    @cached_property
-    def _tracing(self) -> Template:
-        environment = _make_environment(TracingEnvironment)
-        assert isinstance(environment, TracingEnvironment)
-        environment.guard_filters()
-        return environment.from_string(self.source)
+        return self._render(_compile_tracing(self.source), messages, tools, prompt)
 
     def _render(
         self,
