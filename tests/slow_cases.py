@@ -10,9 +10,9 @@ SLOW_CASES = {
         "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
     "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[4]":
         "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
-    "run/test_sharded_runs.py::test_adapters_over_divided_weights_learn_what_they_learn_alone_and_are_shipped":
+    "run/test_sharded_runs.py::test_adapters_over_sharded_weights_learn_and_export_as_in_one_process":
         "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[2]",
-    "run/test_sharded_runs.py::test_weights_may_wait_in_the_hosts_memory_for_a_part_of_the_run":
+    "run/test_sharded_runs.py::test_weights_may_be_offloaded_for_a_part_of_the_run":
         "training/test_layout_invariance.py::test_neither_the_number_of_processes_matters_nor_what_they_shard[2]",
     "run/test_sigkill.py::test_one_of_two_processes_is_killed":
         "launch/test_launch_command.py::test_a_run_restarts_from_its_checkpoint_after_a_rank_is_killed",
@@ -32,7 +32,7 @@ SLOW_CASES = {
         "launch/test_launch_command.py::test_a_signal_stops_a_launch_with_75_and_resume_finishes_it[10]",
     "run/test_planted_faults.py::test_where_gradients_of_one_conversation_cannot_be_had_the_message_says_so_and_the_replay_finds_it":
         "run/test_planted_faults.py::test_two_processes_stop_together_and_name_the_conversation",
-    "run/test_planted_faults.py::test_divided_weights_go_back_or_on_as_whole_ones_do":
+    "run/test_planted_faults.py::test_sharded_weights_roll_back_and_skip_as_whole_ones_do":
         "run/test_planted_faults.py::test_a_rollback_passes_over_the_steps_since_the_checkpoint",
     "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[True]":
         "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[False]",
@@ -41,24 +41,24 @@ SLOW_CASES = {
         "run/test_sigkill.py::test_kills_of_every_kind",
     "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[full]":
         "run/test_sigkill.py::test_kills_of_every_kind",
-    "run/test_trial.py::test_a_paused_run_goes_on_as_if_it_had_not":
+    "run/test_trial.py::test_a_paused_run_continues_as_if_uninterrupted":
         "run/test_adapter_runs.py::test_a_paused_run_continues_bit_for_bit[dora]",
     "run/test_pinned_losses.py::test_two_processes_give_the_losses_and_norms_of_one[best-fit]":
         "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
-    "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_ships[Mamba]":
-        "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_ships[Lfm2]",
+    "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_exports[Mamba]":
+        "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_exports[Lfm2]",
     "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[loading]":
         "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[first step]",
     "run/test_resume.py::test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished":
         "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes",
     "run/test_adapter_runs.py::test_peft_and_transformers_load_it_alone":
         "run/test_export_run.py::test_exports_load_without_whet",
-    "run/test_adapter_runs.py::test_it_ships_and_answers[in 4 bits]":
+    "run/test_adapter_runs.py::test_it_exports_and_answers[in 4 bits]":
         "run/test_quantized_runs.py::test_its_adapter_is_loaded_over_4_bits_and_over_16",
     "run/test_adapter_runs.py::test_a_paused_run_continues_bit_for_bit[in 4 bits]":
         "run/test_quantized_runs.py::test_it_continues_bit_for_bit",
-    "run/test_adapter_runs.py::test_it_is_asked_beside_its_base[in 4 bits]":
-        "run/test_adapter_runs.py::test_it_is_asked_beside_its_base[dora]",
+    "run/test_adapter_runs.py::test_it_chats_beside_its_base[in 4 bits]":
+        "run/test_adapter_runs.py::test_it_chats_beside_its_base[dora]",
     "run/test_quantized_runs.py::test_its_losses_are_those_of_a_plain_loop_over_the_numbers_that_4_bits_leave[bf16-0.002]":
         "run/test_quantized_runs.py::test_its_losses_are_those_of_a_plain_loop_over_the_numbers_that_4_bits_leave[fp32-1e-05]",
     "run/test_mixed_precision_runs.py::test_sixteen_bits_learn_what_fp32_learns[train.precision=bf16 model.dtype=fp32]":
@@ -69,10 +69,10 @@ SLOW_CASES = {
         "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[train.micro_rows=4]",
     "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[data.packing=none train.micro_rows=8]":
         "run/test_pinned_losses.py::test_packing_and_micro_batches_change_nothing_but_speed[data.packing=none]",
-    "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[16 bits]":
-        "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[8 bits]",
-    "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[muon, adapters]":
-        "run/test_optimizer_runs.py::test_a_run_goes_on_bit_for_bit_and_learns_like_fp32[muon]",
+    "run/test_optimizer_runs.py::test_a_run_continues_bit_for_bit_and_learns_like_fp32[16 bits]":
+        "run/test_optimizer_runs.py::test_a_run_continues_bit_for_bit_and_learns_like_fp32[8 bits]",
+    "run/test_optimizer_runs.py::test_a_run_continues_bit_for_bit_and_learns_like_fp32[muon, adapters]":
+        "run/test_optimizer_runs.py::test_a_run_continues_bit_for_bit_and_learns_like_fp32[muon]",
     "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-truncated]":
         "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-altered]",
     "run/test_damaged_checkpoints.py::test_damage_is_detected_and_the_previous_checkpoint_used[*-unlink]":

@@ -12,7 +12,7 @@ nbclient = pytest.importorskip("nbclient", reason="the notebook's packages are n
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "before-after.ipynb"
 
 
-def test_every_cell_runs_and_both_models_speak(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cell_runs_and_both_models_answer(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_TUNED", str(tiny_run))
     monkeypatch.setenv("WHET_BASE", "builtin:tiny")
     monkeypatch.setenv("WHET_MAX_NEW_TOKENS", "6")

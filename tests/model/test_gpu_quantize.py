@@ -90,7 +90,7 @@ def test_a_merge_goes_to_the_host() -> None:
     assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
-def test_a_compiled_run_learns_what_one_in_fp32_learns_and_ships_it(whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_compiled_run_learns_what_one_in_fp32_learns_and_exports_it(whet: Any, recipe: str, tmp_path: Path) -> None:
     losses = []
     for name, options in {"fast": [], "exact": ["train.precision=fp32", "model.compile=false"]}.items():
         folder = tmp_path / name

@@ -68,7 +68,7 @@ def test_a_paused_run_continues_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_ships_and_answers(kind: str, make_run: Callable[[str], Path], whet: Any) -> None:
+def test_it_exports_and_answers(kind: str, make_run: Callable[[str], Path], whet: Any) -> None:
     run = make_run(kind)
     saved = load_file(run / "exports/adapter/adapter_model.safetensors")
     whole = [name for name, tensor in saved.items() if len(tensor) == 418]
@@ -83,7 +83,7 @@ def test_it_ships_and_answers(kind: str, make_run: Callable[[str], Path], whet: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_asked_beside_its_base(kind: str, make_run: Callable[[str], Path], whet: Any) -> None:
+def test_it_chats_beside_its_base(kind: str, make_run: Callable[[str], Path], whet: Any) -> None:
     """By every way to the tuned model and to the base: a run, its adapter's folder, an evaluation."""
     run = make_run(kind)
     question = ("--against", "builtin:tiny", "--prompt", "Please send lamps<|tool|>", "--max-new-tokens", "8", "--json")

@@ -80,7 +80,7 @@ def test_a_killed_run_continues_bit_for_bit(
     assert exact_of(cut) == exact_of(whole)
 
 
-def test_its_model_is_measured_and_shipped_where_there_are_no_8_bits(
+def test_its_model_is_evaluated_and_exported_without_fp8_hardware(
     whet: Callable[..., Any], tmp_path: Path, bf16: Path
 ) -> None:
     """Weights and checkpoints are bf16's: only the configuration differs."""
@@ -121,7 +121,7 @@ def test_an_installed_torchao_is_silent(start: Callable[..., Any], recipe: str, 
 
 
 @pytest.mark.usefixtures("emulated")
-def test_what_is_measured_is_what_is_shipped(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
+def test_the_evaluated_weights_are_the_exported_ones(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ["train.precision=fp8", "train.steps=4", "eval.every=4"]
     assert whet("train", recipe, f"run.dir={folder}", *options).code == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

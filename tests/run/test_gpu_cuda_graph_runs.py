@@ -64,7 +64,7 @@ def test_graphs_change_no_number(tmp_path: Path, options: tuple[str, ...], monke
     assert graphed[-1][0] < 0.95 * graphed[0][0]
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes(tmp_path: Path) -> None:
     whole = _run(tmp_path / "whole")
     run_training(_config(tmp_path / "two", "adapter.rank=8"), resume=False, until=11)
     assert _run(tmp_path / "two", resume=True) == whole

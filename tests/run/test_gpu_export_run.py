@@ -21,7 +21,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_ships_and_answers(kind: str, whet: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_run_exports_and_answers(kind: str, whet: Any, recipe: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = whet("train", recipe, f"run.dir={run}", "train.steps=6", "train.optimizer.lr=1e-2", *RUNS[kind])
     assert ended.code == 0, ended.err

@@ -32,7 +32,7 @@ def fp32(whet: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory, steps
     ],
     ids=["bf16 weights", "16 bits", "8 bits", "muon", "muon, adapters"],
 )  # fmt: skip
-def test_a_run_goes_on_bit_for_bit_and_learns_like_fp32(
+def test_a_run_continues_bit_for_bit_and_learns_like_fp32(
     options: tuple[str, ...], bound: float | None, whet: Any, recipe: str,
     tmp_path: Path, fp32: list[float], exact_of: Lines, steps_of: Lines,
 ) -> None:  # fmt: skip

@@ -120,7 +120,7 @@ def test_a_planted_fault_stops_names_the_conversation_and_replays(
     assert len(again["conversations"]) == 4
 
 
-def test_a_stopped_run_goes_on_with_skip_and_is_the_run_that_skipped_at_once(
+def test_a_stopped_run_resumed_with_skip_equals_one_that_skipped_at_once(
     whet: Any, planted: Any, tmp_path: Path, steps_of: Steps, exact_of: Exact
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -265,7 +265,7 @@ def test_two_processes_stop_together_and_name_the_conversation(
         pytest.param("rollback", "parallel.tensor=2", marks=pytest.mark.slow),
     ],
 )
-def test_divided_weights_go_back_or_on_as_whole_ones_do(
+def test_sharded_weights_roll_back_and_skip_as_whole_ones_do(
     planted: Any, tmp_path: Path, whet: Any, policy: str, arranged: str
 ) -> None:
     """Looking for who is to blame gathers weights: what is saved, loaded and measured after it must be the parts."""

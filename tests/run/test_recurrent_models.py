@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"model.path={folder}"
 
 
-def test_packed_it_is_refused_and_unpacked_it_learns_and_ships(
+def test_packed_it_is_refused_and_unpacked_it_learns_and_exports(
     whet: Any, recipe: str, model: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     run = tmp_path / "run"

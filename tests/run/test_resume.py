@@ -77,7 +77,7 @@ def test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished(
 
 
 @pytest.mark.parametrize("keep", ["step-000020", None], ids=["from a checkpoint", "from the start"])
-def test_a_run_goes_on_from_whatever_is_complete(
+def test_a_run_resumes_from_whatever_is_complete(
     keep: str | None, whet: Any, recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact
 ) -> None:
     folder = unfinished(tiny_run, tmp_path / "run", keep)

@@ -52,7 +52,7 @@ def test_one_run_by_one_by_several_and_by_one_again(
     assert certificate["verified"]
 
 
-def test_adapters_over_divided_weights_learn_what_they_learn_alone_and_are_shipped(
+def test_adapters_over_sharded_weights_learn_and_export_as_in_one_process(
     whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     options = ["train.precision=fp64", "train.steps=6", "adapter.rank=4", "eval.tasks=[orders]", "eval.examples=3"]
@@ -70,13 +70,13 @@ def test_adapters_over_divided_weights_learn_what_they_learn_alone_and_are_shipp
     assert certificate["verified"]
 
 
-def test_one_process_may_divide_by_one(whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
+def test_one_process_may_shard_by_one(whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
     folder = tmp_path / "run"
     assert whet("train", recipe, f"run.dir={folder}", "train.precision=fp64", "parallel.shard=1").code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))
 
 
-def test_weights_may_wait_in_the_hosts_memory_for_a_part_of_the_run(
+def test_weights_may_be_offloaded_for_a_part_of_the_run(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     folder = tmp_path / "run"

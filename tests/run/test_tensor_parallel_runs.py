@@ -21,7 +21,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_is_divided_by_two_in_the_middle(
+def test_a_run_becomes_tensor_parallel_in_the_middle(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     folder = tmp_path / "run"
@@ -101,7 +101,7 @@ def test_what_does_not_go_together_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_cannot_be_divided_is_refused_before_any_data_is_prepared(
+def test_a_model_without_a_tensor_parallel_plan_is_refused_before_any_data_is_prepared(
     whet: Any, recipe: str, tmp_path: Path
 ) -> None:
     result = whet(
@@ -113,7 +113,9 @@ def test_a_model_that_cannot_be_divided_is_refused_before_any_data_is_prepared(
 
 
 @pytest.mark.parametrize(("processes", "level"), [(2, "ok"), (4, "fault")])
-def test_check_says_whether_a_model_divides(whet: Any, recipe: str, processes: int, level: str) -> None:
+def test_check_reports_whether_a_model_can_be_tensor_parallel(
+    whet: Any, recipe: str, processes: int, level: str
+) -> None:
     result = whet("check", recipe, f"parallel.tensor={processes}", "--json")
     [found] = [each for each in json.loads(result.out)["checks"] if each["check"] == "tensor"]
     assert found["level"] == level

@@ -35,7 +35,7 @@ def watched(whet: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_the_profile_is_of_the_steps_that_were_asked_for(watched: Path) -> None:
+def test_the_profile_covers_the_configured_steps(watched: Path) -> None:
     found = {path.name for path in (watched / "profile").iterdir()}
     assert found == {"rank-0.trace.json.gz", "rank-0.table.txt", "flops.txt"}
     trace = json.loads(gzip.decompress((watched / "profile/rank-0.trace.json.gz").read_bytes()))

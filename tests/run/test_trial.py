@@ -78,7 +78,7 @@ def test_trials_are_not_resumed(whet: Callable[..., Any], recipe: str, tmp_path:
     assert whet("train", recipe, f"run.dir={tmp_path / 'run'}", "--dry-run", "--smoke").code == 2
 
 
-def test_a_paused_run_goes_on_as_if_it_had_not(
+def test_a_paused_run_continues_as_if_uninterrupted(
     whet: Callable[..., Any], recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Callable[[Path], list[Any]]
 ) -> None:
     folder = tmp_path / "run"

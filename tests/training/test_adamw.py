@@ -146,7 +146,7 @@ def test_what_torchs_will_keep_is_known_before_its_first_step() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_and_loaded_it_goes_on_bit_for_bit(name: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saved_and_loaded_it_continues_bit_for_bit(name: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     warmup = {"momentum_warmup": 6} if name == "muon" else {}
     config = OptimizerConfig(name=name, weight_decay=0.1, **warmup)
 

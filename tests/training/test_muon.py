@@ -93,7 +93,7 @@ def test_all_other_weights_are_updated_by_adamw(name: str, shape: tuple[int, ...
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_momentum_rises_in_a_line_and_is_told() -> None:
+def test_momentum_warms_up_linearly_and_is_reported() -> None:
     model = nn.Linear(4, 4, bias=False)
     config = OptimizerConfig(name="muon", momentum=0.9, momentum_start=0.5, momentum_warmup=4)
     optimizer = build_optimizer(model, config, 0)
@@ -104,7 +104,7 @@ def test_momentum_rises_in_a_line_and_is_told() -> None:
     assert told == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9, 0.9])
 
 
-def test_the_momentum_that_is_told_is_the_one_that_is_used() -> None:
+def test_the_reported_momentum_is_the_one_used() -> None:
     changing, fixed = (nn.Parameter(torch.eye(4)) for _ in range(2))
     one = muon([changing], momentum=0.9, momentum_start=0.3, momentum_warmup=2)
     other = muon([fixed], momentum=0.3)

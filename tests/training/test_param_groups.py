@@ -104,7 +104,7 @@ def test_the_matrices_of_adapters_are_matrices(targets: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_group_has_its_rate_and_only_other_rates_are_told(name: Any) -> None:
+def test_each_group_has_its_rate_and_only_differing_rates_are_reported(name: Any) -> None:
     root = LossModel(untied())
     config = OptimizerConfig(name=name, lr=1.0, embedding_lr=2.0, head_lr=3.0, matrix_lr=4.0, scalar_lr=1.0)
     optimizer = build_optimizer(root, config, 0)
@@ -136,7 +136,7 @@ def test_muons_settings_without_muon_are_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adamw16bit", "adamw8bit", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
-def test_a_step_with_a_factor_is_one_with_gradients_so_many_times_as_long(name: Any, dtype: torch.dtype) -> None:
+def test_a_step_with_a_factor_is_one_with_scaled_gradients(name: Any, dtype: torch.dtype) -> None:
     ends = []
     for factor in (1.0, 0.25):
         torch.manual_seed(0)
