@@ -15,8 +15,8 @@ from whet.core.errors import (
     UsageError,
     WhetError,
     describe_error,
-    disk_error,
     first_line,
+    os_error,
 )
 
 
@@ -34,21 +34,41 @@ def test_exit_codes_have_their_documented_values() -> None:
     [
         (errno.ENOSPC, "the disk is full", "Free some space"),
         (errno.EDQUOT, "your disk quota is used up", "Free some space"),
+        (errno.EIO, "the disk or its file system fails", "Check the system log"),
+        (errno.ESTALE, "the network file system lost", "Mount it again"),
         (errno.EROFS, "the file system is read-only", "a folder you may write to"),
         (errno.EACCES, "permission denied", "a folder you may write to"),
         (errno.EPERM, "permission denied", "a folder you may write to"),
     ],
 )
 def test_a_disk_error_names_place_and_remedy(code: int, says: str, remedy: str) -> None:
-    told = str(disk_error(OSError(code, "x"), "saving", "/there"))
-    assert told.startswith(f"/there: {says} while saving. ")
+    told = str(os_error(OSError(code, "x"), "saving", "/there"))
+    assert told.startswith(f"/there: {says}")
+    assert " while saving. " in told
     assert remedy in told
     assert "run.dir" in told
     assert "WHET_CACHE" in told
 
 
+@pytest.mark.parametrize(
+    ("code", "says", "remedy"),
+    [
+        (errno.EMFILE, "this process has too many open files", "ulimit -n"),
+        (errno.ENFILE, "this machine has too many open files", "fs.file-max"),
+        (errno.ENAMETOOLONG, "the path is too long", "shorter"),
+        (errno.ELOOP, "its symbolic links lead in a circle", "Remove one"),
+    ],
+)
+def test_what_is_not_the_disk_does_not_ask_for_another(code: int, says: str, remedy: str) -> None:
+    told = str(os_error(OSError(code, "x"), "reading", "/there"))
+    assert told.startswith(f"/there: {says}")
+    assert remedy in told
+    assert "run.dir" not in told
+    assert "elete" not in told
+
+
 def test_the_file_name_of_the_os_error_is_the_place() -> None:
-    assert str(disk_error(OSError(errno.ENOSPC, "x", "/there/file"), "saving", "/there")).startswith("/there/file: ")
+    assert str(os_error(OSError(errno.ENOSPC, "x", "/there/file"), "saving", "/there")).startswith("/there/file: ")
 
 
 def _raised(outer: Exception, inner: Exception, explicit: bool) -> Exception:
@@ -67,7 +87,7 @@ def _raised(outer: Exception, inner: Exception, explicit: bool) -> Exception:
 def test_a_disk_error_wrapped_by_a_library_is_found(explicit: bool) -> None:
     wrapped = _raised(RuntimeError("save failed"), OSError(errno.ENOSPC, "x"), explicit)
     twice = _raised(ValueError("again"), wrapped, explicit)
-    assert "the disk is full" in str(disk_error(twice, "saving", "/there"))
+    assert "the disk is full" in str(os_error(twice, "saving", "/there"))
 
 
 @pytest.mark.parametrize(
@@ -75,12 +95,12 @@ def test_a_disk_error_wrapped_by_a_library_is_found(explicit: bool) -> None:
     [("I/O error: No space left on device (os error 28)", "disk is full"), ("Read-only file system", "read-only")],
 )
 def test_a_disk_error_that_a_library_reports_as_text_is_found(text: str, says: str) -> None:
-    assert says in str(disk_error(RuntimeError(text), "saving", "/there"))
+    assert says in str(os_error(RuntimeError(text), "saving", "/there"))
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), OSError(errno.ENOENT, "x"), OSError("x"), KeyboardInterrupt()])
 def test_other_errors_are_not_disk_errors(error: BaseException) -> None:
-    assert disk_error(error, "saving", "/there") is None
+    assert os_error(error, "saving", "/there") is None
 
 
 def test_the_first_line_of_an_error_is_its_first_text_or_its_type() -> None:

@@ -24,7 +24,7 @@ from whet.checkpoint.retention import Retention, rank_by_score
 from whet.checkpoint.state_dict import model_tensors, optimizer_tensors
 from whet.core.console import warn
 from whet.core.distributed import Ranks
-from whet.core.errors import RunFailedError, WhetError, describe_error, disk_error
+from whet.core.errors import RunFailedError, WhetError, describe_error, os_error
 from whet.core.files import atomic_write, replace_folder, require_disk_space
 from whet.core.signals import abandon_thread
 from whet.parallel.dtensor import local_tensor, shard_count
@@ -225,7 +225,7 @@ class CheckpointSaver:
     def _as_whet_error(self, error: BaseException, step: int | None) -> BaseException:
         if isinstance(error, WhetError):
             return error
-        known = disk_error(error, "saving a checkpoint", self._folder)
+        known = os_error(error, "saving a checkpoint", self._folder)
         if known is not None:
             return known
         failed = RunFailedError(

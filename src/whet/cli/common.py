@@ -12,7 +12,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from whet.core import launch_env
-from whet.core.errors import CancelledError, ExitCode, RunFailedError, WhetError, disk_error
+from whet.core.errors import CancelledError, ExitCode, RunFailedError, WhetError, os_error
 
 P = ParamSpec("P")
 
@@ -48,7 +48,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            known = disk_error(error, "working", ".") if isinstance(error, OSError) else None
+            known = os_error(error, "working", ".") if isinstance(error, OSError) else None
             if known is None:
                 traceback.print_exc()
             _fail(

@@ -14,7 +14,7 @@ from whet.convert.foreign_checkpoint import ForeignCheckpoint, TargetTensor, exp
 from whet.convert.nanochat import NanochatCheckpoint
 from whet.convert.neox import NeoXCheckpoint
 from whet.core.console import info, silence_libraries, warn
-from whet.core.errors import RunFailedError, WhetError, disk_error, first_line
+from whet.core.errors import RunFailedError, WhetError, first_line, os_error
 from whet.core.files import atomic_dir, hash_file, require_disk_space, write_json
 from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings, export_dtype_of
@@ -113,7 +113,7 @@ def convert_checkpoint(
             }
             write_json(folder / "certificate.json", certificate)
     except Exception as error:
-        raise disk_error(error, "importing", out) or error from None
+        raise os_error(error, "importing", out) or error from None
     return certificate
 
 

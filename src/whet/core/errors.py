@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from enum import IntEnum
 from pathlib import Path
 
@@ -72,49 +73,77 @@ def describe_error(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
-_DISK_ERRORS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.ENOTDIR: "a part of the path is not a folder",
-    errno.EIO: "the disk or its file system fails (input/output error)",
-    errno.ESTALE: "the network file system lost the folder (stale file handle)",
+_FREE_SPACE = "Free some space, or choose a folder on another disk"
+_WRITABLE = "Check the permissions (`ls -l`), or choose a folder you may write to"
+_OTHER_DISK = "Check the system log, and choose a folder on another disk"
+_FOLDERS = (
+    "(run.dir for runs, the environment variable WHET_CACHE for prepared data and models). Nothing half-written was "
+    "left behind"
+)
+
+_OS_ERRORS = {
+    errno.ENOSPC: ("the disk is full", f"{_FREE_SPACE} {_FOLDERS}"),
+    errno.EDQUOT: ("your disk quota is used up", f"{_FREE_SPACE} {_FOLDERS}"),
+    errno.EROFS: ("the file system is read-only", f"Choose a folder you may write to {_FOLDERS}"),
+    errno.EACCES: ("permission denied", f"{_WRITABLE} {_FOLDERS}"),
+    errno.EPERM: ("permission denied", f"{_WRITABLE} {_FOLDERS}"),
+    errno.ENOTDIR: ("a part of the path is not a folder", f"Choose a folder you may write to {_FOLDERS}"),
+    errno.EIO: ("the disk or its file system fails (input/output error)", f"{_OTHER_DISK} {_FOLDERS}"),
+    errno.ENXIO: ("the disk or its file system fails (no such device)", f"{_OTHER_DISK} {_FOLDERS}"),
+    errno.ENODEV: ("the disk or its file system fails (no such device)", f"{_OTHER_DISK} {_FOLDERS}"),
+    errno.EFBIG: ("the file is larger than the file system or `ulimit -f` allows", f"{_FREE_SPACE} {_FOLDERS}"),
+    errno.ESTALE: (
+        "the network file system lost the folder (stale file handle)",
+        f"Mount it again, or choose a folder on another disk {_FOLDERS}",
+    ),
+    errno.EMFILE: (
+        "this process has too many open files",
+        "Raise the limit (`ulimit -n 65536`, in Slurm or systemd LimitNOFILE), then start it again. No file is damaged",
+    ),
+    errno.ENFILE: (
+        "this machine has too many open files",
+        "Close other programs or raise the limit (`sysctl fs.file-max`), then start it again. No file is damaged",
+    ),
+    errno.ENOMEM: ("the machine has too little memory", "Close other programs, then start it again"),
+    errno.ENAMETOOLONG: ("the path is too long for this file system", "Give a shorter one"),
+    errno.ELOOP: ("its symbolic links lead in a circle", "Remove one of them (`ls -l` shows where each leads)"),
+    errno.EBUSY: ("another program uses it", "Wait for it, then start again"),
+    errno.ETXTBSY: ("another program uses it", "Wait for it, then start again"),
 }
-_DISK_ERROR_TEXTS = (
+"""What an error of the operating system means, and what to do. An errno that is not here (ENOENT, EISDIR, …) means
+something else at each place, and is handled there."""
+
+_OS_ERROR_TEXTS = (
     (errno.ENOSPC, "No space left on device"),
     (errno.ENOSPC, "inline_container"),  # torch.save on a full disk: "enforce fail at inline_container.cc"
     (errno.EROFS, "Read-only file system"),
     (errno.EIO, "Input/output error"),
     (errno.ESTALE, "Stale file handle"),
+    (errno.EMFILE, "Too many open files"),
 )
 
 
-def disk_error(error: BaseException, doing: str, place: str | Path) -> WhetError | None:
-    """A WhetError for a disk that is full, read-only or failing; None if `error` has another cause.
+def os_error(error: BaseException, doing: str, place: str | Path) -> WhetError | None:
+    """A WhetError with the remedy for an error of the operating system; None if `error` has another cause.
 
     Libraries wrap OSError in their own types, some as text only, so both the chain and the text are examined.
     """
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_ERRORS:
-            return _make_disk_error(seen.errno, doing, seen.filename or place)
+        if isinstance(seen, OSError) and seen.errno in _OS_ERRORS:
+            return _make_os_error(seen.errno, doing, _file_name(seen) or place)
         seen = seen.__cause__ or seen.__context__
-    for code, text in _DISK_ERROR_TEXTS:
+    for code, text in _OS_ERROR_TEXTS:
         if text in str(error):
-            return _make_disk_error(code, doing, place)
+            return _make_os_error(code, doing, place)
     return None
 
 
-def _make_disk_error(code: int, doing: str, place: str | Path) -> WhetError:
-    remedy = {
-        errno.ENOSPC: "Free some space, or choose a folder on another disk",
-        errno.EDQUOT: "Free some space, or choose a folder on another disk",
-        errno.EIO: "Check the system log, and choose a folder on another disk",
-        errno.ESTALE: "Mount it again, or choose a folder on another disk",
-    }.get(code, "Choose a folder you may write to")
-    return WhetError(
-        f"{place}: {_DISK_ERRORS[code]} while {doing}. {remedy} (run.dir for runs, the environment variable "
-        "WHET_CACHE for prepared data and models). Nothing half-written was left behind."
-    )
+def _file_name(error: OSError) -> str | None:
+    """A library may put a file descriptor into `filename`."""
+    return os.fsdecode(error.filename) if isinstance(error.filename, str | bytes | os.PathLike) else None
+
+
+def _make_os_error(code: int, doing: str, place: str | Path) -> WhetError:
+    meaning, remedy = _OS_ERRORS[code]
+    return WhetError(f"{place}: {meaning} while {doing}. {remedy}.")

@@ -45,12 +45,12 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The content of a JSON file, or a WhetError with the file and the line."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WhetError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise WhetError(f"{path}: this is a folder, not a file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of more than 4300 digits
         line = getattr(error, "lineno", 1)
         raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 
 T = TypeVar("T")
 
@@ -20,6 +20,9 @@ _TRANSIENT_ERRNOS = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLINK, errno.ECOMM,
 )  # fmt: skip
+
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Of this process or machine: they say nothing about the file."""
 
 
 class UnreadableError(WhetError):
@@ -42,6 +45,8 @@ def read_with_retries(read: Callable[[], T], path: Path) -> T:
 
 
 def _make_unreadable_error(path: Path, error: OSError, tries: int) -> UnreadableError:
+    if error.errno in _LIMITS:
+        return UnreadableError(str(os_error(error, "reading", path)))
     often = f" (tried {tries} times in {sum(RETRY_DELAYS_S):g} s)" if tries > 1 else ""
     return UnreadableError(
         f"{error.filename or path}: cannot be read: {error.strerror or error}{often}. It may be intact: check the "

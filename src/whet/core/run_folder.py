@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
-from whet.core.errors import WhetError, disk_error
+from whet.core.errors import WhetError, os_error
 from whet.core.files import read_json, write_json
 from whet.core.heartbeat import format_age
 
@@ -41,7 +41,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(path)
         except OSError as error:
-            raise disk_error(error, "opening the run folder", path) or WhetError(
+            raise os_error(error, "opening the run folder", path) or WhetError(
                 f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
             ) from None
         self._was_empty = not self._entries()

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 
 Scalar = str | int | float | bool | None
 
@@ -58,7 +58,8 @@ def read_yaml(path: Path) -> Node:
     except UnicodeDecodeError as error:
         raise WhetError(f"{path}: not a text file ({error.reason} at byte {error.start}); a recipe is YAML") from None
     except (OSError, ValueError) as error:
-        raise WhetError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise os_error(error, "reading it", path) or WhetError(f"{path}: cannot be read: {reason}") from None
     node = parse_yaml(text, str(path))
     if node.value is None:
         raise WhetError(f"{path}: the file is empty. A recipe needs at least model and data; see recipes/tiny.yaml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from whet.core.errors import disk_error
+from whet.core.errors import os_error
 from whet.core.files import atomic_dir, hash_file, require_disk_space, write_json
 from whet.exporting.gguf_file import GGUFFormat
 from whet.exporting.hf_folder import HFFolderFormat
@@ -49,7 +49,7 @@ def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Seq
                     "Nothing was exported; the checkpoints are untouched"
                 )
     except Exception as error:
-        raise disk_error(error, "exporting", folder) or error from None
+        raise os_error(error, "exporting", folder) or error from None
     return certificate
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from whet.core.console import info, silence_libraries, warn
-from whet.core.errors import RunFailedError, WhetError, disk_error
+from whet.core.errors import RunFailedError, WhetError, os_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, write_json
 from whet.exporting.spec import ExportFindings, export_dtype_of
 from whet.exporting.trained_model import compute_logits
@@ -221,7 +221,7 @@ def merge_adapters(
                 )
             write_json(temporary / _CERTIFICATE, certificate)
     except Exception as error:
-        raise disk_error(error, "merging", folder) or error from None
+        raise os_error(error, "merging", folder) or error from None
     return certificate
 
 

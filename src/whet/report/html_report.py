@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from whet.core.errors import disk_error
+from whet.core.errors import os_error
 from whet.core.files import atomic_write
 from whet.report.charts import ChartLine, downsample, exponential_average, render_chart, smoothing_beta
 from whet.report.formatting import (
@@ -358,7 +358,7 @@ def write_report(folder: str | Path) -> Path:
     try:
         atomic_write(path, render_page(run))
     except OSError as error:
-        raise disk_error(error, "writing the report", path) or error from None
+        raise os_error(error, "writing the report", path) or error from None
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from whet.checkpoint import directory
 from whet.config import Config
-from whet.core.errors import ExitCode, StoppedError, WhetError, disk_error
+from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir, atomic_write, read_json, write_json
 from whet.core.run_folder import RunFolder
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested
@@ -28,7 +28,7 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
         _require_usable_folder(folder, config, resume)
         yield folder
     except BaseException as error:
-        known = None if isinstance(error, WhetError) else disk_error(error, "writing the run", folder.path)
+        known = None if isinstance(error, WhetError) else os_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
             known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
         elif isinstance(error, StopRequested):

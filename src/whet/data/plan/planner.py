@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 from whet.core.files import read_json, write_json
 from whet.data.plan.mixture import Mixture
 from whet.data.plan.packing import cumulative_offsets, index_dtype, pack_rows, pack_within_steps
@@ -80,7 +80,7 @@ class Plan:
             documents, rows, steps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
             stats = PlanStats(**read_json(folder / "sizes.json"))
         except (OSError, ValueError, EOFError, TypeError, WhetError) as error:
-            raise WhetError(
+            raise os_error(error, "opening the plan", folder) or WhetError(
                 f"{folder}: the plan is damaged ({error}). Delete the folder; --resume then computes it again"
             ) from None
         return cls(documents, rows, steps, stats)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.console import info, progress
-from whet.core.errors import WhetError, disk_error
+from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, hash_json, require_disk_space
 from whet.data.config import DataConfig, Source
 from whet.data.prepare.chunks import Chunk, merge_chunks
@@ -60,7 +60,7 @@ def prepare_store(
                 if not reused:
                     _build_store(_make_job(folder, key, config, sources, tokenizer), folder, key, sources, use)
     except Exception as error:
-        raise disk_error(error, "preparing the data", folder) or error from None
+        raise os_error(error, "preparing the data", folder) or error from None
     store = Store(folder)
     _update_source_names(store, sources, use)
     return PreparedStore(store, reused)
@@ -75,7 +75,7 @@ def prepare_shard(
         if not _is_complete(folder, key):
             _make_all_chunks(_make_job(folder, key, config, sources, tokenizer), number, count)
     except Exception as error:
-        raise disk_error(error, "preparing the data", folder) or error from None
+        raise os_error(error, "preparing the data", folder) or error from None
     return folder
 
 
@@ -103,7 +103,7 @@ def _store_folder_and_key(
     try:
         key = hash_json(_key_inputs(config, sources, tokenizer))[:20]
     except OSError as error:
-        raise disk_error(error, "reading the sources", ".") or error from None
+        raise os_error(error, "reading the sources", ".") or error from None
     folder = cache_dir() / "stores" / key if config.store is None else Path(config.store).expanduser() / use
     return folder, key
 

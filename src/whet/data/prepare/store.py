@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 from whet.core.files import read_json, write_json
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
@@ -143,8 +143,10 @@ class Store:
 def _load_array(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
-        raise WhetError(f"{path}: missing or damaged; delete its folder and prepare the data again") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise os_error(error, "opening prepared data", path) or WhetError(
+            f"{path}: missing or damaged; delete its folder and prepare the data again"
+        ) from None
 
 
 def content_hash(documents: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8]]]) -> int:

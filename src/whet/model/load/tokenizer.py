@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 from whet.core.files import hash_file, hash_json
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import config_folder, is_random_model
@@ -15,7 +15,7 @@ from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
 from whet.tokenizer.turn_markers import TurnMarkers, set_marker_template
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 
 def locate_tokenizer(config: ModelConfig) -> str:
@@ -93,31 +93,35 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def load_generation_settings(config: ModelConfig) -> dict[str, Any]:
-    """The settings of generation_config.json (temperature and the like); empty without one, and with model.tokenizer,
-    because its ids are another tokenizer's."""
-    from transformers import GenerationConfig
-
-    if config.tokenizer is not None:
-        return {}
-    try:
-        found = GenerationConfig.from_pretrained(locate_tokenizer(config), revision=config.revision)
-    except OSError:
+    """The settings of generation_config.json (temperature and the like); empty without one."""
+    found = _read_generation_config(config)
+    if found is None:
         return {}
     return {key: value for key, value in found.to_diff_dict().items() if key != "transformers_version"}
 
 
 def stop_ids(config: ModelConfig) -> list[int]:
-    """eos_token_id of generation_config.json as a list; empty without one, and with model.tokenizer, because its ids
-    are another tokenizer's."""
+    """eos_token_id of generation_config.json as a list; empty without one."""
+    found = _read_generation_config(config)
+    ids = None if found is None else found.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _read_generation_config(config: ModelConfig) -> GenerationConfig | None:
+    """generation_config.json; None without one, and with model.tokenizer, because its ids are another tokenizer's."""
     from transformers import GenerationConfig
 
     if config.tokenizer is not None:
-        return []
+        return None
+    place = locate_tokenizer(config)
     try:
-        ids = GenerationConfig.from_pretrained(locate_tokenizer(config), revision=config.revision).eos_token_id
-    except OSError:
-        return []
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        return GenerationConfig.from_pretrained(place, revision=config.revision)
+    except OSError as error:  # transformers raises it for a missing file, and for one that is not JSON
+        if (known := os_error(error, "reading generation_config.json", place)) is not None:
+            raise known from None
+        if (Path(place) / "generation_config.json").exists():
+            raise load_error(config.path, "generation settings", error) from None
+        return None
 
 
 _DEFINING_FILES = (

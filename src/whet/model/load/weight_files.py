@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from whet.core.errors import WhetError, first_line
+from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
@@ -36,8 +36,9 @@ def locate_model(path: str) -> str:
 
 
 def load_error(path: str, what: str, error: Exception) -> WhetError:
-    first = first_line(error)
-    return WhetError(f"model.path: the {what} of {path} cannot be loaded: {first}")
+    return os_error(error, f"loading the {what}", path) or WhetError(
+        f"model.path: the {what} of {path} cannot be loaded: {first_line(error)}"
+    )
 
 
 _PREFETCH_BYTES = 2**26
