@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -43,7 +50,8 @@ def ignore_single_process_warning() -> None:
 
 
 # Reader. A checkpoint's `.metadata` is a pickle, and unpickling runs any code that the file names. The restricted
-# unpickler allows the few types that a checkpoint consists of.
+# unpickler allows the few types that a checkpoint consists of. An entry is a tensor, or bytes that torch would unpickle
+# without any restriction: whet reads tensors alone.
 
 _READ_THREADS = 4
 _FAKE_MODE_LOCK = threading.Lock()
@@ -105,12 +113,13 @@ class SafeStorageReader(FileSystemReader):
                     raise WhetError(
                         f"{path}: compressed or encrypted by {stored.transform_descriptors}, which whet cannot read"
                     )
-                part = _FileSlice(file, stored.offset, stored.length)
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(part.read()))
-                    continue
+                    raise _pickled_entry_error(Path(self.path), item.storage_index.fqn)
+                part = _FileSlice(file, stored.offset, stored.length)
                 with _FAKE_MODE_LOCK:
                     fake = load_as_fake(part)  # shape, dtype, strides and file offset, without the data
+                if fake.untyped_storage().nbytes() > stored.length:
+                    raise ValueError(f"{item.storage_index.fqn}: larger than its place in the file")
                 if len(buffer) < fake.untyped_storage().nbytes():
                     buffer = torch.empty(fake.untyped_storage().nbytes(), dtype=torch.uint8)
                 window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
@@ -126,6 +135,7 @@ class SafeStorageReader(FileSystemReader):
         try:
             content = read_with_retries(path.read_bytes, path)
             metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
+            _require_wellformed(metadata, path.parent)
         except UnreadableError:
             raise
         except Exception as error:  # unpickling a damaged file can raise almost anything
@@ -135,7 +145,45 @@ class SafeStorageReader(FileSystemReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return metadata  # type: ignore[no-any-return]
+
+    def require_tensors(self, names: Iterable[str]) -> None:
+        """Raise a WhetError if one of these entries is not a tensor. Names that are missing are not its concern."""
+        entries = self.read_metadata().state_dict_metadata
+        for name in names:
+            if name in entries and not isinstance(entries[name], TensorStorageMetadata):
+                raise _pickled_entry_error(Path(self.path), name)
+
+
+def _require_wellformed(metadata: Any, folder: Path) -> None:
+    """Raise a ValueError unless an unpickled object is metadata whose files are in `folder`."""
+    if type(metadata) is not Metadata or not isinstance(metadata.storage_meta, StorageMeta | None):
+        raise ValueError("it holds something else")
+    entries, stored = metadata.state_dict_metadata, metadata.storage_data
+    if not isinstance(entries, dict) or not isinstance(stored, dict):
+        raise ValueError("its tables are not of the right type")
+    for name, entry in entries.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
+            raise ValueError(f"the entry {name!r} is neither a tensor nor bytes")
+        if isinstance(entry, TensorStorageMetadata) and not (
+            isinstance(entry.size, torch.Size) and isinstance(entry.properties.dtype, torch.dtype)
+        ):
+            raise ValueError(f"the tensor {name!r} has no shape or no dtype")
+    if not all(isinstance(index, MetadataIndex) for index in stored):
+        raise ValueError("its tables are not of the right type")
+    inside = folder.resolve()
+    for file in {info.relative_path for info in stored.values()}:
+        if not isinstance(file, str) or inside not in (folder / file).resolve().parents:
+            raise ValueError(f"it names the file {file!r}, which is outside of the checkpoint")
+    if any(not isinstance(n, int) or n < 0 for info in stored.values() for n in (info.offset, info.length)):
+        raise ValueError("an offset or a length is not a number")
+
+
+def _pickled_entry_error(folder: Path, name: str) -> WhetError:
+    return WhetError(
+        f"{folder / '.metadata'}: {name} is stored as a pickled object instead of a tensor, and unpickling it could run "
+        "code. whet does not write such checkpoints: do not trust this one, and use another"
+    )
 
 
 class _FileSlice(io.RawIOBase):
@@ -189,9 +237,10 @@ class CheckpointReadError(Exception):
 
 
 def load_tensors(tensors: dict[str, Any], reader: SafeStorageReader, no_dist: bool = True) -> None:
-    """Read into existing tensors. Raises CheckpointReadError if the checkpoint is at fault; a failing disk, a lost rank
-    and a stop request keep their own error types."""
+    """Read into existing tensors. Raises CheckpointReadError if the checkpoint does not hold them; forged metadata, a
+    failing disk, a lost rank and a stop request keep their own error types."""
     ignore_single_process_warning()
+    reader.require_tensors(tensors)
     try:
         dcp_load(tensors, storage_reader=reader, no_dist=no_dist)
     except (Exception, CheckpointException) as error:

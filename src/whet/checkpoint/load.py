@@ -36,7 +36,6 @@ def load_checkpoint(
         init_optimizer_state(optimizer)
         tensors["optimizer"] = optimizer_tensors(model, optimizer)
     for part in parts:
-        SafeStorageReader(path / part).read_metadata()  # raises its own errors; inside load_tensors torch wraps them
         try:
             load_tensors(tensors[part], SafeStorageReader(path / part), no_dist=ranks.world_size == 1)
         except CheckpointReadError as error:

@@ -60,7 +60,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{file}: checkpoint format {found['format']}, but this version of whet reads format {_FORMAT_VERSION}. "
             "Use the version that wrote it (`versions` in the manifest)"
         )
+    if not _is_wellformed(found):
+        raise DamagedCheckpointError(f"{file}: not the manifest of a checkpoint. {_REMEDY}")
     return found
+
+
+def _is_wellformed(manifest: dict[str, Any]) -> bool:
+    """Whether the keys that locate and verify files have the right types, and the files are in the checkpoint."""
+    parts, files = manifest.get("parts"), manifest.get("files")
+    return (
+        isinstance(manifest.get("step"), int)
+        and isinstance(parts, list)
+        and isinstance(files, dict)
+        and all(isinstance(record, dict) and {"bytes", "hash"} <= record.keys() for record in files.values())
+        and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
+    )
 
 
 def find_damage(folder: Path, files: FileRecords, names: Sequence[str]) -> list[str]:

@@ -73,7 +73,7 @@ class DcpCheckpoint:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in sorted(ends.items()):
             path = self.folder / name
-            if path.resolve().parent != self.folder.resolve() or not path.is_file():
+            if not path.is_file():
                 raise WhetError(f"{path}: listed in .metadata but missing. Copy the files of all ranks")
             if path.stat().st_size < end:
                 raise WhetError(f"{path}: truncated, {path.stat().st_size:,} of {end:,} bytes. Copy it again")
