@@ -161,7 +161,9 @@ def _verify_folder(
     """Load the folder with transformers in fp32 and compare logits with the checkpoint's own, or else all tensors."""
     from transformers import AutoModelForCausalLM
 
-    model, loading_info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
     problems = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = sorted(str(key) for problem in problems for key in loading_info[problem])
     if wrong:

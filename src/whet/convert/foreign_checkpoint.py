@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.core.errors import WhetError, first_line
+from whet.core.errors import WhetError, first_line, refused_pickle
 from whet.core.files import read_json
 
 
@@ -82,7 +80,7 @@ def read_hf_config(file: Path) -> Any:
         raise WhetError(f"--config {file}: not a config.json of transformers, model_type is missing")
     try:
         return AutoConfig.for_model(**content)
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # transformers raises errors of many kinds
         raise WhetError(f"--config {file}: transformers rejects it: {first_line(error)}") from None
 
 
@@ -94,15 +92,13 @@ def load_pt(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise WhetError(f"{path}: no such file. Copy the whole checkpoint folder") from None
-    except pickle.UnpicklingError as error:
-        named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))
-        reason = f"it refers to {named[1]}" if named else first_line(error)
+    except Exception as error:  # a damaged or forged file can raise almost anything
+        refused = refused_pickle(error)
+        if refused is None:
+            raise WhetError(f"{path}: truncated or damaged ({first_line(error)}). Copy it again") from None
         raise WhetError(
-            f"{path}: contains more than weights: {reason}, and loading that could run arbitrary code. On a machine "
-            "where you trust the file, save its state dict alone, and import that"
+            f"{path}: {refused}. On a machine where you trust the file, save its state dict alone, and import that"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
-        raise WhetError(f"{path}: truncated or damaged ({first_line(error)}). Copy it again") from None
 
 
 def _numpy_globals() -> list[Any]:

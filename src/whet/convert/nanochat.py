@@ -43,6 +43,9 @@ class NanochatCheckpoint:
         content = load_pt(path)
         with malformed_file_errors(path, "the state dict"):
             self._tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in content.items()}
+            others = [name for name, tensor in self._tensors.items() if not isinstance(tensor, Tensor)]
+        if others:
+            raise WhetError(f"{path}: {others[0]} is not a tensor. Give a checkpoint that nanochat wrote")
         self._names = {name: self._hf_name(path, name) for name in self._tensors}
         with malformed_file_errors(meta, "model_config"):
             sizes = read_json(meta)["model_config"]

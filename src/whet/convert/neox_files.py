@@ -115,12 +115,12 @@ def _newest_step_folder(folder: Path) -> Path:
         raise WhetError(f"{folder}: no such folder")
     latest = folder / "latest"
     if latest.is_file():
-        inner = folder / latest.read_text(errors="replace").strip()
-        if not inner.is_dir():
+        name = latest.read_text(errors="replace").strip()
+        if "\0" in name or name in ("", "..") or Path(name).name != name or not (folder / name).is_dir():
             raise WhetError(
-                f"{latest}: it names {inner.name}, which does not exist. Give the folder of an existing step"
+                f"{latest}: it names {name[:80]!r}, which is not a folder here. Give the folder of an existing step"
             )
-        return inner
+        return folder / name
     return folder
 
 

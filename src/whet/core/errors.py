@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import re
 from enum import IntEnum
 from pathlib import Path
 
@@ -65,6 +67,15 @@ class BadRecordError(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type where it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def refused_pickle(error: BaseException) -> str | None:
+    """Why torch.load(weights_only=True) refused a file that holds more than weights; None if `error` is another."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return None
+    named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))
+    reason = f"it refers to {named[1]}" if named else first_line(error)
+    return f"contains more than weights: {reason}, and loading that could run arbitrary code"
 
 
 def describe_error(error: BaseException) -> str:

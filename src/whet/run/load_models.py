@@ -30,7 +30,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.resize_embeddings import resize_embeddings_
 from whet.model.load.tokenizer import load_tokenizer
-from whet.model.load.weight_files import load_error, locate_model
+from whet.model.load.weight_files import load_error, locate_model, require_files_inside
 from whet.model.lora.adapter_folder import (
     attach_adapters,
     base_model_of,
@@ -235,12 +235,16 @@ def _load_base_model(config: ModelConfig, load: LoadMode) -> nn.Module:
 def _load_with_device_map(config: ModelConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    place = locate_model(config.path)
+    require_files_inside(place)
     try:
         return AutoModelForCausalLM.from_pretrained(
-            locate_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code,
+            place, revision=config.revision, trust_remote_code=config.trust_remote_code,
             dtype="auto", device_map="auto",
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise  # nothing is wrong with the files
+    except Exception as error:  # a damaged or forged file can raise almost anything
         raise load_error(config.path, "model", error) from None
 
 

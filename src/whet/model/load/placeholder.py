@@ -3,19 +3,19 @@ holds the whole model. A placeholder has the shape and dtype of a weight and str
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError
+from whet.core.files import read_json
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model, set_experts_for_dtype
 from whet.model.load.random_models import is_random_model, random_model_config
-from whet.model.load.weight_files import load_error, locate_model
+from whet.model.load.weight_files import load_error, locate_model, require_files_inside
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of dtypes whose values need no scale."""
@@ -33,10 +33,13 @@ class SafetensorsSource:
     """safetensors files, read slice by slice."""
 
     def __init__(self, folder: Path) -> None:
+        require_files_inside(str(folder))
         index = folder / "model.safetensors.index.json"
-        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-        names = sorted(set(files.values())) or ["model.safetensors"]
-        self._files = [safe_open(folder / name, framework="pt") for name in names if (folder / name).exists()]
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        try:
+            self._files = [safe_open(folder / name, framework="pt") for name in names if (folder / name).exists()]
+        except SafetensorError as error:
+            raise load_error(str(folder), "model", error) from None
         self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
 
     def has_matching(self, name: str, like: Tensor) -> bool:
@@ -130,10 +133,12 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
         if is_random_model(config.path):
             shape = random_model_config(config.path)
         else:
-            shape = AutoConfig.from_pretrained(locate_model(config.path), revision=config.revision)
+            shape = AutoConfig.from_pretrained(
+                locate_model(config.path), revision=config.revision, trust_remote_code=False
+            )
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # transformers raises errors of many kinds
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
     return model.eval()

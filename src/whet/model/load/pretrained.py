@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.resize_embeddings import add_token_rows_
-from whet.model.load.weight_files import load_error, locate_model
+from whet.model.load.weight_files import load_error, locate_model, require_files_inside
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
@@ -25,14 +24,16 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
 
     if is_random_model(config.path):
         return _init_random_model(config, dtype, device or torch.device("cpu"))
+    place = locate_model(config.path)
+    require_files_inside(place)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            locate_model(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code,
+            place, revision=config.revision, trust_remote_code=config.trust_remote_code,
             dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the files
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a damaged or forged file can raise almost anything
         raise load_error(config.path, "model", error) from None
     missing = sorted(found["missing_keys"])
     if missing:
@@ -57,7 +58,7 @@ def _init_random_model(config: ModelConfig, dtype: torch.dtype | str, device: to
             model = AutoModelForCausalLM.from_config(
                 shape, dtype=target_dtype, trust_remote_code=config.trust_remote_code
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:
             raise load_error(config.path, "model", error) from None
     return model.eval()
 

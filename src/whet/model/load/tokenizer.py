@@ -49,7 +49,7 @@ def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> Pre
         tokenizer = AutoTokenizer.from_pretrained(
             where, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises Exception itself
         raise load_error(config.tokenizer or config.path, "tokenizer", error) from None
     _add_tokens(tokenizer, config.add_tokens)
     if turns is not None:

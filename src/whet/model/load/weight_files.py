@@ -8,8 +8,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from whet.core.errors import WhetError, first_line, os_error
-from whet.core.files import atomic_write, cache_dir, hash_file, hash_json
+from whet.core.errors import WhetError, first_line, os_error, refused_pickle
+from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
@@ -36,9 +36,31 @@ def locate_model(path: str) -> str:
 
 
 def load_error(path: str, what: str, error: Exception) -> WhetError:
+    if refused := refused_pickle(error):
+        return WhetError(
+            f"model.path: the {what} of {path} {refused}. Use a model with .safetensors files; on a machine where you "
+            "trust the file, save its state dict alone"
+        )
+    if "trust_remote_code" in str(error):
+        return WhetError(
+            f"model.path: the {what} of {path} comes with Python code, and whet runs none. If you have read and trust "
+            "it: model.trust_remote_code=true"
+        )
     return os_error(error, f"loading the {what}", path) or WhetError(
         f"model.path: the {what} of {path} cannot be loaded: {first_line(error)}"
     )
+
+
+def require_files_inside(path: str) -> None:
+    """Raise a WhetError if the index of a model folder names weight files outside of the folder."""
+    for index in sorted(Path(path).glob("*.index.json")):
+        content = read_json(index)
+        files = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise WhetError(f"{index}: not the index of a model: weight_map is missing. Copy the file again")
+        for name in sorted(set(files.values())):
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise WhetError(f"{index}: it names the file {name}, which is outside of the folder. Do not trust it")
 
 
 _PREFETCH_BYTES = 2**26

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from whet.core.console import warn
-from whet.core.errors import WhetError, first_line
+from whet.core.errors import WhetError, first_line, refused_pickle
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -46,7 +46,9 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
                 adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
             else:
                 adapted.load_adapter(str(folder), adapter_name=name)
-        except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError) as error:
+        except Exception as error:  # a damaged or forged file can raise almost anything
+            if refused := refused_pickle(error):
+                raise WhetError(f"{folder}: adapter_model.bin {refused}. Use an adapter with {_WEIGHTS_FILE}") from None
             first = first_line(error)
             raise WhetError(
                 f"{folder}: this adapter does not fit {base} ({first[:200]}). Its base is {named}: give that as MODEL"
