@@ -74,9 +74,7 @@ def test_each_finding_is_one_line(whet: Any, recipe: str) -> None:
 
 
 def test_further_lines_are_indented_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
-    terminal = Console(force_terminal=True, width=40, color_system=None)
+    terminal = console.SafeConsole(force_terminal=True, width=40, color_system=None)
     monkeypatch.setattr(console, "_console", terminal)
     with terminal.capture() as shown:
         console.info_item("✗", "kept", "a [sentence] that is longer than the terminal is wide", "bold red")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from tool_template import TOOL_TEMPLATE
 
+from whet.core.console import SafeConsole
 from whet.core.errors import WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.render.renderer import Renderer
@@ -176,7 +176,7 @@ def test_messages_may_have_several_lines(lines: list[str], message: str) -> None
 def type_lines(models: ChatModels, *lines: Any) -> tuple[TerminalChat, str]:
     """The chat after a user typed these lines and quit, and its output; an exception is raised in place of a line."""
     out = io.StringIO()
-    console = Console(file=out, width=100, highlight=False)
+    console = SafeConsole(file=out, width=100, soft_wrap=False)
     waiting = iter([*lines, EOFError()])
 
     def read_line(*_: Any, **__: Any) -> str:

@@ -25,6 +25,7 @@ from whet.cli import (
     report,
     train,
 )
+from whet.core.display import escape_controls, filter_library_output, mask_secrets
 from whet.core.errors import ExitCode
 from whet.core.launch_env import started_by_torchrun
 from whet.core.signals import exit_process, terminate_with_parent
@@ -87,19 +88,22 @@ def main() -> None:
 
 def _run_app() -> None:
     """Parse and run. With --json, a usage error is one JSON object on stdout, too."""
-    if "--json" not in sys.argv[1:]:
-        app()
-        return
+    filter_library_output()
     try:
         code = typer.main.get_command(app)(standalone_mode=False)
     except Exception as error:
-        if not hasattr(
-            error, "format_message"
-        ):  # not a usage error: typer raises those of its own or of the installed click
+        if not hasattr(error, "format_message"):  # usage errors are typer's own or of the installed click
             raise
         from whet.core import console
 
-        console.print_error(f"error: {error.format_message()}")
-        console.print_json({"error": error.format_message(), "exit_code": ExitCode.USAGE})
+        message = mask_secrets(error.format_message())
+        if "--json" not in sys.argv[1:]:
+            from typer.rich_utils import rich_format_error
+
+            error.format_message = lambda: escape_controls(message)
+            rich_format_error(error)  # type: ignore[arg-type]
+        else:
+            console.print_error(f"error: {message}")
+            console.print_json({"error": message, "exit_code": ExitCode.USAGE})
         sys.exit(ExitCode.USAGE)
     sys.exit(code if isinstance(code, int) else 0)

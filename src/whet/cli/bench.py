@@ -93,7 +93,7 @@ def bench(
     from whet.bench.results import results_markdown
     from whet.bench.runner import run_benchmark
     from whet.bench.workload import BenchSettings
-    from whet.core.console import silence_libraries
+    from whet.core.console import print_result, silence_libraries
 
     silence_libraries()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -108,5 +108,5 @@ def bench(
     folder = out or Path("bench") / f"{Path(model).stem}-{mode.value}"
     result = run_benchmark(settings, parse_peers(peers), folder.expanduser().absolute(), overrides or [])
     if not as_json:
-        typer.echo(results_markdown(result), nl=False)
+        print_result(results_markdown(result), end="")
     return result

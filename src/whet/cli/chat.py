@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -68,6 +67,7 @@ def chat(
     as_json: JsonOption = False,
 ) -> dict[str, Any] | None:
     """Chat with a model in the terminal."""
+    from whet.core.console import print_result
     from whet.core.errors import WhetError
     from whet.inference.chat import answer_conversations, generate_unconditional, read_prompts
     from whet.inference.sampling import Sampling
@@ -88,7 +88,7 @@ def chat(
         for conversation, answer in zip(conversations, answers, strict=True):
             answer["prompt"] = conversation[-1]["content"]
             if not as_json:
-                typer.echo(f"you › {answer['prompt']}")
+                print_result(f"you › {answer['prompt']}")
                 _print_answers(answer, against is not None, "model")
         return {"model": model, "answers": answers}
     if prompt is not None:
@@ -106,34 +106,36 @@ def chat(
 
 def _answer_prompt(models: ChatModels, prompt: str, explain: bool, as_json: bool) -> dict[str, Any]:
     """Stream the answer to stdout; with two models each answer follows its model's name."""
+    from whet.core.console import print_result
     from whet.inference.chat import answer_message
 
     named: set[int] = set()
 
     def show(model: InferenceModel, text: str) -> None:
         if models.against is not None and id(model) not in named:
-            sys.stdout.write(f"\n{model.name} › " if named else f"{model.name} › ")
+            print_result(f"\n{model.name} › " if named else f"{model.name} › ", end="")
             named.add(id(model))
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print_result(text, end="")
 
     result = answer_message(models, prompt, explain, None if as_json else show)
     if not as_json:
-        sys.stdout.write("\n")
+        print_result("")
         _print_notes(result)
     return result
 
 
 def _print_answers(result: dict[str, Any], labelled: bool, name: str = "") -> None:
+    from whet.core.console import print_result
+
     for each in (result, *([result["against"]] if "against" in result else [])):
         label = f"{each['model'] if labelled else name} › " if labelled or name else ""
-        typer.echo(f"{label}{each['answer']}")
+        print_result(f"{label}{each['answer']}")
     _print_notes(result)
 
 
 def _print_notes(result: dict[str, Any]) -> None:
     """Notes on truncated answers go to stderr, token probabilities to stdout."""
-    from whet.core.console import info
+    from whet.core.console import info, print_result
 
     for each in (result, *([result["against"]] if "against" in result else [])):
         if each["stopped"] == "length":
@@ -143,4 +145,4 @@ def _print_notes(result: dict[str, Any]) -> None:
             )
         for token in each.get("explain", ()):
             others = "  ".join(f"{choice['token']!r} {choice['probability']:.1%}" for choice in token["likeliest"])
-            typer.echo(f"{token['probability']:7.1%} {token['token']!r:<18} {others}")
+            print_result(f"{token['probability']:7.1%} {token['token']!r:<18} {others}")

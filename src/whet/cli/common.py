@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -12,6 +11,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from whet.core import launch_env
+from whet.core.display import mask_secrets
 from whet.core.errors import CancelledError, ExitCode, RunFailedError, WhetError, os_error
 
 P = ParamSpec("P")
@@ -50,7 +50,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
         except Exception as error:
             known = os_error(error, "working", ".") if isinstance(error, OSError) else None
             if known is None:
-                traceback.print_exc()
+                console.print_traceback()
             _fail(
                 known or RunFailedError(f"{type(error).__name__}: {error}. This is a bug in whet: please report it"),
                 as_json,
@@ -68,11 +68,11 @@ def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
     from whet.core.error_report import write_torchelastic_error
 
-    rank = launch_env.rank()
-    write_torchelastic_error(str(error))
+    rank, message = launch_env.rank(), mask_secrets(str(error))
+    write_torchelastic_error(message)
     label = "" if error.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED) else "error: "
-    console.print_error(f"{label}{error}" if rank == 0 else f"rank {rank}: {label}{error}")
+    console.print_error(f"{label}{message}" if rank == 0 else f"rank {rank}: {label}{message}")
     if as_json and rank == 0:
-        console.print_json({"error": str(error), "exit_code": error.exit_code})
+        console.print_json({"error": message, "exit_code": error.exit_code})
     sys.stdout.flush()
     raise typer.Exit(error.exit_code) from None

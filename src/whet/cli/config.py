@@ -17,11 +17,11 @@ def config(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """List every setting with its type, default and meaning."""
-    from rich.console import Console
     from rich.table import Table
 
     from whet.config import Config
     from whet.core.config import list_settings
+    from whet.core.console import SafeConsole
     from whet.core.errors import WhetError
 
     found = [setting for setting in list_settings(Config) if setting.key.startswith(prefix)]
@@ -33,7 +33,7 @@ def config(
             table.add_column(title, overflow="fold")
         for setting in found:
             table.add_row(setting.key, setting.type, setting.default, setting.description)
-        Console().print(table, markup=False)
+        SafeConsole(soft_wrap=False).print(table)
     return {
         "settings": [
             {"key": setting.key, "type": setting.type, "default": setting.default, "meaning": setting.description}

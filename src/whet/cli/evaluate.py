@@ -37,6 +37,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Evaluate a run or a model: loss, perplexity, bits per byte, token accuracy, tasks with confidence intervals."""
+    from whet.core.console import print_result
     from whet.inference.comparison import format_results
     from whet.run import eval_command
     from whet.run.lm_eval_harness import run_lm_eval
@@ -49,5 +50,5 @@ def evaluate(
         )
     if not as_json:
         for line in format_results(result):
-            typer.echo(line)
+            print_result(line)
     return result

@@ -33,7 +33,7 @@ def launch(
     (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM and SIGUSR1 save and stop.
     """
     from whet.config import read_config
-    from whet.core.console import info, print_error
+    from whet.core.console import info, print_error, print_result
     from whet.core.errors import ExitCode
     from whet.launch.local import format_command, make_launch_job
     from whet.launch.supervise import supervise
@@ -45,7 +45,7 @@ def launch(
     if dry_run:
         line = format_command(job, resume)
         if not as_json:
-            typer.echo(line)
+            print_result(line)
         return {"command": line, "processes": job.nodes * job.processes}
     outcome = supervise(job)
     if outcome.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):

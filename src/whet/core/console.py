@@ -1,4 +1,8 @@
-"""Messages, warnings and progress bars on stderr; stdout is for results."""
+"""Messages, warnings and progress bars on stderr; stdout is for results.
+
+Everything that whet shows goes through here: control characters of data, answers and file names are shown escaped, and
+secrets are masked in messages.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,41 @@ import logging
 import os
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-_console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+from whet.core.display import escape_controls, escape_json_controls, mask_secrets
+
+
+class SafeConsole(Console):
+    """A console that interprets nothing in the text it prints: no markup, no emoji codes, no control characters.
+
+    Escape a text before it becomes a cell of a table, so that the width is right; `render` catches what was forgotten.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"soft_wrap": True, "highlight": False, "markup": False, "emoji": False, **options})
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does; rich itself would delete carriage returns and some other control characters."""
+        super().print(*(escape_controls(each) if isinstance(each, str) else each for each in objects), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of a renderable; those with control codes come from rich, such as cursor movements."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
+
+
+_console = SafeConsole(stderr=True, soft_wrap=not sys.stderr.isatty())
 _quiet = False
 _LOG_INTERVAL_S = 20.0
 
@@ -28,17 +56,17 @@ def set_quiet() -> None:
     _quiet = True
 
 
-def info(*parts: Any, style: str | None = None, markup: bool = False) -> None:
+def info(*parts: Any, style: str | None = None) -> None:
     """Print a line or a rich renderable."""
     if not _quiet:
-        _console.print(*parts, style=style, markup=markup)
+        _console.print(*(mask_secrets(part) if isinstance(part, str) else part for part in parts), style=style)
 
 
 def info_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
     """Print a line with a sign and a title in `style`; terminals wrap it with an indent. `always`: despite --quiet."""
     if _quiet and not always:
         return
-    line = Text.assemble((f"{title}: ", style), text)
+    line = Text.assemble((f"{title}: ", style), escape_controls(mask_secrets(text)))
     if not _console.is_terminal:
         _console.print(Text.assemble((f"{sign} ", style), line), soft_wrap=True)
         return
@@ -50,17 +78,28 @@ def info_item(sign: str, title: str, text: str, style: str = "", always: bool = 
 def warn(text: str) -> None:
     """Print a warning."""
     if not _quiet:
-        _console.print(f"warning: {text}", style="yellow", markup=False)
+        _console.print(f"warning: {mask_secrets(text)}", style="yellow")
 
 
 def print_error(text: str) -> None:
     """Print the error that a command ends with, despite --quiet."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="bold red", markup=False)
+    SafeConsole(stderr=True).print(mask_secrets(text), style="bold red")
+
+
+def print_traceback() -> None:
+    """Print the traceback of the exception being handled, despite --quiet."""
+    SafeConsole(stderr=True).print(mask_secrets(traceback.format_exc()))
+
+
+def print_result(text: str, end: str = "\n") -> None:
+    """Print a result, such as the answer of a model, to stdout. Secrets in it are not masked."""
+    sys.stdout.write(escape_controls(text) + end)
+    sys.stdout.flush()
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Print the result of a command called with --json: one JSON object on one line of stdout."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(escape_json_controls(json.dumps(value, ensure_ascii=False, allow_nan=False)) + "\n")
     sys.stdout.flush()
 
 
@@ -73,15 +112,13 @@ class ProgressBar:
         self._at_start = progress.tasks[task].completed
 
     def advance(self, n: int = 1, note: str = "") -> None:
-        self._progress.update(self._task, advance=n, note=note)
+        self._progress.update(self._task, advance=n, note=escape_controls(note))
         if not _console.is_terminal and not _quiet and time.monotonic() - self._logged > _LOG_INTERVAL_S:
             self._logged = time.monotonic()
             task = self._progress.tasks[self._task]
             of = f"/{task.total:g}" if task.total else ""
             times = self._format_times(task.completed, task.total)
-            _console.print(
-                f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}", markup=False
-            )
+            _console.print(f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}")
 
     def _format_times(self, done: float, total: float | None) -> str:
         """Time since the start of this process, and an estimate of the time left."""
@@ -101,14 +138,15 @@ def _format_duration(seconds: float) -> str:
 def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressBar]:
     """A progress bar on a terminal, removed at the end; in a log file, a line every 20 seconds."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=_console, disable=_quiet, transient=_console.is_terminal) as display:
-        yield ProgressBar(display, display.add_task(title, total=total, completed=done, note=""))
+        task = display.add_task(escape_controls(mask_secrets(title)), total=total, completed=done, note="")
+        yield ProgressBar(display, task)
 
 
 def silence_libraries() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core import launch_env
+from whet.core.display import mask_secrets
 from whet.core.files import write_json
 from whet.core.heartbeat import PHASE
 
@@ -26,7 +27,7 @@ def write_error_report(folder: Path, rank: int, message: str, exit_code: int) ->
             folder / "logs" / f"rank-{rank}.json",
             {
                 "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time(),
-                "step": PHASE.step, "doing": PHASE.name, "exit_code": exit_code, "message": message,
+                "step": PHASE.step, "doing": PHASE.name, "exit_code": exit_code, "message": mask_secrets(message),
             },
         )  # fmt: skip
 
@@ -35,6 +36,7 @@ def write_torchelastic_error(message: str) -> None:
     """Write the error file that torchrun gives each worker, so that its summary shows the message."""
     file = launch_env.error_file()
     if file is not None:
+        message = mask_secrets(message)
         info = {"py_callstack": message, "timestamp": int(time.time())}
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)

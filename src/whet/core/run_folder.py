@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
+from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
 from whet.core.files import read_json, write_json
 from whet.core.heartbeat import format_age
@@ -78,7 +79,7 @@ class RunFolder:
             {
                 "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
                 "pid": os.getpid(), "started": self._started, "heartbeat": self._heartbeat, "exit_code": exit_code,
-                "reason": reason, "first_step": self.first_step,
+                "reason": reason and mask_secrets(reason), "first_step": self.first_step,
             },
         )  # fmt: skip
 
@@ -145,7 +146,12 @@ def record_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> No
     with contextlib.suppress(OSError, WhetError):
         status = read_status(path)
         if status:
-            status |= {"state": "failed", "exit_code": exit_code, "reason": reason, "step": max(step, status["step"])}
+            status |= {
+                "state": "failed",
+                "exit_code": exit_code,
+                "reason": mask_secrets(reason),
+                "step": max(step, status["step"]),
+            }
             write_json(path / "status.json", status)
 
 

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
+from whet.core.console import SafeConsole
+from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.inference.chat import ChatModels, ChatSession
 from whet.inference.inference_model import FINISH_INTERRUPTED, ExplainedToken, InferenceModel, Reply
@@ -32,11 +33,11 @@ class _QuitError(Exception):
 class TerminalChat:
     """An interactive chat with one model, or with two side by side."""
 
-    def __init__(self, models: ChatModels, explain: bool = False, console: Console | None = None) -> None:
+    def __init__(self, models: ChatModels, explain: bool = False, console: SafeConsole | None = None) -> None:
         self.session = ChatSession(models.model, models.system)
         self.against = None if models.against is None else ChatSession(models.against, models.system)
         self._adapters, self._load, self._explain = models.adapters, models.load, explain
-        self._console = console or Console(highlight=False)
+        self._console = console or SafeConsole(soft_wrap=False)
 
     @property
     def sessions(self) -> list[ChatSession]:
@@ -49,7 +50,7 @@ class TerminalChat:
         self._note("Type a message. /help lists the commands; /quit or Ctrl-D quits.")
         while True:
             try:
-                text = read_message(lambda prompt: self._console.input(f"[bold]{prompt}[/bold] "))
+                text = read_message(lambda prompt: self._console.input(Text(f"{prompt} ", "bold")))
             except EOFError:
                 self._console.print()
                 return
@@ -65,14 +66,14 @@ class TerminalChat:
             except _QuitError:
                 return
             except WhetError as error:
-                self._console.print(f"{error}", style="red", markup=False)
+                self._console.print(mask_secrets(str(error)), style="red")
             except KeyboardInterrupt:
                 self._note("\n(stopped)")
 
     def _reply(self, session: ChatSession, text: str, colour: str) -> None:
         name = session.model.name if self.against else "model"
-        self._console.print(Text(f"{name} › ", colour), end="")
-        reply = session.send(text, lambda part: self._console.print(Text(part), end="", soft_wrap=True))
+        self._console.print(f"{name} › ", style=colour, end="")
+        reply = session.send(text, lambda part: self._console.print(part, end="", soft_wrap=True))
         self._console.print()
         note = truncation_note(reply, session.model)
         if note:
@@ -133,7 +134,7 @@ class TerminalChat:
         raise _QuitError
 
     def _note(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False)
+        self._console.print(mask_secrets(text), style="dim")
 
 
 def read_message(read_line: Callable[[str], str]) -> str:
@@ -164,7 +165,7 @@ def truncation_note(reply: Reply, model: InferenceModel) -> str | None:
     return f"truncated after {limit} tokens; --max-new-tokens sets the limit"
 
 
-def print_explained_tokens(tokens: Iterable[ExplainedToken], console: Console) -> None:
+def print_explained_tokens(tokens: Iterable[ExplainedToken], console: SafeConsole) -> None:
     """One line per token: its probability, the token, and the most likely candidates."""
     for token in tokens:
         style = "green" if token.probability >= 0.5 else "yellow" if token.probability >= 0.1 else "red"

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from whet.core.display import escape_controls, mask_secrets
 from whet.core.errors import describe_error
 from whet.core.signals import terminate_with_parent
 
@@ -36,8 +37,8 @@ def main(arguments: list[str]) -> int:
     except SignalException:
         return 1
     except Exception as error:
-        message = f"torchrun: {describe_error(error)}"
-        sys.stderr.write(f"error: {message}\n")
+        message = mask_secrets(f"torchrun: {describe_error(error)}")
+        sys.stderr.write(f"error: {escape_controls(message)}\n")
         _write_report([{"rank": None, "exit_code": 1, "message": message, "time": 0}])
         return 1
     return 0

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.text import Text
 
 from whet.config import Config, read_config
-from whet.core.console import info, progress
+from whet.core.console import SafeConsole, info, progress
+from whet.core.display import escape_controls
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write
 from whet.data.conversation import Origin
@@ -82,7 +82,7 @@ def show_documents(target: InspectionTarget, start: int, limit: int, pieces: boo
     total = len(target.numbers)
     if start >= total and limit:
         raise WhetError(f"{target.name}: no document {start}; there are {total}, counted from 0")
-    console = Console(highlight=False, soft_wrap=True)
+    console = SafeConsole()
     shown = []
     for number in target.numbers[start : start + limit]:
         ids, loss = target.documents.ids(number).tolist(), [int(x) for x in target.documents.loss(number)]
@@ -108,8 +108,9 @@ def show_documents(target: InspectionTarget, start: int, limit: int, pieces: boo
 def _highlight(parts: Sequence[tuple[str, bool]], in_colour: bool) -> Text:
     out = Text()
     for text, supervised in parts:
+        shown = escape_controls(text)
         out.append(
-            text if in_colour or not supervised else f"⟦{text}⟧",
+            shown if in_colour or not supervised else f"⟦{shown}⟧",
             style=_SUPERVISED_STYLE if supervised else _CONTEXT_STYLE,
         )
     return out
@@ -124,14 +125,14 @@ def _render_ids(ids: Sequence[int], loss: Sequence[int], in_colour: bool) -> Tex
 
 
 def _render_title(text: str) -> Text:
-    return Text(f"── {text} ──", style="bold")
+    return Text(f"── {escape_controls(text)} ──", style="bold")
 
 
 def _render_tokens(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> Text:
     out = Text()
     for position, (number, supervised) in enumerate(zip(ids, loss, strict=True)):
         mark = "supervised" if supervised else " " * len("supervised")
-        line = f"{position:6}  {number:7}  {mark}  {decoder.piece(number)}\n"
+        line = f"{position:6}  {number:7}  {mark}  {escape_controls(decoder.piece(number))}\n"
         out.append(line, style=_SUPERVISED_STYLE if supervised else _CONTEXT_STYLE)
     return out
 
@@ -189,7 +190,7 @@ def _row_layout(store: Store, documents: Iterable[int]) -> dict[str, Any]:
 
 
 def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = SafeConsole()
     console.print(_render_title(f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens"))
     for number, row in enumerate(rows):
         bar = Text(f"{number:4} ")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
 
+from whet.core.display import escape_controls
 from whet.core.smoothing import ExponentialAverage
 from whet.report.formatting import format_number
 from whet.report.run_view import Series
@@ -123,16 +124,16 @@ class ChartLine:
 
 def render_chart(title: str, lines: Sequence[ChartLine], small: bool = False) -> str:
     """A figure with axes, a legend unless it is `small`, and the data as JSON for report.js."""
-    lines = [line for line in lines if line.known]
+    lines, caption = [line for line in lines if line.known], escape(escape_controls(title))
     if not lines:
-        return f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption><p>not measured</p></figure>'
+        return f'<figure class="chart"><figcaption><b>{caption}</b></figcaption><p>not measured</p></figure>'
     steps = sorted({step for line in lines for step, _ in line.points})
     x_axis = step_axis(steps, 3 if small else 6)
     y_axis = value_axis([value for line in lines for _, value in line.known], 3 if small else 5)
     legend = "".join(f'<span class="key {line.css_class}">{escape(line.name)}</span>' for line in lines)
     return (
         f'<figure class="chart{" small" if small else ""}" tabindex="0">'
-        f"<figcaption><b>{escape(title)}</b>{'' if small else legend}</figcaption>"
+        f"<figcaption><b>{caption}</b>{'' if small else legend}</figcaption>"
         f'<div class="plot">'
         f'<svg viewBox="0 0 {_VIEW_BOX} {_VIEW_BOX}" preserveAspectRatio="none" role="img" '
         f'aria-label="{_aria_label(lines)}">'

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from whet.core.display import escape_controls, mask_secrets
 from whet.core.errors import os_error
 from whet.core.files import atomic_write
 from whet.report.charts import ChartLine, downsample, exponential_average, render_chart, smoothing_beta
@@ -36,7 +37,7 @@ def to_html(value: object) -> str:
     """`value` as HTML: markup unchanged, a missing value as a dash, all else as escaped text."""
     if isinstance(value, Markup):
         return value
-    return DASH if value is None or value == "" else escape(str(value))
+    return DASH if value is None or value == "" else escape(escape_controls(str(value)))
 
 
 def element(name: str, *content: object, **attributes: str) -> Markup:
@@ -144,7 +145,7 @@ def faults_section(run: RunView) -> Markup:
     rows = [
         (
             format_count(event.get("step")),
-            str(event.get("reason") or DASH),
+            mask_secrets(str(event.get("reason") or DASH)),
             actions.get(str(event.get("action")), DASH),
             _fault_origin(event),
         )
@@ -232,7 +233,7 @@ def ledger_section(run: RunView) -> Markup:
     head = ("source", "use", "in", "kept", "truncated", "dropped", "tokens", "supervised", "EOS supervised")
     rows = [
         (
-            element("code", source.name),
+            element("code", mask_secrets(source.name)),
             source.use,
             *map(format_count, (source.total, source.kept, source.truncated, source.dropped, source.tokens)),
             _supervised_cell(source),
@@ -268,8 +269,9 @@ def _reason_item(source: SourceCounts, reason: str) -> Markup:
     places = source.first.get(reason, [])
     first: list[object] = [", first at "] if places else []
     for place in places[:_MAX_PLACES]:
-        first += [element("code", place), " "]
-    return element("li", f"{format_count(source.notes[reason])} × ", element("b", reason), f" in {source.name}", *first)
+        first += [element("code", mask_secrets(place)), " "]
+    count, name = format_count(source.notes[reason]), mask_secrets(source.name)
+    return element("li", f"{count} × ", element("b", reason), f" in {name}", *first)
 
 
 def exports_section(run: RunView) -> Markup:
@@ -306,7 +308,7 @@ def plan_section(run: RunView) -> Markup:
     batch = plan.get("batch")
     mfu = [value for _, value in run.points("mfu")]
     values: dict[str, object] = {
-        "model": run.setting("model", "path"),
+        "model": mask_secrets(str(run.setting("model", "path"))),
         "trainable parameters": format_count(trainable) + part if trainable is not None else None,
         "device": plan.get("device_name") or plan.get("device"),
         "processes": format_count(number("world")),
@@ -334,7 +336,8 @@ def plan_section(run: RunView) -> Markup:
 def config_section(run: RunView) -> Markup:
     """The resolved configuration, folded away."""
     return element(
-        "section", element("details", element("summary", "Resolved configuration"), element("pre", run.config_text))
+        "section",
+        element("details", element("summary", "Resolved configuration"), element("pre", mask_secrets(run.config_text))),
     )
 
 
@@ -365,9 +368,9 @@ def write_report(folder: str | Path) -> Path:
 def render_page(run: RunView) -> str:
     """The whole report as HTML."""
     return Template(_read_asset("report.html")).substitute(
-        name=to_html(run.name),
+        name=to_html(mask_secrets(run.name)),
         state=to_html(run.status.state),
-        summary=to_html(summarize_run(run)),
+        summary=to_html(mask_secrets(summarize_run(run))),
         sections="\n".join(part(run) for part in _SECTIONS),
         written=format_time(time.time()),
         folder=to_html(run.folder.resolve()),

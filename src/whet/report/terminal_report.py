@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from whet.core.display import escape_controls
 from whet.report.formatting import DASH, format_number, format_share
 from whet.report.run_view import LoggedSample, RunView, select_pairs
 
@@ -147,7 +147,7 @@ def score_line(run: RunView) -> Text:
 
 def _append_change(line: Text, name: str, before: str, after: str, step: int | None, steps: int | None) -> None:
     line.append("   " if line else "")
-    line.append(f"{_strip_control_characters(name)} ", style="bold").append(before).append(" → ", style="dim")
+    line.append(f"{escape_controls(name)} ", style="bold").append(before).append(" → ", style="dim")
     line.append(after, style="bold green" if after != DASH else "dim")
     if step is not None and step != steps:
         line.append(f" (after step {step})", style="dim")
@@ -166,9 +166,5 @@ def _answer_text(sample: LoggedSample | None) -> Text:
 def _plain_text(text: str, style: str = "") -> Text:
     """Text without interpretation: neither markup nor control sequences of a model reach the terminal."""
     cut = len(text) - _MAX_CHARACTERS
-    shown = Text(_strip_control_characters(text[:_MAX_CHARACTERS]) if text else DASH, style=style if text else "dim")
+    shown = Text(escape_controls(text[:_MAX_CHARACTERS]) if text else DASH, style=style if text else "dim")
     return shown.append(f"… {cut} more characters", style="dim") if cut > 0 else shown
-
-
-def _strip_control_characters(text: str) -> str:
-    return "".join("\ufffd" if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text)

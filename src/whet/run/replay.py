@@ -17,6 +17,7 @@ from whet.config import Config, read_config
 from whet.core import launch_env
 from whet.core.config import Section
 from whet.core.console import info, silence_libraries, warn
+from whet.core.display import escape_controls
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import read_json
@@ -209,9 +210,10 @@ def _print_results(
         each = _conversation_result(saved, found)
         ids = saved.content["conversations"][found.documents[0]]["ids"]
         text = " ".join(preview_text(tokenizer, ids, _PREVIEW_CHARACTERS).split())
+        place = f"{each['source']}:{each['line']}"
         table.add_row(
-            Text(f"{each['source']}:{each['line']}"), str(each["tokens"]), _format_number(each["loss"]),
-            _format_number(each["grad_norm"]), Text(found.layer or ""), Text(text),
+            Text(escape_controls(place)), str(each["tokens"]), _format_number(each["loss"]),
+            _format_number(each["grad_norm"]), Text(found.layer or ""), Text(escape_controls(text)),
             style="red" if found.layer else None,
         )  # fmt: skip
     info(table)

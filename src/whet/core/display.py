@@ -1,0 +1,111 @@
+"""Text for people: control characters are shown escaped, secrets are masked. No torch.
+
+`escape_controls` is for everything that is shown, whatever its origin: data, answers, file names, messages.
+`mask_secrets` is for messages, logs and reports, never for data or answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+_CONTROLS = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1: terminal escapes
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional marks, embeddings, overrides and isolates
+    "\u2028\u2029\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # breaks lines or hides text
+    "\ud800-\udfff"  # half of a surrogate pair, which UTF-8 cannot encode
+    "]"
+)
+
+
+def escape_controls(text: str) -> str:
+    r"""`text` with control, bidirectional and invisible characters as \x1b or \u202e; newline and tab stay."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def escape_json_controls(text: str) -> str:
+    """The same for a JSON text, which stays the same JSON value."""
+    return _CONTROLS.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+_MASK = "***"
+_SECRETS = re.compile(
+    r"""
+    (?P<prefix>
+        (?: hf_ | gh[pousr]_ | npm_ | gsk_ | r8_ | [rs]k_(?:live|test)_ | dop_v1_ )(?=[A-Za-z0-9]{16})
+      | (?: (?<![A-Za-z0-9])sk- | github_pat_ | glpat- | xox[a-z]- | xapp- | pypi- | nvapi- | wandb_v1_ | ya29\. | AIza
+        )(?=[\w-]{16})
+      | A[KS]IA(?=[A-Z0-9]{16})
+      | eyJ(?=[\w-]{8,400}\.eyJ[\w-]{8,4000}\.)  # a JSON web token
+    )[\w-]+(?:\.[\w-]+)*
+    | (?P<bearer>\b[Bb]earer\s+)(?=\S*[0-9]|\S{16})[\w.~+/=-]{8,}
+    | (?P<header>(?i:\bauthorization)["']?\s*[:=]\s*["']?(?:(?i:basic|bearer|digest|token)\s+|(?=\S{16})))[^\s"',]+
+    | (?P<user>\b[A-Za-z][A-Za-z0-9+.-]{1,20}://[^\s/:@]{0,99}:)[^\s/]+(?=@)
+    | (?P<query>[?&](?i:[\w-]*token|api_?key|key|password|secret|sig|[\w-]*signature)=)[^\s&\#"']+
+    | (?P<assigned>\b(?:[A-Z0-9]+_)*(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)=["']?)(?!["']?\$)[^\s"']{8,}
+    | (?P<pem>-----BEGIN\ [A-Z\ ]*PRIVATE\ KEY-----)(?:.|\n)*?(?:-----END\ [A-Z\ ]*PRIVATE\ KEY-----|\Z)
+    """,
+    re.VERBOSE | re.ASCII,
+)
+"""Tokens of hubs, clouds and code hosts by their prefix; HTTP authorization; passwords in URLs; private keys."""
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)\Z")
+_MIN_SECRET = 8
+
+
+def mask_secrets(text: str) -> str:
+    """`text` with known kinds of tokens cut to their prefix, and the value of HF_TOKEN and the like as ${HF_TOKEN}."""
+    for name, value in _secret_variables():
+        text = text.replace(value, f"${{{name}}}")
+    return _SECRETS.sub(lambda match: f"{match[match.lastgroup or 0]}{_MASK}", text)
+
+
+def holds_secret(text: str) -> bool:
+    """Whether `text` contains a known kind of token."""
+    return _SECRETS.search(text) is not None
+
+
+def _secret_variables() -> Iterator[tuple[str, str]]:
+    """Environment variables whose name says that they hold a secret; a short value could be any word."""
+    for name, value in os.environ.items():
+        if len(value) >= _MIN_SECRET and _SECRET_NAME.search(name):
+            yield name, value
+
+
+# What libraries and Python itself print
+
+
+def filter_library_output() -> None:
+    """Escape and mask what does not go through whet's console: log records, warnings, uncaught exceptions."""
+    logging.setLogRecordFactory(_FilteredLogRecord)
+    format_warning = warnings.formatwarning
+    warnings.formatwarning = lambda *warned: _filter(format_warning(*warned))
+    sys.excepthook = _print_exception
+    threading.excepthook = lambda raised: _print_exception(raised.exc_type, raised.exc_value, raised.exc_traceback)
+
+
+class _FilteredLogRecord(logging.LogRecord):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.exc_info and self.exc_info[0] is not None:
+            self.exc_text = _filter("".join(traceback.format_exception(*self.exc_info)).rstrip())
+
+    def getMessage(self) -> str:  # noqa: N802 - logging's name
+        return _filter(super().getMessage())
+
+
+def _print_exception(kind: type[BaseException], error: BaseException | None, place: TracebackType | None) -> None:
+    sys.stderr.write(_filter("".join(traceback.format_exception(kind, error, place))))
+
+
+def _filter(text: str) -> str:
+    return escape_controls(mask_secrets(text))
