@@ -151,7 +151,7 @@ def test_a_run_that_does_not_exist(whet: Any, arguments: list[str], tmp_path: Pa
 def test_a_missing_checkpoint_lists_the_existing_ones(whet: Any, tiny_run: Path) -> None:
     ended = whet("eval", f"{tiny_run}@7")
     assert ended.code == 1
-    assert "no such checkpoint. Use one of 20, 30, latest" in ended.err
+    assert "no such checkpoint. Use one of 8, 12, latest" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -160,19 +160,19 @@ def test_the_batches_are_the_plan(whet: Any, recipe: str, store: Store, packing:
 
 
 def test_a_batch_of_a_run_is_what_it_trained_on(whet: Any, tiny_run: Path, recipe: str) -> None:
-    shown = result_of(whet("inspect", tiny_run, "--batch", 30, "--json"))
-    assert shown == result_of(whet("inspect", recipe, "--batch", 30, "--json"))
+    shown = result_of(whet("inspect", tiny_run, "--batch", 12, "--json"))
+    assert shown == result_of(whet("inspect", recipe, "--batch", 12, "--json"))
     metrics = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line["supervised_tokens"] for line in metrics if "loss" in line}
     supervised = sum(document["supervised"] for row in shown["rows"] for document in row["documents"])
-    assert supervised == by_step[30] - by_step[29]
+    assert supervised == by_step[12] - by_step[11]
 
 
 def test_a_drawn_batch_has_borders_and_padding(whet: Any, recipe: str) -> None:
     shown = result_of(whet("inspect", recipe, "--batch", 2, "--json"))
     out = whet("inspect", recipe, "--batch", 2).out
     title, *rows = out.splitlines()
-    assert f"step 2 of 30 · {len(shown['rows'])} rows of 512 tokens" in title
+    assert f"step 2 of 12 · {len(shown['rows'])} rows of 512 tokens" in title
     for line, row in zip(rows, shown["rows"], strict=False):
         assert line.count("│") == len(row["documents"]) + 1
         assert f"{row['tokens']}/512, {len(row['documents'])} documents" in line
@@ -187,7 +187,7 @@ def test_a_missing_target_is_an_error(whet: Any, recipe: str, store: Store, tmp_
     assert f"{tmp_path}/no: no such file" in error_of(whet("inspect", tmp_path / "no"))
     assert f"{tmp_path}: neither a store" in error_of(whet("inspect", tmp_path))
     assert str(tmp_path / "no.bin") in error_of(whet("inspect", tmp_path / "no.bin")).replace("no.idx", "no.bin")
-    assert "--batch 31: the run has 30 steps" in error_of(whet("inspect", recipe, "--batch", 31))
+    assert "--batch 13: the run has 12 steps" in error_of(whet("inspect", recipe, "--batch", 13))
     assert "--batch needs a configuration or a run" in error_of(whet("inspect", store.folder, "--batch", 1))
     assert f"no document {len(store)}; there are {len(store)}, counted from 0" in error_of(
         whet("inspect", store.folder, "--start", len(store))

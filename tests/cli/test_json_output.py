@@ -53,14 +53,14 @@ def test_eval_measures_what_training_measured(whet: Any, run: Path) -> None:
     result = only_object(whet("eval", run, "--json").out)
     measured = {key: last[key] for key in ("val_loss", "val_accuracy", "val_bpb")}
     perplexity = result.pop("val_perplexity")
-    assert result == {"run": str(run), "step": 30, **measured}
+    assert result == {"run": str(run), "step": 12, **measured}
     assert perplexity == pytest.approx(math.exp(last["val_loss"]))
 
 
 def test_eval_of_an_earlier_checkpoint_with_a_task(whet: Any, run: Path) -> None:
-    ended = whet("eval", f"{run}@20", "eval.tasks=[orders]", "eval.examples=2", "--json")
+    ended = whet("eval", f"{run}@8", "eval.tasks=[orders]", "eval.examples=2", "--json")
     result = only_object(ended.out)
-    assert result["step"] == 20
+    assert result["step"] == 8
     assert result["task/orders"] == 0
     assert result["val_loss"] > only_object(whet("eval", run, "--json").out)["val_loss"]
 
@@ -127,7 +127,7 @@ def test_an_error_is_one_object_too(whet: Any, recipe: str, arguments: list[str]
 
 def test_without_json_stdout_is_empty_or_holds_the_answer_only(whet: Any, recipe: str, run: Path) -> None:
     assert whet("prepare", recipe).out == ""
-    assert whet("eval", run).out.startswith(f"run: {run}\nstep: 30\n")
+    assert whet("eval", run).out.startswith(f"run: {run}\nstep: 12\n")
     as_json = only_object(whet("chat", run, "--prompt", "Hello", "--max-new-tokens", "5", "--json").out)
     assert whet("chat", run, "--prompt", "Hello", "--max-new-tokens", "5").out == as_json["answer"] + "\n"
 
@@ -135,7 +135,7 @@ def test_without_json_stdout_is_empty_or_holds_the_answer_only(whet: Any, recipe
 def test_the_real_command_keeps_its_streams_apart(run: Path) -> None:
     command = [sys.executable, "-m", "whet", "eval", str(run), "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert only_object(done.stdout)["step"] == 30
+    assert only_object(done.stdout)["step"] == 12
     assert done.stderr == ""
 
 

@@ -22,7 +22,7 @@ FULL = "train.precision=fp64"
 
 @pytest.fixture
 def interrupted(tiny_run: Path, tmp_path: Path) -> Path:
-    """tiny_run as a crash after its last checkpoint would have left it; it has two, step-000020 and step-000030."""
+    """tiny_run as a crash after its last checkpoint would have left it; it has two, step-000008 and step-000012."""
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)
     shutil.rmtree(folder / "exports")
@@ -52,29 +52,29 @@ def test_damage_is_detected_and_the_previous_checkpoint_used(
     tiny_run: Path,
     exact_of: Exact,
 ) -> None:
-    newest = interrupted / "checkpoints" / "step-000030"
+    newest = interrupted / "checkpoints" / "step-000012"
     file = sorted(newest.glob(part))[0]
     damage(file)
     ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
     assert ended.code == 0, ended.err
-    assert "continuing after step 20" in ended.err
+    assert "continuing after step 8" in ended.err
     if file.name != "manifest.json" or damage is not Path.unlink:  # without a manifest it is not a checkpoint
         assert str(file) in ended.err
-        assert "set aside as damaged-step-000030; the run continues from step 20" in ended.err
-        assert (interrupted / "checkpoints" / "damaged-step-000030").is_dir()
-    assert (interrupted / "checkpoints" / "latest").read_text() == "step-000030\n"
+        assert "set aside as damaged-step-000012; the run continues from step 8" in ended.err
+        assert (interrupted / "checkpoints" / "damaged-step-000012").is_dir()
+    assert (interrupted / "checkpoints" / "latest").read_text() == "step-000012\n"
     assert exact_of(interrupted) == exact_of(tiny_run)
     assert (interrupted / WEIGHTS).read_bytes() == (tiny_run / WEIGHTS).read_bytes()
 
 
 def test_without_an_intact_checkpoint_nothing_is_deleted(whet: Any, recipe: str, interrupted: Path) -> None:
-    for number in (20, 30):
+    for number in (8, 12):
         altered(next((interrupted / f"checkpoints/step-0000{number}/model").glob("*.distcp")))
     metrics = (interrupted / "metrics.jsonl").read_bytes()
     for _ in range(2):
         ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
         assert ended.code == 1
-        assert "step-000020" in ended.err
+        assert "step-000008" in ended.err
         assert "There is no other complete one" in ended.err
     assert (interrupted / "metrics.jsonl").read_bytes() == metrics
     shutil.rmtree(interrupted / "checkpoints")
@@ -84,7 +84,7 @@ def test_without_an_intact_checkpoint_nothing_is_deleted(whet: Any, recipe: str,
 def test_a_failing_disk_aborts_the_resume_and_nothing_is_quarantined(
     whet: Any, recipe: str, interrupted: Path, monkeypatch: pytest.MonkeyPatch, tiny_run: Path, exact_of: Exact
 ) -> None:
-    file = sorted((interrupted / "checkpoints/step-000030/optimizer").glob("*.distcp"))[0]
+    file = sorted((interrupted / "checkpoints/step-000012/optimizer").glob("*.distcp"))[0]
 
     def fail(path: Path, **kind: Any) -> str:
         if path == file:
@@ -97,20 +97,20 @@ def test_a_failing_disk_aborts_the_resume_and_nothing_is_quarantined(
     assert ended.code == 1
     assert f"{file}: cannot be read: Input/output error (tried 3 times" in ended.err
     assert "Traceback" not in ended.err
-    assert (interrupted / "checkpoints/step-000030").is_dir()
+    assert (interrupted / "checkpoints/step-000012").is_dir()
     monkeypatch.undo()
     assert whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume").code == 0
     assert exact_of(interrupted) == exact_of(tiny_run)
 
 
 def test_a_damaged_checkpoint_is_not_exported_but_an_earlier_one_is(whet: Any, interrupted: Path) -> None:
-    file = next((interrupted / "checkpoints/step-000030/model").glob("*.distcp"))
+    file = next((interrupted / "checkpoints/step-000012/model").glob("*.distcp"))
     altered(file)
     ended = whet("export", interrupted)
     assert ended.code == 1
     assert str(file) in ended.err
     assert "RUN@STEP" in ended.err
-    assert whet("export", f"{interrupted}@20").code == 0
+    assert whet("export", f"{interrupted}@8").code == 0
 
 
 def test_an_adapter_is_not_resumed_on_other_weights(whet: Any, recipe: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def val_losses(folder: Path) -> dict[int, float]:
 def test_a_run_begins_with_what_another_has_learned(
     whet: Any, recipe: str, tmp_path: Path, tiny_run: Path, lora_run: Path, steps_of: Steps
 ) -> None:
-    for which, run in (("", tiny_run), ("@20", tiny_run), ("/checkpoints/step-000020", tiny_run), ("", lora_run)):
+    for which, run in (("", tiny_run), ("@8", tiny_run), ("/checkpoints/step-000008", tiny_run), ("", lora_run)):
         folder = tmp_path / f"new-{run.name}-{len(which)}"
         ended = whet(
             "train", recipe, "train.precision=fp64", "train.steps=2", f"model.path={run}{which}", f"run.dir={folder}",
@@ -37,17 +37,17 @@ def test_a_run_begins_with_what_another_has_learned(
             assert val_losses(folder)[0] == pytest.approx(list(val_losses(run).values())[-1], rel=1e-5)
         assert val_losses(folder)[0] < val_losses(tiny_run)[0] - 0.2
         settled = (folder / "config.yaml").read_text()
-        assert str(run / "exports" / ("merged-exact-step-000020" if which else "merged")) in settled
+        assert str(run / "exports" / ("merged-exact-step-000008" if which else "merged")) in settled
         again = whet("train", folder / "config.yaml", f"run.dir={folder}", "--resume")
         assert again.code == 0, again.err
     ours, theirs = (load_file(tiny_run / "exports" / name / "model.safetensors") for name in (
-        "merged", "merged-exact-step-000020",
+        "merged", "merged-exact-step-000008",
     ))  # fmt: skip
     assert any(not ours[name].equal(theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(
-    ("which", "said"), [("@28", "no such checkpoint. Use one of 20, 30"), ("@bets", "latest, best")]
+    ("which", "said"), [("@7", "no such checkpoint. Use one of 8, 12"), ("@bets", "latest, best")]
 )
 def test_a_step_that_is_not_there_is_named(which: str, said: str, whet: Any, recipe: str, tiny_run: Path) -> None:
     for arguments in (
@@ -64,18 +64,18 @@ def test_start_step_takes_steps_for_done(
 ) -> None:
     """Data, counts and rates are those of the whole run from there on; interrupted, it goes on there."""
     arguments = [
-        "train", recipe, "train.precision=fp64", "train.start_step=25", f"model.path={tiny_run}@20",
+        "train", recipe, "train.precision=fp64", "train.start_step=9", f"model.path={tiny_run}@8",
         f"run.dir={tmp_path / 'run'}", "export.at_end=none",
     ]  # fmt: skip
-    assert whet(*arguments, "--until", "27").code == 0
+    assert whet(*arguments, "--until", "10").code == 0
     assert whet(*arguments, "--resume").code == 0
-    ours, theirs = steps_of(tmp_path / "run"), steps_of(tiny_run)[25:]
+    ours, theirs = steps_of(tmp_path / "run"), steps_of(tiny_run)[9:]
     for key in ("step", "epoch", "lr", "conversations", "tokens", "supervised_tokens"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
-    assert list(val_losses(tmp_path / "run")) == [25, 30]
-    ended = whet("train", recipe, "train.start_step=30", f"run.dir={tmp_path / 'other'}")
+    assert list(val_losses(tmp_path / "run")) == [9, 12]
+    ended = whet("train", recipe, "train.start_step=12", f"run.dir={tmp_path / 'other'}")
     assert ended.code == 1
-    assert "train.start_step: 30, but this run has only 30 steps" in ended.err
+    assert "train.start_step: 12, but this run has only 12 steps" in ended.err
 
 
 def test_epochs_and_measurements_have_checkpoints(

@@ -44,14 +44,14 @@ def test_a_killed_run_continues_bit_for_bit(
     folder = tmp_path / "killed"
     process = start(*arguments, f"run.dir={folder}")
     wait_for_lines(folder, 14)
-    wait_for_checkpoint(folder, 10)
+    wait_for_checkpoint(folder, 12)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert len(exact_of(folder)) < len(exact_of(tmp_path / "whole"))
     assert status(folder)["state"] == "running"
     ended = whet(*arguments, f"run.dir={folder}", "--resume")
     assert ended.code == 0, ended.err
-    assert re.search(r"continuing after step [12]0\b", ended.err)  # it may have gone on for a while
+    assert re.search(r"continuing after step (12|16|20|24|28)\b", ended.err)  # it may have gone on for a while
     assert exact_of(folder) == exact_of(tmp_path / "whole")
     assert (folder / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
     assert status(folder)["state"] == "finished"
@@ -62,7 +62,7 @@ def test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished(
 ) -> None:
     arguments = ["train", recipe, *FULL, f"run.dir={tmp_path / 'run'}"]
     process = start(*arguments, "--json")
-    wait_for_lines(tmp_path / "run", 5)
+    wait_for_lines(tmp_path / "run", 3)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     assert process.returncode == 75, err
@@ -76,14 +76,14 @@ def test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished(
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tiny_run / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize("keep", ["step-000020", None], ids=["from a checkpoint", "from the start"])
+@pytest.mark.parametrize("keep", ["step-000008", None], ids=["from a checkpoint", "from the start"])
 def test_a_run_resumes_from_whatever_is_complete(
     keep: str | None, whet: Any, recipe: str, tmp_path: Path, tiny_run: Path, exact_of: Exact
 ) -> None:
     folder = unfinished(tiny_run, tmp_path / "run", keep)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 31, "lo')  # the crash cut a line
-    incomplete = folder / "checkpoints" / "step-000025"
+        file.write('{"step": 13, "lo')  # the crash cut a line
+    incomplete = folder / "checkpoints" / "step-000010"
     incomplete.mkdir()
     (incomplete / ".metadata").touch()
     ended = whet("train", recipe, *FULL, f"run.dir={folder}", "--resume")
@@ -126,7 +126,7 @@ def test_resuming_a_finished_run_does_nothing(whet: Any, recipe: str, tiny_run: 
 
 
 def test_what_may_change_in_a_resumed_run_may_change(whet: Any, recipe: str, tmp_path: Path, tiny_run: Path) -> None:
-    folder = unfinished(tiny_run, tmp_path / "elsewhere", "step-000020")
+    folder = unfinished(tiny_run, tmp_path / "elsewhere", "step-000008")
     ended = whet(
         "train", recipe, *FULL, f"run.dir={folder}", "--resume", "train.micro_rows=4", "checkpoint.every=3",
         "eval.every=5", "run.tags=[a]", "export.at_end=none",
@@ -140,13 +140,13 @@ def test_what_may_change_in_a_resumed_run_may_change(whet: Any, recipe: str, tmp
         ("train.optimizer.lr=1e-3", "train.optimizer.lr: 0.003 then, 0.001 now"),
         ("run.seed=2", "run.seed: 1 then, 2 now"),
         ("adapter.rank=4", "adapter"),
-        ("train.steps=31", "train.steps: 30 then, 31 now"),
+        ("train.steps=31", "train.steps: 12 then, 31 now"),
     ],
 )
 def test_a_changed_setting_is_not_resumed_but_named(
     change: str, key: str, whet: Any, recipe: str, tmp_path: Path, tiny_run: Path
 ) -> None:
-    folder = unfinished(tiny_run, tmp_path / "run", "step-000020")
+    folder = unfinished(tiny_run, tmp_path / "run", "step-000008")
     ended = whet("train", recipe, *FULL, f"run.dir={folder}", "--resume", change)
     assert ended.code == 1
     assert key in ended.err

@@ -43,8 +43,8 @@ def test_one_run_by_one_by_several_and_by_one_again(
 ) -> None:
     folder = tmp_path / "run"
     options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
-    assert whet("train", *options, "--until", "7").code == 0
-    done = together(processes, *options, "--until", 14, *mesh)
+    assert whet("train", *options, "--until", "4").code == 0
+    done = together(processes, *options, "--until", 8, *mesh)
     assert done.returncode == 0, done.stderr
     assert whet("train", *options).code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))
@@ -81,7 +81,7 @@ def test_weights_may_be_offloaded_for_a_part_of_the_run(
 ) -> None:
     folder = tmp_path / "run"
     options = ("train", recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
-    assert whet(*options, "--until", "7").code == 0
+    assert whet(*options, "--until", "4").code == 0
     assert whet(*options, "--until", "19", "parallel.shard=1", "parallel.offload=weights").code == 0
     assert whet(*options, "parallel.shard=1").code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))

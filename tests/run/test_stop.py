@@ -23,7 +23,7 @@ def test_a_stop_file_stops_like_a_signal_and_only_once(
     folder = tmp_path / "run"
 
     def ask() -> None:
-        wait_for_lines(folder, 4)
+        wait_for_lines(folder, 3)
         (folder / "stop").touch()
 
     asking = threading.Thread(target=ask)
@@ -64,7 +64,7 @@ MOMENTS = {
     "checking": ("whet.run.model_builder:check_packing", signal.SIGUSR1, 0),
     "measuring": ("whet.run.assemble:evaluate_run", signal.SIGTERM, 0),
     "first step": ("whet.training.trainer:train_step", signal.SIGTERM, 2),  # all processes hear of it in the next
-    "shipping": ("whet.run.lifecycle:export_model", signal.SIGTERM, 30),
+    "shipping": ("whet.run.lifecycle:export_model", signal.SIGTERM, 12),
 }
 """A function that is called then, the signal, and the steps that the status knows of; None: there is no folder yet."""
 QUICK = ("loading", "first step")

@@ -26,8 +26,8 @@ def test_a_run_becomes_tensor_parallel_in_the_middle(
 ) -> None:
     folder = tmp_path / "run"
     options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
-    assert whet("train", *options, "--until", "7").code == 0
-    done = together(2, *options, "parallel.tensor=2", "eval.tasks=[orders]", "eval.examples=2", "--until", "14")
+    assert whet("train", *options, "--until", "4").code == 0
+    done = together(2, *options, "parallel.tensor=2", "eval.tasks=[orders]", "eval.examples=2", "--until", "8")
     assert done.returncode == 0, done.stderr
     assert whet("train", *options).code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))
@@ -62,14 +62,14 @@ def test_one_run_by_two_by_four_in_three_ways_and_by_one(
     assert whet("train", *options, f"run.dir={tmp_path / 'one'}").code == 0
     folder = tmp_path / "many"
     for processes, until, mesh in (
-        (2, 6, ["parallel.tensor=2"]),
-        (4, 11, ["parallel.tensor=4"]),
-        (4, 16, ["parallel.tensor=2", "parallel.shard=2", "train.micro_rows=2"]),
-        (4, 21, ["parallel.tensor=2", "parallel.replicate=2"]),
+        (2, 2, ["parallel.tensor=2"]),
+        (4, 4, ["parallel.tensor=4"]),
+        (4, 6, ["parallel.tensor=2", "parallel.shard=2", "train.micro_rows=2"]),
+        (4, 8, ["parallel.tensor=2", "parallel.replicate=2"]),
     ):
         done = together(processes, *options, f"run.dir={folder}", "--until", until, *mesh)
         assert done.returncode == 0, done.stderr
-    assert whet("train", *options, f"run.dir={folder}", "--until", "26").code == 0
+    assert whet("train", *options, f"run.dir={folder}", "--until", "10").code == 0
     done = together(2, *options, f"run.dir={folder}", "parallel.tensor=2", "parallel.recompute=full")
     assert done.returncode == 0, done.stderr
     assert_equal(steps_of(folder), steps_of(tmp_path / "one"))
