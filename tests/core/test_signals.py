@@ -90,3 +90,23 @@ def test_a_nested_block_ignores_signals_while_the_outer_one_ends() -> None:
         with pytest.raises(StoppedError), raise_on_stop_signals(), collect_stop_signals([], lambda: None):
             raise StoppedError("stopped")
         send(signal.SIGTERM)  # would raise
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, StopRequested), (signal.SIGINT, KeyboardInterrupt)])
+def test_what_fails_because_it_was_interrupted_counts_as_the_stop(
+    number: signal.Signals, raised: type[BaseException]
+) -> None:
+    """As an import of numpy does: it swallows the interrupt and fails with a RecursionError."""
+    with pytest.raises(KeyboardInterrupt) as caught, raise_on_stop_signals(), raise_on_stop_signals():
+        with contextlib.suppress(BaseException):
+            send(number)
+        raise RecursionError
+    assert type(caught.value) is raised
+
+
+def test_a_failure_after_the_run_took_over_the_stop_keeps_its_name() -> None:
+    with pytest.raises(ValueError, match="its own"), raise_on_stop_signals():  # noqa: PT012
+        with contextlib.suppress(KeyboardInterrupt):
+            send(signal.SIGTERM)
+        with collect_stop_signals([], lambda: None):
+            raise ValueError("its own")

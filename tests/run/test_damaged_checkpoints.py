@@ -69,7 +69,7 @@ def test_damage_is_detected_and_the_previous_checkpoint_used(
 
 def test_without_an_intact_checkpoint_nothing_is_deleted(whet: Any, recipe: str, interrupted: Path) -> None:
     for number in (8, 12):
-        altered(next((interrupted / f"checkpoints/step-0000{number}/model").glob("*.distcp")))
+        altered(next((interrupted / f"checkpoints/step-{number:06d}/model").glob("*.distcp")))
     metrics = (interrupted / "metrics.jsonl").read_bytes()
     for _ in range(2):
         ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")

@@ -46,9 +46,7 @@ def test_a_run_begins_with_what_another_has_learned(
     assert any(not ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(
-    ("which", "said"), [("@7", "no such checkpoint. Use one of 8, 12"), ("@bets", "latest, best")]
-)
+@pytest.mark.parametrize(("which", "said"), [("@7", "no such checkpoint. Use one of 8, 12"), ("@bets", "latest, best")])
 def test_a_step_that_is_not_there_is_named(which: str, said: str, whet: Any, recipe: str, tiny_run: Path) -> None:
     for arguments in (
         ["train", recipe, f"model.path={tiny_run}{which}", "run.dir=unused"],

@@ -102,7 +102,7 @@ def test_a_run_stopped_every_few_seconds_finishes(
     """As a scheduler does that takes the machine away and starts the job again."""
     folder, codes = tmp_path / "run", []
     whet = [real_python, "-m", "whet", "train", recipe, "train.precision=fp64", f"run.dir={folder}", "--resume"]
-    for tenths in range(15, 400, 7):
+    for tenths in range(25, 400, 4):
         limit = ["timeout", "--preserve-status", "-s", "TERM", f"{tenths / 10}"]
         done = subprocess.run([*limit, *whet], capture_output=True, text=True, check=False)
         codes.append(done.returncode)

@@ -29,22 +29,29 @@ class StopRequested(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 raise StopRequested, a KeyboardInterrupt, inside this block. Nested blocks do nothing.
+    """Stop signals raise StopRequested, a KeyboardInterrupt, inside this block. Nested blocks do nothing.
 
-    Only the first signal raises: later ones find the process exiting already, and torchrun sends SIGTERM to every
-    worker that exits after the first.
+    Only the first raises: later ones find the process exiting already, and torchrun sends SIGTERM to every worker that
+    exits after the first. Code that is interrupted in the middle, such as an import, may fail in its own way; that
+    counts as the stop that it is.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _install_handler(STOP_SIGNALS, _ignore_signal)
         _received.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        _install_handler(STOP_SIGNALS, _ignore_signal)
         raise StopRequested
 
     global _nesting
-    before = {} if _nesting else _install_handler(STOP_SIGNALS, interrupt)
+    before = {} if _nesting else _install_handler((signal.SIGINT, *STOP_SIGNALS), interrupt)
     _nesting += 1
     try:
         yield
+    except Exception as error:
+        if before and _received:
+            raise (KeyboardInterrupt if _received[-1] == signal.SIGINT else StopRequested) from error
+        raise
     finally:
         _nesting -= 1
         _restore_handlers(before)
@@ -67,6 +74,7 @@ def collect_stop_signals(signals: list[int], on_signal: Callable[[], None]) -> I
         on_signal()
 
     signals += _received
+    _received.clear()
     before = _install_handler((signal.SIGINT, *STOP_SIGNALS), note)
     try:
         yield
