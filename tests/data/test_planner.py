@@ -302,7 +302,7 @@ def test_a_damaged_plan_is_an_error_with_a_remedy(tmp_path: Path, name: str, dam
         file.write_bytes(file.read_bytes()[:9])
     else:
         file.unlink()
-    with pytest.raises(WhetError, match=r"the plan is damaged .*--resume then computes it again"):
+    with pytest.raises(WhetError, match=r"The plan is damaged.*--resume then computes it again"):
         Plan.load(tmp_path)
 
 

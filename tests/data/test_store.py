@@ -56,10 +56,10 @@ def test_a_folder_without_manifest_is_no_store(tmp_path: Path) -> None:
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def write_json(path: Path, value: object) -> None:
+    def write_hashed_json(path: Path, value: object) -> None:
         seen.extend(sorted(file.name for file in tmp_path.iterdir()))
 
-    monkeypatch.setattr("whet.data.prepare.store.write_json", write_json)
+    monkeypatch.setattr("whet.data.prepare.store.write_hashed_json", write_hashed_json)
     StoreWriter(tmp_path, 10).finish({})
     assert seen == ["hashes.npy", "loss.bin", "loss.idx", "origin.npy", "targets.npy", "tokens.bin", "tokens.idx"]
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from whet.checkpoint import manifest
-from whet.core import retry
-from whet.core.files import hash_file
+from whet.core import checksums, retry
+from whet.core.checksums import hash_block
 
 Exact = Callable[[Path], list[dict[str, Any]]]
 WEIGHTS = "exports/merged/model.safetensors"
@@ -86,13 +85,13 @@ def test_a_failing_disk_aborts_the_resume_and_nothing_is_quarantined(
 ) -> None:
     file = sorted((interrupted / "checkpoints/step-000012/optimizer").glob("*.distcp"))[0]
 
-    def fail(path: Path, **kind: Any) -> str:
+    def fail(path: Path, *part: Any) -> str:
         if path == file:
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return hash_file(path, **kind)
+        return hash_block(path, *part)
 
     monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001, 0.001))
-    monkeypatch.setattr(manifest, "hash_file", fail)
+    monkeypatch.setattr(checksums, "hash_block", fail)
     ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
     assert ended.code == 1
     assert f"{file}: cannot be read: Input/output error (tried 3 times" in ended.err

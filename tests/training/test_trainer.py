@@ -126,7 +126,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
         run = Run(
             config=config, ranks=Ranks(0, 1, torch.device("cpu")),
             precision=SimpleNamespace(name="fp32", autocast=lambda device: contextlib.nullcontext()),  # type: ignore[arg-type]
-            plan=FakePlan(intervals.steps, stats), store=nothing, tokenizer=nothing, loader=loader, model=model,  # type: ignore[arg-type]
+            plan=FakePlan(intervals.steps, stats), store=nothing, store_check=nothing, tokenizer=nothing,  # type: ignore[arg-type]
+            loader=loader, model=model,
             optimizer=build_optimizer(model, config.train.optimizer, 0), loss_scaler=LossScaler(),
             guard=guard or Guard(), intervals=intervals,
             evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []),

@@ -145,7 +145,7 @@ class SafeStorageReader(FileSystemReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata  # type: ignore[no-any-return]
+        return metadata
 
     def require_tensors(self, names: Iterable[str]) -> None:
         """Raise a WhetError if one of these entries is not a tensor. Names that are missing are not its concern."""
@@ -181,8 +181,8 @@ def _require_wellformed(metadata: Any, folder: Path) -> None:
 
 def _pickled_entry_error(folder: Path, name: str) -> WhetError:
     return WhetError(
-        f"{folder / '.metadata'}: {name} is stored as a pickled object instead of a tensor, and unpickling it could run "
-        "code. whet does not write such checkpoints: do not trust this one, and use another"
+        f"{folder / '.metadata'}: {name} is stored as a pickled object instead of a tensor, and unpickling it could "
+        "run code. whet does not write such checkpoints: do not trust this one, and use another"
     )
 
 

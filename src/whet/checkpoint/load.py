@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from whet.checkpoint.dcp_storage import CheckpointReadError, SafeStorageReader, load_tensors
-from whet.checkpoint.manifest import DamagedCheckpointError, damaged_error, find_damage, read_manifest
+from whet.checkpoint.manifest import DamagedCheckpointError, damaged_error, read_manifest
 from whet.checkpoint.state_dict import init_optimizer_state, model_tensors, optimizer_tensors
+from whet.core.checksums import find_damage
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.core.retry import UnreadableError

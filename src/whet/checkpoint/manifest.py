@@ -3,36 +3,19 @@ manifest is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from whet.core.errors import WhetError
-from whet.core.files import hash_file, hash_json, read_json, write_json
+from whet.core.files import hash_json, read_json, write_json
 from whet.core.retry import UnreadableError, read_with_retries
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT_VERSION = 1
-_HASH_THREADS = 8
-
-FileRecords = dict[str, dict[str, Any]]
-"""Path inside the checkpoint → {"bytes": size, "hash": SHA-256 of the content}."""
 
 
 class DamagedCheckpointError(WhetError):
     """A file of a checkpoint is missing or was altered."""
-
-
-def hash_files(folder: Path, paths: Iterable[Path]) -> FileRecords:
-    """Hash files in parallel: one core hashes more slowly than a disk reads."""
-    listed = sorted(paths)
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        hashes = list(pool.map(lambda path: hash_file(path, sha256=True), listed))
-    return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "hash": digest}
-        for path, digest in zip(listed, hashes, strict=True)
-    }
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -72,16 +55,10 @@ def _is_wellformed(manifest: dict[str, Any]) -> bool:
         isinstance(manifest.get("step"), int)
         and isinstance(parts, list)
         and isinstance(files, dict)
-        and all(isinstance(record, dict) and {"bytes", "hash"} <= record.keys() for record in files.values())
+        and all(isinstance(record, dict) and isinstance(record.get("bytes"), int) for record in files.values())
+        and all(isinstance(record.get("hash"), str) and "block" not in record for record in files.values())
         and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
     )
-
-
-def find_damage(folder: Path, files: FileRecords, names: Sequence[str]) -> list[str]:
-    """One message for each file that is missing, truncated or altered. Raises UnreadableError if the disk fails."""
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        found = pool.map(lambda name: _check_file(folder / name, files[name]), names)
-    return [message for message in found if message is not None]
 
 
 def damaged_error(message: str) -> DamagedCheckpointError:
@@ -89,17 +66,3 @@ def damaged_error(message: str) -> DamagedCheckpointError:
 
 
 _REMEDY = "The checkpoint is damaged; use another one (RUN@STEP)"
-
-
-def _check_file(path: Path, recorded: dict[str, Any]) -> str | None:
-    try:
-        size = read_with_retries(lambda: path.stat().st_size, path)
-        if size != recorded["bytes"]:
-            return f"{path}: {size:,} bytes instead of {recorded['bytes']:,}"
-        if read_with_retries(lambda: hash_file(path, sha256=True), path) != recorded["hash"]:
-            return f"{path}: altered after it was written (hash mismatch)"
-    except FileNotFoundError:
-        return f"{path}: no such file"
-    except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}"
-    return None

@@ -19,9 +19,10 @@ from whet.core.files import atomic_dir, hash_file, require_disk_space, write_jso
 from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings, export_dtype_of
 from whet.exporting.trained_model import compute_logits
-from whet.exporting.verification import compare_logits, hash_safetensors
+from whet.exporting.verification import compare_logits
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
+from whet.model.load.weight_files import hash_model_folder
 
 _PROBE_COUNT, _PROBE_LENGTH = 2, 24
 _MIN_SAME_NEXT_TOKEN = 0.95
@@ -109,7 +110,7 @@ def convert_checkpoint(
                 "averaged": checkpoint.notes.averaged,
                 "assumed": checkpoint.notes.assumed,
                 "sources": {str(file.relative_to(source)): hash_file(file, sha256=True) for file in checkpoint.files},
-                "files": hash_safetensors(folder),
+                "files": hash_model_folder(folder),
             }
             write_json(folder / "certificate.json", certificate)
     except Exception as error:

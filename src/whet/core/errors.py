@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import re
 from enum import IntEnum
 from pathlib import Path
@@ -71,6 +70,8 @@ def first_line(error: BaseException) -> str:
 
 def refused_pickle(error: BaseException) -> str | None:
     """Why torch.load(weights_only=True) refused a file that holds more than weights; None if `error` is another."""
+    import pickle  # only here: it would slow `whet --help`
+
     if not isinstance(error, pickle.UnpicklingError):
         return None
     named = re.search(r"(?:GLOBAL|Unsupported global:?|class)\s+([\w.]+\.[\w.]+)", str(error))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whet.core.errors import os_error
-from whet.core.files import atomic_dir, hash_file, require_disk_space, write_json
+from whet.core.files import atomic_dir, require_disk_space, write_json
 from whet.exporting.gguf_file import GGUFFormat
 from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
@@ -20,6 +20,7 @@ from whet.exporting.spec import (
     export_dtype_of,
 )
 from whet.exporting.verification import compare_logits
+from whet.model.load.weight_files import hash_model_folder
 
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     "merged": HFFolderFormat(),
@@ -27,7 +28,6 @@ EXPORT_FORMATS: dict[str, ExportFormat] = {
     "gguf": GGUFFormat(),
     "megatron": MegatronFormat(),
 }
-_WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "**/*.pt")
 
 
 def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
@@ -62,12 +62,11 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         # Both sides round: the export to its dtype, the trained model to that of its weights. The coarser one counts.
         dtypes = (spec.dtype, export_dtype_of(spec.model.weight_dtype))
         compare_logits(exported, trained, max(dtypes, key=lambda dtype: dtype.max_logit_difference), findings)
-    files = sorted({file for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern)})
     return Certificate(
         kind=kind, step=spec.step, verified=not findings.reasons, reasons=findings.reasons, dtype=spec.dtype.name,
         loaded_by=export_format.loaded_by, conversations=len(probes), tokens=len(trained),
         max_logit_difference=findings.max_logit_difference, kl=findings.kl, same_next_token=findings.same_next_token,
         same_ids=findings.same_ids, stops=findings.stops,
-        files={str(file.relative_to(folder)): hash_file(file) for file in files},
+        files=hash_model_folder(folder),
         quantize="nf4" if spec.model.is_quantized else None,
     )  # fmt: skip

@@ -19,11 +19,11 @@ from whet.core.errors import RunFailedError, WhetError, os_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, write_json
 from whet.exporting.spec import ExportFindings, export_dtype_of
 from whet.exporting.trained_model import compute_logits
-from whet.exporting.verification import compare_logits, hash_safetensors
+from whet.exporting.verification import compare_logits
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
-from whet.model.load.weight_files import locate_model, weights_hash
+from whet.model.load.weight_files import hash_model_folder, locate_model, require_certified_files, weights_hash
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, unwrap_peft
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def require_mergeable(parts: Sequence[WeightedAdapter]) -> None:
                 f"--adapter {part.folder}: not an adapter folder, {missing[0]} is missing. Give a folder that peft "
                 "wrote; for a run: whet export RUN --to adapter, then RUN/exports/adapter"
             )
+        require_certified_files(part.folder)
         config = part.config
         if config.get("peft_type") != "LORA":
             raise WhetError(
@@ -212,7 +213,7 @@ def merge_adapters(
                 "tokens": len(expected),
                 "max_logit_difference": findings.max_logit_difference,
                 "same_next_token": findings.same_next_token,
-                "files": hash_safetensors(temporary),
+                "files": hash_model_folder(temporary),
             }
             if findings.reasons:
                 raise RunFailedError(

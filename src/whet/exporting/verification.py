@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from whet.core.files import hash_file
 from whet.exporting.spec import ExportDtype, ExportFindings, GenerationSettings
 
 if TYPE_CHECKING:
@@ -67,11 +65,6 @@ def _kl_divergence(p: Tensor, q: Tensor) -> float:
     """Summed over rows."""
     log_p, log_q = (torch.log_softmax(logits.double(), dim=-1) for logits in (p, q))
     return float((log_p.exp() * (log_p - log_q)).sum())
-
-
-def hash_safetensors(folder: Path) -> dict[str, str]:
-    """File name → hash of every weights file."""
-    return {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def compare_tokenizers(

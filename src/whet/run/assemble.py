@@ -15,15 +15,16 @@ from whet.checkpoint.directory import require_checkpoint_space
 from whet.checkpoint.retention import lower_is_better
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
+from whet.core.checksums import write_hashed_json
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.files import write_json
 from whet.core.heartbeat import PHASE
 from whet.core.resources import cores_per_process
 from whet.core.run_folder import RunFolder
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
+from whet.data.prepare.store_check import StoreCheck
 from whet.execution.compile import should_compile
 from whet.execution.cuda_graphs import enable_cuda_graphs
 from whet.execution.offload import offload_optimizer_state
@@ -66,8 +67,8 @@ from whet.training.trackers import open_trackers
 
 @contextlib.contextmanager
 def assemble(
-    config: Config, data: RunData, loading: BackgroundModelLoader, folder: RunFolder | None, ranks: Ranks, *,
-    until: int | None, save: bool, startup: StartupTimer, trackers: Sequence[str],
+    config: Config, data: RunData, store_check: StoreCheck, loading: BackgroundModelLoader, folder: RunFolder | None,
+    ranks: Ranks, *, until: int | None, save: bool, startup: StartupTimer, trackers: Sequence[str],
 ) -> Iterator[Run]:  # fmt: skip
     """The run, restored from its newest checkpoint and ready for its next step. Leaving the block closes its files.
 
@@ -120,6 +121,7 @@ def assemble(
             precision=precision,
             plan=plan,
             store=data.train.store,
+            store_check=store_check,
             tokenizer=data.tokenizer,
             loader=loader,
             model=model,
@@ -139,7 +141,7 @@ def assemble(
         run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
         stack.enter_context(contextlib.closing(run.profiler))
         if folder is not None:
-            write_json(folder.path / "plan.json", describe_run(run))
+            write_hashed_json(folder.path / "plan.json", describe_run(run))
         print_summary(run)
         yield run
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.config import Config
+from whet.core import launch_env
+from whet.core.checksums import read_hashed_json
 from whet.core.console import silence_libraries
 from whet.core.errors import WhetError
 from whet.core.files import hash_json, read_json
@@ -22,6 +24,7 @@ from whet.data.plan.mixture import make_mixture, train_validation_split
 from whet.data.plan.planner import Plan, RunLength, plan_by_conversations, plan_by_rows
 from whet.data.prepare.build import PreparedStore, prepare_shard, prepare_store, require_all_shards
 from whet.data.prepare.store import MANIFEST, Store, find_overlap
+from whet.data.prepare.store_check import StoreCheck
 from whet.data.render.chat_tokenizer import ChatTokenizer, ConversationTokenizer, MarkedTextTokenizer
 from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
 from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
@@ -57,6 +60,11 @@ class RunData:
         some = self.train_documents[:: max(1, len(self.train_documents) // 10_000)]
         lengths = self.train.store.lengths[some].astype(np.float64)
         return float((lengths**2).sum() / max(1.0, lengths.sum()))
+
+    def check(self) -> StoreCheck:
+        """A check of the stores, to run in the background; the first process of a machine does it for all."""
+        stores = [self.train.store, *([] if self.validation is None else [self.validation])]
+        return StoreCheck(stores if launch_env.local_rank() == 0 else [])
 
     def stores(self) -> dict[str, str]:
         """The folders of the stores, by use."""
@@ -100,7 +108,7 @@ def load_ledger_data(config: Config, ledger: Path) -> RunData:
 
     A missing store is built again.
     """
-    known = read_json(ledger) if ledger.exists() else {"stores": {}, "today": None}
+    known = read_ledger(ledger) if ledger.exists() else {"stores": {}, "today": None}
     folders = {use: Path(folder) for use, folder in known["stores"].items()}
     held = config.data.validation
     expected = {"train"} if held is None else {"train", "validation"}
@@ -110,6 +118,11 @@ def load_ledger_data(config: Config, ledger: Path) -> RunData:
     train = PreparedStore(Store(folders["train"]), reused=True)
     validation = None if held is None or held.fraction is not None else Store(folders["validation"])
     return _select_documents(config, tokenizer, train, validation)
+
+
+def read_ledger(ledger: Path) -> dict[str, Any]:
+    """The content of ledger.json, if it is intact."""
+    return read_hashed_json(ledger, "Bring it back, or start a new run: run.dir=FOLDER")
 
 
 def _select_documents(
@@ -129,7 +142,7 @@ def _select_documents(
 def require_same_tokenizer(config: Config, ledger: Path) -> None:
     """Raise a WhetError if the tokenizer or chat template has changed since the run was trained: the model would still
     answer, but worse. Generation settings may change."""
-    known = read_json(ledger) if ledger.exists() else {}
+    known = read_ledger(ledger) if ledger.exists() else {}
     then = known.get("speech")
     manifest = Path(known.get("stores", {}).get("train", "")) / MANIFEST
     if then is None and manifest.is_file():  # a run from before ledgers had it

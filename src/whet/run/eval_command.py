@@ -17,11 +17,11 @@ import torch
 
 from whet.checkpoint import directory
 from whet.config import Config, read_config
+from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.config import load_config
 from whet.core.console import set_quiet, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import read_json, write_json
 from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
 from whet.inference.tasks.load_tasks import load_tasks
@@ -33,7 +33,7 @@ from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.model_builder import build_loss_model, build_model, install_attention
-from whet.run.resume import changed_settings, recorded_template_date
+from whet.run.resume import changed_settings, recorded_template_date, warn_about_edited_config
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
@@ -121,6 +121,7 @@ def _evaluation_config(request: EvaluationRequest) -> Config:
     path, _ = run
     data = [] if request.data is None else [f"data.validation={json.dumps({'sources': [{'path': request.data}]})}"]
     config = read_config(path / "config.yaml", [*request.config_overrides(), *data]).with_folder(path)
+    warn_about_edited_config(path)
     changed = [key for key, _, _ in changed_settings(path, config) if not key.startswith("data.validation")]
     if changed:
         raise WhetError(
@@ -134,7 +135,8 @@ def _other_task_results(request: EvaluationRequest, config: Config, ranks: Ranks
     """The results of --against on the same tasks: from a file, or by evaluating the other model."""
     assert request.against is not None
     if request.against.endswith(".json"):
-        return results_from_json(read_json(Path(request.against)), request.against)
+        scored = read_hashed_json(Path(request.against), "Evaluate that model again: whet eval")
+        return results_from_json(scored, request.against)
     other = dataclasses.replace(request, reference=request.against, data=None, overrides=(), tasks=None)
     other_config = _evaluation_config(other).model_copy(update={"eval": config.eval})
     return _evaluate_reference(other, other_config, ranks, with_loss=False).task_results
@@ -188,8 +190,11 @@ def _run_data(path: Path, config: Config) -> RunData:
 def _validation_losses(
     config: Config, data: RunData, model: torch.nn.Module, ranks: Ranks, precision: PrecisionPolicy
 ) -> dict[str, float]:
-    root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
-    return evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device))
+    with data.check() as store_check:
+        root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
+        losses = evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device))
+        store_check.require_intact()
+    return losses
 
 
 def _evaluate_model(reference: str, config: Config, ranks: Ranks, with_loss: bool) -> EvaluationResult:
@@ -229,7 +234,7 @@ def _result_file(request: EvaluationRequest, found: EvaluationResult) -> Path | 
 def _write_result(file: Path, result: dict[str, Any], task_results: list[TaskResult]) -> dict[str, str]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**result, "scored": results_to_json(task_results)})
+        write_hashed_json(file, {**result, "scored": results_to_json(task_results)})
     except OSError as error:
         warn(f"{file}: cannot write ({error.strerror}); the result is not saved")
         return {}

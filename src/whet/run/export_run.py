@@ -12,13 +12,14 @@ from torch import Tensor
 from whet.checkpoint import directory
 from whet.checkpoint.load import CheckpointWeights, verify_checkpoint
 from whet.config import Config
+from whet.core.checksums import read_hashed_json
 from whet.core.console import info, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import read_json, write_json
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
-from whet.exporting.exporter import verify_export, write_export
+from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings, choose_dtype
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
@@ -76,7 +77,8 @@ def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificat
     require_same_tokenizer(config, path / "ledger.json")
     data = load_ledger_data(config, path / "ledger.json")
     is_final = step == read_status(path).get("steps")
-    return export_model(config, data, request, step, init_distributed(), is_final)
+    with data.check():
+        return export_model(config, data, request, step, init_distributed(), is_final)
 
 
 def check_export(reference: str, folder: Path) -> Certificate:
@@ -91,16 +93,20 @@ def check_export(reference: str, folder: Path) -> Certificate:
             f"{folder / 'certificate.json'}: the key {missing[0]} is missing. Export again: whet export {reference}"
         )
     kind = recorded["kind"]
+    if kind not in EXPORT_FORMATS or not isinstance(recorded["files"], dict):
+        raise WhetError(f"{folder / 'certificate.json'}: not the certificate of an export. Export again")
     step = directory.resolve_step(path / "checkpoints", str(recorded["step"]))
     require_same_tokenizer(config, path / "ledger.json")
     data = load_ledger_data(config, path / "ledger.json")
     request = ExportRequest(kind, None if kind == "adapter" else recorded["dtype"])
-    spec = _build_spec(config, data, request, kind, step, init_distributed())
-    certificate = verify_export(spec, kind, folder, _probe_conversations(data))
+    with data.check():
+        spec = _build_spec(config, data, request, kind, step, init_distributed())
+        certificate = verify_export(spec, kind, folder, _probe_conversations(data))
     changed = sorted(name for name, digest in recorded["files"].items() if certificate.files.get(name) != digest)
-    if changed:  # a few conversations do not exercise every weight. The next check must find the change again.
+    certificate = dataclasses.replace(certificate, files=recorded["files"])  # the next check finds a change again
+    if changed:  # a few conversations do not exercise every weight
         reasons = [*certificate.reasons, f"{', '.join(changed)} changed since the export"]
-        certificate = dataclasses.replace(certificate, verified=False, reasons=reasons, files=recorded["files"])
+        certificate = dataclasses.replace(certificate, verified=False, reasons=reasons)
     write_json(folder / "certificate.json", certificate.as_dict())
     if not certificate.verified:
         raise ExportMismatchError(
@@ -142,7 +148,8 @@ def _build_spec(
 def _with_recorded_precision(config: Config) -> Config:
     """Replace train.precision = auto by its value in training, so that an export is the same on any machine."""
     plan = config.folder / "plan.json"
-    precision = read_json(plan).get("precision") if plan.exists() else None
+    remedy = f"Delete it and give the precision of the run: train.precision in {config.folder / 'config.yaml'}"
+    precision = read_hashed_json(plan, remedy).get("precision") if plan.exists() else None
     if config.train.precision != "auto" or precision is None:
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})

@@ -67,24 +67,26 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
             info(f"{config.folder}: there is nothing to resume; the run starts at step 0")
         with run_while_waiting(loading.start):
             data = prepare_data(config, recorded_template_date(config.folder))
-        if folder is not None:
-            write_run_inputs(folder, config, data)
-        digests = store_digests(data) if world_size > 1 else {}
-        PHASE.enter("joining the process group")
-        ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S)
-        with process_group(ranks):
-            hang_detector.start()
-            with report_failures(config.folder, rank, world_size), advise_on_out_of_memory():
-                require_consistent_ranks(config.folder, digests, ranks)  # rank 0 has written the plan by now
-                startup.end_phase("prepare_s")
-                with assemble(
-                    config, data, loading, folder, ranks, until=until, save=save, startup=startup, trackers=trackers
-                ) as run:
-                    train(run)
-            hang_detector.close()
-        if folder is not None:  # the other processes have left: none waits in a collective for the export
-            with report_failures(config.folder, rank, world_size):
-                _finish(run, data, folder)
+        with data.check() as store_check:
+            if folder is not None:
+                write_run_inputs(folder, config, data)
+            digests = store_digests(data) if world_size > 1 else {}
+            PHASE.enter("joining the process group")
+            ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S)
+            with process_group(ranks):
+                hang_detector.start()
+                with report_failures(config.folder, rank, world_size), advise_on_out_of_memory():
+                    require_consistent_ranks(config.folder, digests, ranks)  # rank 0 has written the plan by now
+                    startup.end_phase("prepare_s")
+                    with assemble(
+                        config, data, store_check, loading, folder, ranks, until=until, save=save, startup=startup,
+                        trackers=trackers,
+                    ) as run:  # fmt: skip
+                        train(run)
+                hang_detector.close()
+            if folder is not None:  # the other processes have left: none waits in a collective for the export
+                with report_failures(config.folder, rank, world_size):
+                    _finish(run, data, folder)
 
 
 @contextlib.contextmanager

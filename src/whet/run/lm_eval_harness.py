@@ -17,6 +17,7 @@ from whet.core.files import read_json
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.tokenizer import load_tokenizer
+from whet.model.load.weight_files import require_certified_files
 from whet.run.export_run import ExportRequest, export_run
 from whet.run.load_models import find_run
 
@@ -72,6 +73,7 @@ def _model_folder(reference: str) -> str:
         certificate = read_json(export / "certificate.json")
         newest = directory.resolve_step(path / "checkpoints", step)
         if certificate.get("verified") and certificate.get("step") == newest:
+            require_certified_files(export)
             return str(export)
     return str(export_run(reference, ExportRequest())[0])
 

@@ -30,7 +30,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.resize_embeddings import resize_embeddings_
 from whet.model.load.tokenizer import load_tokenizer
-from whet.model.load.weight_files import load_error, locate_model, require_files_inside
+from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
 from whet.model.lora.adapter_folder import (
     attach_adapters,
     base_model_of,
@@ -43,6 +43,7 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.model_builder import build_model
+from whet.run.resume import warn_about_edited_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision
 
@@ -65,7 +66,9 @@ def read_run_config(path: Path) -> Config:
     """The configuration of a run, with the folder where it is now."""
     if not (path / "config.yaml").exists():
         raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
-    return read_config(path / "config.yaml").with_folder(path)
+    config = read_config(path / "config.yaml").with_folder(path)
+    warn_about_edited_config(path)
+    return config
 
 
 def load_checkpoint_model(
@@ -237,6 +240,7 @@ def _load_with_device_map(config: ModelConfig) -> nn.Module:
 
     place = locate_model(config.path)
     require_files_inside(place)
+    require_certified_files(Path(place))
     try:
         return AutoModelForCausalLM.from_pretrained(
             place, revision=config.revision, trust_remote_code=config.trust_remote_code,

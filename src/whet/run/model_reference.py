@@ -16,6 +16,7 @@ from whet.core.errors import WhetError
 from whet.core.files import file_lock, read_json
 from whet.core.launch_env import RANK_VARIABLES
 from whet.core.run_folder import parse_run_reference
+from whet.model.load.weight_files import require_certified_files
 
 
 def resolve_model_reference(config: Config) -> Config:
@@ -31,6 +32,7 @@ def resolve_model_reference(config: Config) -> Config:
     run, which = found
     before = _recorded_model(config, run, which)
     if before is not None:
+        require_certified_files(before)
         return _with_model(config, before)
     step = directory.resolve_step(run / "checkpoints", which)
     with file_lock(run / "exports" / f".{directory.checkpoint_name(step)}.lock"):
@@ -38,6 +40,7 @@ def resolve_model_reference(config: Config) -> Config:
         if folder is None:
             info(f"model.path: {config.model.path}: exporting the weights after step {step}")
             folder = _export_in_subprocess(run, step)
+    require_certified_files(folder)
     return _with_model(config, folder.resolve())
 
 
@@ -55,7 +58,7 @@ def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
     certificate = folder / "certificate.json"
     if folder.parent != (run / "exports").resolve() or not certificate.exists():
         return None
-    return folder if which in ("latest", "best", str(read_json(certificate)["step"])) else None
+    return folder if which in ("latest", "best", str(read_json(certificate).get("step"))) else None
 
 
 def _parse_run_reference(path: str) -> tuple[Path, str] | None:

@@ -9,12 +9,14 @@ from typing import Any
 
 from whet.checkpoint import directory
 from whet.config import Config
+from whet.core.checksums import write_hashed_json
+from whet.core.console import warn
 from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
-from whet.core.files import atomic_dir, atomic_write, read_json, write_json
+from whet.core.files import atomic_dir, atomic_write, hash_json
 from whet.core.run_folder import RunFolder
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested
 from whet.core.yaml import read_yaml
-from whet.run.data import RunData, make_plan
+from whet.run.data import RunData, make_plan, read_ledger
 
 
 @contextlib.contextmanager
@@ -84,6 +86,20 @@ def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     return _differences(read_yaml(path / "config.yaml").plain(), config.resolved())
 
 
+_HASH_COMMENT = "# hash: "
+"""The last line of config.yaml has the hash of those above."""
+
+
+def warn_about_edited_config(path: Path) -> None:
+    """Print a warning if the config.yaml of a run is not what the run wrote."""
+    text, mark, digest = (path / "config.yaml").read_text().rpartition(_HASH_COMMENT)
+    if mark and digest.strip() != hash_json(text):
+        warn(
+            f"{path / 'config.yaml'} was changed after the run wrote it, so the result may not be the run's. If you "
+            "did not edit it, restore it: `config` in checkpoints/*/manifest.json has the original"
+        )
+
+
 def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     """Write configuration, ledger and plan before training. config.yaml comes first: it makes the folder a run."""
     path = folder.path
@@ -95,8 +111,9 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
             f"{path}/ledger.json is gone, so it cannot be known whether the data is still the same. Bring it back, or "
             "start a new run: run.dir=FOLDER"
         )
-    atomic_write(path / "config.yaml", config.dump())
-    write_json(path / "ledger.json", data.ledger())
+    text = config.dump()
+    atomic_write(path / "config.yaml", f"{text}{_HASH_COMMENT}{hash_json(text)}\n")
+    write_hashed_json(path / "ledger.json", data.ledger())
     if not (path / "plan").exists():
         with atomic_dir(path / "plan") as temporary:
             make_plan(config, data).save(temporary)
@@ -104,7 +121,7 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
 
 def _require_same_data(path: Path, data: RunData) -> None:
     """The plan refers to conversations by index: other data would change their meaning."""
-    then, now = read_json(path / "ledger.json")["stores"], data.stores()
+    then, now = read_ledger(path / "ledger.json")["stores"], data.stores()
     if {use: Path(store).name for use, store in then.items()} != {use: Path(store).name for use, store in now.items()}:
         raise WhetError(
             f"{path}: the data is not what it was when this run began (a file, the tokenizer or its template changed), "
@@ -115,4 +132,4 @@ def _require_same_data(path: Path, data: RunData) -> None:
 def recorded_template_date(path: Path) -> str | None:
     """The date with which the run's chat template was rendered, if the run exists and the template uses one."""
     ledger = path / "ledger.json"
-    return read_json(ledger)["today"] if ledger.exists() else None
+    return read_ledger(ledger)["today"] if ledger.exists() else None

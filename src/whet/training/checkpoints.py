@@ -16,10 +16,10 @@ from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
 from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.config import Config
+from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.files import read_json, write_json
 from whet.model.load.weight_files import weights_hash
 from whet.model.loss.loss_model import LossModel
 from whet.training.loss_scale import LossScaler
@@ -31,20 +31,30 @@ _PACKAGES = ("whet", "torch", "transformers", "peft", "safetensors", "numpy")
 
 
 def save_is_due(run: Run) -> bool:
-    """By rank 0's clock (checkpoint.minutes). A save that failed asks for the next, which raises its error on every
-    rank."""
+    """By rank 0's clock (checkpoint.minutes). A save that failed, or a damaged store, asks for the next one, which
+    raises the error on every rank."""
     if run.saver is None or not run.ranks.is_main:
         return False
     minutes = run.config.checkpoint.minutes
     is_late = minutes is not None and time.monotonic() - run.saver.last_saved >= 60 * minutes
-    return is_late or run.saver.has_failed
+    return is_late or run.saver.has_failed or run.store_check.has_failed
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save the state after `run.step` steps; a thread writes it in the background."""
+    """Save the state after `run.step` steps, unless it was trained on damaged data; a thread writes it in the
+    background."""
     if run.saver is not None:
+        _require_intact_stores(run)
         state = {"seen": asdict(run.totals), "loss_scale": asdict(run.loss_scaler), **run.output.sizes}
         run.saver.save(run.step, state)
+
+
+def _require_intact_stores(run: Run) -> None:
+    """Machines may have stores of their own: all ranks raise the same error."""
+    damage = run.store_check.result()
+    found = run.ranks.all_gather([] if damage is None else [str(damage)])
+    if found:
+        raise WhetError(found[0])
 
 
 def wait_for_save(run: Run) -> None:
@@ -179,9 +189,12 @@ def _package_versions() -> dict[str, str]:
 def read_excluded_steps(run: Path) -> list[tuple[int, int]]:
     """The first and the last step that each rollback of a run excluded."""
     file = run / "faults" / "passed_over.json"
-    return [(first, last) for first, last in read_json(file)["steps"]] if file.exists() else []
+    if not file.exists():
+        return []
+    steps = read_hashed_json(file, "Bring it back: the run would repeat steps that a rollback excluded")["steps"]
+    return [(first, last) for first, last in steps]
 
 
 def write_excluded_steps(run: Path, excluded: list[tuple[int, int]]) -> None:
     (run / "faults").mkdir(exist_ok=True)
-    write_json(run / "faults" / "passed_over.json", {"steps": excluded})
+    write_hashed_json(run / "faults" / "passed_over.json", {"steps": excluded})

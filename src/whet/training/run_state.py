@@ -15,6 +15,7 @@ from whet.core.distributed import Ranks
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
+from whet.data.prepare.store_check import StoreCheck
 from whet.inference.tasks.task import AnsweredExample
 from whet.model.flops import StepFlops
 from whet.model.loss.loss_model import LossModel
@@ -41,6 +42,8 @@ class Run:
     plan: Plan
     store: Store
     """The prepared training conversations."""
+    store_check: StoreCheck
+    """Runs in the background; no checkpoint is saved before it is complete."""
     tokenizer: PreTrainedTokenizerFast
     loader: Loader
     model: LossModel

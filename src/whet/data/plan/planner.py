@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.core.errors import WhetError, os_error
-from whet.core.files import read_json, write_json
+from whet.core.checksums import find_damage, hash_files, read_hashed_json, write_hashed_json
+from whet.core.errors import WhetError, first_line, os_error
 from whet.data.plan.mixture import Mixture
 from whet.data.plan.packing import cumulative_offsets, index_dtype, pack_rows, pack_within_steps
 
@@ -69,21 +69,30 @@ class Plan:
         return self.documents[self.rows[self.steps[step]] : self.rows[self.steps[step + 1]]]
 
     def save(self, folder: Path) -> None:
-        for name in _ARRAYS:
-            np.save(folder / f"{name}.npy", getattr(self, name))
-        write_json(folder / "sizes.json", asdict(self.stats))
+        """The three arrays; sizes.json has the totals and the checksums of all."""
+        files = [folder / f"{name}.npy" for name in _ARRAYS]
+        for name, file in zip(_ARRAYS, files, strict=True):
+            np.save(file, getattr(self, name))
+        write_hashed_json(folder / "sizes.json", {**asdict(self.stats), "checksums": hash_files(folder, files)})
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """Load a saved plan, memory-mapped."""
+        """Load a saved plan, memory-mapped, if its files are intact; earlier versions saved no checksums."""
+        remedy = f"The plan is damaged: delete the folder {folder}; --resume then computes it again"
+        sizes = read_hashed_json(folder / "sizes.json", remedy)
+        damage = find_damage(folder, sizes.pop("checksums", {}))
+        if damage:
+            raise WhetError(f"{damage[0]}. {remedy}")
         try:
-            documents, rows, steps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
-            stats = PlanStats(**read_json(folder / "sizes.json"))
-        except (OSError, ValueError, EOFError, TypeError, WhetError) as error:
+            arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
+            if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays):
+                raise ValueError("not lists of integers")
+            documents, rows, steps = arrays
+            return cls(documents, rows, steps, PlanStats(**sizes))
+        except Exception as error:  # a damaged header can raise almost anything
             raise os_error(error, "opening the plan", folder) or WhetError(
-                f"{folder}: the plan is damaged ({error}). Delete the folder; --resume then computes it again"
+                f"{folder}: {first_line(error)}. {remedy}"
             ) from None
-        return cls(documents, rows, steps, stats)
 
 
 def packing_efficiency(plan: Plan, row_length: int) -> float:

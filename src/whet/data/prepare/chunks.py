@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_write
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Origin
@@ -76,18 +76,30 @@ class Chunk:
 
 
 class SavedChunk:
-    """A chunk file; arrays are read on access."""
+    """A chunk file; arrays are read on access, and each has a CRC, which zip files do."""
 
     def __init__(self, path: Path) -> None:
-        self._arrays = np.load(path, allow_pickle=False)
-        about = json.loads(bytes(self._arrays["about"]))
+        self._path = path
+        try:
+            self._arrays = np.load(path, allow_pickle=False)
+        except Exception as error:  # a damaged file can raise almost anything
+            raise self._damage(error) from None
+        about = json.loads(bytes(self["about"]))
         self.source: int = about["source"]
         self.files: list[str] = about["files"]
         self.account = Account.restore(about["account"])
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        found: NDArray[Any] = self._arrays[name]
+        try:
+            found: NDArray[Any] = self._arrays[name]
+        except Exception as error:
+            raise self._damage(error) from None
         return found
+
+    def _damage(self, error: Exception) -> WhetError:
+        return os_error(error, "merging the prepared data", self._path) or WhetError(
+            f"{self._path}: damaged ({first_line(error)}). Start again: the data is prepared anew"
+        )
 
     def close(self) -> None:
         self._arrays.close()

@@ -3,7 +3,7 @@
 tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
 origin.npy        (file, line) of each        targets.npy     number of targets of each
 hashes.npy        identify duplicates         tokenizer.json  what the ids mean
-manifest.json     written last: present means complete
+manifest.json     written last: present means complete; has the checksums of all files and of itself
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whet.core.checksums import FileRecords, hash_files, read_hashed_json, write_hashed_json
 from whet.core.errors import WhetError, os_error
-from whet.core.files import read_json, write_json
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
 from whet.data.render.renderer import Rendered
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MANIFEST = "manifest.json"
+_CHECKSUM_BLOCK = 2**26  # bytes; blocks are hashed in parallel
 
 
 class StoreWriter:
@@ -65,7 +66,8 @@ class StoreWriter:
         np.save(self._folder / "origin.npy", np.concatenate([np.empty((0, 2), np.int64), *self._origins]))
         np.save(self._folder / "targets.npy", np.concatenate([np.empty(0, np.int32), *self._targets]))
         np.save(self._folder / "hashes.npy", np.concatenate([np.empty(0, np.uint64), *self._hashes]))
-        write_json(self._folder / MANIFEST, manifest)
+        checksums = hash_files(self._folder, self._folder.iterdir(), _CHECKSUM_BLOCK)
+        write_hashed_json(self._folder / MANIFEST, {**manifest, "checksums": checksums})
 
 
 class Store:
@@ -75,20 +77,25 @@ class Store:
         if not (folder / MANIFEST).exists():
             raise WhetError(f"{folder}: no complete store here ({MANIFEST} is missing); run `whet prepare` again")
         self.folder = folder
-        self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        self.manifest = read_hashed_json(folder / MANIFEST, f"Delete the folder {folder} and prepare the data again")
         try:
             self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
         except WhetError as error:
             raise WhetError(f"{error}. Delete the folder {folder} and prepare the data again") from None
-        self._origins: NDArray[np.int64] = _load_array(folder / "origin.npy")
-        self.targets: NDArray[np.int32] = _load_array(folder / "targets.npy")
-        self.hashes: NDArray[np.uint64] = _load_array(folder / "hashes.npy")
+        self._origins: NDArray[np.int64] = _load_array(folder / "origin.npy", np.int64, 2)
+        self.targets: NDArray[np.int32] = _load_array(folder / "targets.npy", np.int32)
+        self.hashes: NDArray[np.uint64] = _load_array(folder / "hashes.npy", np.uint64)
         counts = {len(part) for part in (self._tokens, self._loss, self._origins, self.targets, self.hashes)}
         if len(counts) > 1:
             raise WhetError(f"{folder}: its files disagree on the number of documents; delete it and prepare again")
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def checksums(self) -> FileRecords:
+        """Of all files but the manifest; empty for a store of an earlier version."""
+        return dict(self.manifest.get("checksums", {}))
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -140,10 +147,13 @@ class Store:
         return content_hash(parts) == int(self.hashes[numbers[0]])
 
 
-def _load_array(path: Path) -> Any:
+def _load_array(path: Path, dtype: type[np.generic], dimensions: int = 1) -> Any:
     try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if array.dtype != dtype or array.ndim != dimensions:
+            raise ValueError(f"{array.ndim} dimensions of {array.dtype}")
+        return array
+    except Exception as error:  # a damaged header can raise almost anything
         raise os_error(error, "opening prepared data", path) or WhetError(
             f"{path}: missing or damaged; delete its folder and prepare the data again"
         ) from None

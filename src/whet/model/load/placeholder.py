@@ -15,7 +15,7 @@ from whet.core.files import read_json
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model, set_experts_for_dtype
 from whet.model.load.random_models import is_random_model, random_model_config
-from whet.model.load.weight_files import load_error, locate_model, require_files_inside
+from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of dtypes whose values need no scale."""
@@ -34,6 +34,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         require_files_inside(str(folder))
+        require_certified_files(folder)
         index = folder / "model.safetensors.index.json"
         names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.resize_embeddings import add_token_rows_
-from whet.model.load.weight_files import load_error, locate_model, require_files_inside
+from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
@@ -26,6 +28,7 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
         return _init_random_model(config, dtype, device or torch.device("cpu"))
     place = locate_model(config.path)
     require_files_inside(place)
+    require_certified_files(Path(place))
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             place, revision=config.revision, trust_remote_code=config.trust_remote_code,

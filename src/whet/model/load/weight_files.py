@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from whet.core import launch_env
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json
 from whet.model.config import ModelConfig
@@ -62,6 +63,38 @@ def require_files_inside(path: str) -> None:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise WhetError(f"{index}: it names the file {name}, which is outside of the folder. Do not trust it")
 
+
+# A folder that whet exported, merged or imported has a certificate with the hashes of its files.
+
+_CERTIFICATE = "certificate.json"
+_NOT_CERTIFIED = (_CERTIFICATE, "README.md")
+
+
+def hash_model_folder(folder: Path) -> dict[str, str]:
+    """Path in the folder → hash of every file but the model card, which its owner may edit."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in _NOT_CERTIFIED)
+    with ThreadPoolExecutor(8) as pool:
+        hashes = list(pool.map(hash_file, files))
+    return {str(file.relative_to(folder)): digest for file, digest in zip(files, hashes, strict=True)}
+
+
+def require_certified_files(folder: Path) -> None:
+    """Raise a WhetError if a file has changed since the folder was certified. Folders without a certificate pass; the
+    first process of a machine does it for all."""
+    certificate = folder / _CERTIFICATE
+    if not certificate.is_file() or launch_env.local_rank() != 0:
+        return
+    content = read_json(certificate)
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        raise WhetError(f"{certificate}: the key files is missing. {_EXPORT_AGAIN}")
+    found = hash_model_folder(folder)
+    changed = sorted(name for name, digest in files.items() if found.get(name) != digest)
+    if changed:
+        raise WhetError(f"{folder / changed[0]}: missing or altered since the export (hash mismatch). {_EXPORT_AGAIN}")
+
+
+_EXPORT_AGAIN = f"Export the model again; if you changed it on purpose, delete {_CERTIFICATE} beside it"
 
 _PREFETCH_BYTES = 2**26
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
+from whet.model.load.weight_files import require_certified_files
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -38,6 +39,7 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
     for number, (name, folder) in enumerate(adapters.items()):
         if not (folder / _CONFIG_FILE).exists():
             raise WhetError(f"--adapter: {name}={folder}: not an adapter folder: it has no {_CONFIG_FILE}")
+        require_certified_files(folder)
         named = _read_adapter_config(folder).get("base_model_name_or_path")
         if named and Path(str(named)).name != Path(base).name and ":" not in base:
             warn(f"{folder}: trained on {named}, not {base}; on another model its output is unpredictable")
