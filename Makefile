@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Debian packages that some tests use. Without them `make test` passes too and lists the tests it skipped.
-SYSTEM_PACKAGES := chromium iproute2
+SYSTEM_PACKAGES := bubblewrap chromium iproute2
 
 .PHONY: help demo test test-all test-gpu lint bench docs system-deps clean
 

@@ -111,7 +111,8 @@ class EvalConfig(Section):
     sandbox: Literal["strict", "limits"] = Field(
         default="strict",
         description="How generated code runs. strict: without network or access to this machine's files, and not at "
-        "all if the system does not permit such a sandbox. limits: only time and memory are limited.",
+        "all if the system does not permit such a sandbox. limits: with limits on time, memory and system calls, "
+        "but in reach of this machine's files and processes.",
     )
     best: str = Field(
         default="val_loss",
