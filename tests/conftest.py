@@ -255,12 +255,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Which tests the missing Debian packages would have enabled, by package."""
+    """What tests have counted, and which tests the missing Debian packages would have enabled, by package."""
     missing: dict[str, list[str]] = {}
     for report in terminalreporter.stats.get("skipped", []):
         _, found, package = str(report.longrepr[2]).partition(_NEEDS)
         if found:
             missing.setdefault(package, []).append(report.nodeid)
+    shown = [value for report in terminalreporter.stats.get("passed", []) for _, value in report.user_properties]
+    if shown:
+        terminalreporter.section("counted")
+        for line in shown:
+            terminalreporter.write_line(line)
     if missing:
         terminalreporter.section("`make system-deps` would enable")
         for package, tests in sorted(missing.items()):

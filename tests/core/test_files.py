@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from whet.core import files
 from whet.core.errors import WhetError
 from whet.core.files import (
     JsonLinesWriter,
@@ -135,6 +139,61 @@ def test_leftovers_of_a_killed_process_do_not_get_into_the_folder(tmp_path: Path
     with atomic_dir(tmp_path / "store") as temporary:
         (temporary / "f").touch()
     assert names(tmp_path / "store") == ["f"]
+
+
+def die_in_replacement(target: Path, moment: int, exchanges: bool) -> bool:
+    """Replace the folder in a process that dies before the given rename or deletion; tells whether it came so far."""
+    pid = os.fork()
+    if pid == 0:
+        if not exchanges:
+            files._exchange = lambda *_: False
+        moments = itertools.count()
+        for owner, name in ((Path, "rename"), (files, "_exchange"), (os, "unlink"), (os, "rmdir")):
+            setattr(owner, name, _dying(getattr(owner, name), moments, moment))
+        with atomic_dir(target) as temporary:
+            (temporary / "f").write_text("new")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def _dying(function: Any, moments: Iterator[int], moment: int) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(moments) == moment:
+            os._exit(9)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_is_never_lost_while_it_is_replaced(tmp_path: Path, exchanges: bool) -> None:
+    """With an exchange of names it is always there; without, the next writer puts it back."""
+    moment, died = 0, True
+    while died:
+        target = tmp_path / str(moment) / "export"
+        target.mkdir(parents=True)
+        (target / "f").write_text("old")
+        died = die_in_replacement(target, moment, exchanges)
+        if exchanges:
+            assert (target / "f").read_text() in ("old", "new")
+        with pytest.raises(_BreakError), atomic_dir(target):
+            raise _BreakError
+        assert (target / "f").read_text() in ("old", "new")
+        assert names(target.parent) == ["export"]
+        moment += 1
+    assert (target / "f").read_text() == "new"
+    assert moment > 3
+
+
+def test_an_export_that_an_earlier_version_lost_is_put_back(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / f".export.old-{dead.pid}").mkdir()
+    (tmp_path / f".export.old-{dead.pid}" / "f").touch()
+    with pytest.raises(_BreakError), atomic_dir(tmp_path / "export"):
+        raise _BreakError
+    assert names(tmp_path / "export") == ["f"]
+    assert names(tmp_path) == ["export"]
 
 
 # JSON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -305,3 +306,51 @@ def test_the_owner_of_a_lock_is_written_once(tmp_path: Path) -> None:
     for _ in range(3):
         FolderLock(tmp_path).release()
     assert (tmp_path / "lock").read_text().count("pid") == 1
+
+
+def test_what_a_start_left_that_was_killed_before_its_config_is_no_other_file(tmp_path: Path) -> None:
+    for name in ("checkpoints", "logs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".config.yaml.elsewhere-12").write_text("half")
+    folder = RunFolder(tmp_path)
+    folder.require_empty()
+    folder.close()
+    (tmp_path / "checkpoints" / "mine").touch()
+    folder = RunFolder(tmp_path)
+    with pytest.raises(WhetError, match=r"not of a run \(checkpoints\)"):
+        folder.require_empty()
+    folder.close()
+
+
+def test_a_run_is_cleared_with_its_config_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("config.yaml", "ledger.json", "zebra"):
+        (tmp_path / name).touch()
+    (tmp_path / "plan").mkdir()
+    deleted: list[str] = []
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(run_module, "delete_atomically", lambda path: deleted.append(path.name))
+    folder.clear()
+    assert sorted(deleted) == ["config.yaml", "ledger.json", "plan", "zebra"]
+    assert deleted[-1] == "config.yaml"
+    folder.close()
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "emptied", "made again"])
+def test_a_folder_that_is_gone_is_noticed(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder(path)
+    (path / "config.yaml").touch()
+    folder.set_status("running", 1, 9)
+    if how == "moved":
+        path.rename(tmp_path / "other")
+    elif how == "emptied":
+        (path / "config.yaml").unlink()
+    else:
+        shutil.rmtree(path)
+    if how == "made again":
+        path.mkdir()
+        (path / "config.yaml").touch()
+    for write in (folder.require_present, lambda: folder.set_status("finished", 9, 9)):
+        with pytest.raises(WhetError, match=rf"{path}: the run folder was deleted or moved .* start the run again"):
+            write()
+    folder.release()

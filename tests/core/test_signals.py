@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from whet.core import signals as signals_module
 from whet.core.errors import StoppedError
 from whet.core.signals import StopRequested, collect_stop_signals, raise_on_stop_signals
 
@@ -16,7 +17,7 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_stop_signals_raise_like_ctrl_c_and_only_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with raise_on_stop_signals():
@@ -26,7 +27,7 @@ def test_stop_signals_raise_like_ctrl_c_and_only_once(number: signal.Signals) ->
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_signals_are_collected_and_a_second_ctrl_c_interrupts(number: signal.Signals) -> None:
     signals: list[int] = []
     told: list[int] = []
@@ -110,3 +111,31 @@ def test_a_failure_after_the_run_took_over_the_stop_keeps_its_name() -> None:
             send(signal.SIGTERM)
         with collect_stop_signals([], lambda: None):
             raise ValueError("its own")
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_disturbs_an_exit_that_has_begun(first: signal.Signals) -> None:
+    with raise_on_stop_signals():
+        with pytest.raises(KeyboardInterrupt):
+            send(first)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) * 5:
+            send(number)
+
+
+def test_a_ctrl_c_that_was_swallowed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals_module, "_REPEAT_S", 0.0)
+    with raise_on_stop_signals():
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                send(signal.SIGINT)
+        send(signal.SIGTERM)
+
+
+def test_under_nohup_a_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with raise_on_stop_signals(), collect_stop_signals([], lambda: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

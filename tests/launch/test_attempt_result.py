@@ -65,8 +65,8 @@ def test_a_requested_stop_is_75_with_a_checkpoint_or_by_a_program(tmp_path: Path
     assert ending(tmp_path, 1, failure(0, 130))[:2] == ("stopped", 130)
     assert ending(tmp_path, 1, failure(0, 75))[:2] == ("stopped", 75)  # before the first step
     assert read_attempt_result(tmp_path, -15, None, began=0.0, stop_requested=True, by_program=True).exit_code == 75
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-000010\n")
+    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000010" / "manifest.json").touch()
     assert ending(tmp_path, 1, failure(0, -15), stop_requested=True)[:2] == ("stopped", 75)
 
 
@@ -81,3 +81,38 @@ def test_a_status_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
 def test_the_step_is_that_of_the_last_complete_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_attempt_result(tmp_path, -9, None, began=0.0, stop_requested=False).step == 2
+
+
+def stopped_status(folder: Path) -> None:
+    """As a process leaves it that torchrun or a user has stopped."""
+    status = {
+        "state": "stopped",
+        "exit_code": 75,
+        "heartbeat": time.time(),
+        "reason": "stopped before a step was saved",
+    }
+    (folder / "status.json").write_text(json.dumps(status))
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV])
+def test_that_torchrun_stops_the_others_is_no_request(code: int, tmp_path: Path) -> None:
+    stopped_status(tmp_path)
+    found = ending(tmp_path, 1, failure(0, 75, "stopped on request"), failure(1, code, "killed"))
+    assert found == ("crashed", 3, 1, "killed")
+    assert ending(tmp_path, 1, failure(0, 75), failure(1, code), stop_requested=True)[:2] == ("stopped", 75)
+
+
+def test_an_error_of_one_rank_precedes_that_the_others_were_stopped(tmp_path: Path) -> None:
+    stopped_status(tmp_path)
+    found = ending(tmp_path, 1, failure(0, 75, "stopped on request"), failure(1, 1, "no such file"))
+    assert found == ("input", 1, 1, "no such file")
+    write_error_report(tmp_path, 1, "out of memory", 3)
+    found = ending(tmp_path, 1, failure(0, 75, "stopped on request"), failure(1, 3, "out of memory"))
+    assert found == ("crashed", 3, 1, "out of memory")
+
+
+def test_a_stop_requested_on_another_machine_is_a_stop_here(tmp_path: Path) -> None:
+    stopped_status(tmp_path)
+    assert ending(tmp_path, 1, failure(2, 3, "another process of this run exited"))[:2] == ("stopped", 75)
+    no_rank = failure(0, 1, "torchrun: the rendezvous is closed") | {"rank": None}
+    assert ending(tmp_path, 1, no_rank)[:2] == ("stopped", 75)

@@ -81,6 +81,21 @@ def test_sigterm_before_the_first_step_ends_with_75(
     assert_same(run.folder, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_before_the_first_step_is_restarted_not_stopped(rank: int, start: Any, recipe: str) -> None:
+    run = start.launch(recipe, *OPTIONS, *TWO, "train.steps=2")
+    until = time.monotonic() + 60
+    while not (run.folder / "config.yaml").exists():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    os.kill(run.worker(rank), signal.SIGKILL)
+    code, _, err = run.ended()
+    assert code == 0, err
+    assert [(line["kind"], line["then"]) for line in run.attempts] == [("crashed", "restart"), ("done", "end")]
+    assert run.status["state"] == "finished"
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stop_file_ends_a_launch_without_a_restart(processes: int, start: Any, recipe: str) -> None:
     run = start.launch(recipe, *OPTIONS, f"launch.processes={processes}")

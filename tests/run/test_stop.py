@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forkserver
 
 Exact = Callable[[Path], list[Any]]
 WEIGHTS = "exports/merged/model.safetensors"
@@ -126,3 +132,65 @@ def test_a_resumed_run_that_is_stopped_while_it_loads_keeps_its_steps(whet: Any,
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["step"], status["steps"]) == ("stopped", 2, 4)
     assert whet(*options, "--resume").code == 0
+
+
+def test_a_terminal_that_is_closed_stops_the_run_in_good_order(
+    recipe: str, tmp_path: Path, wait_for_lines: Any
+) -> None:
+    """The hangup is a signal, and from then on writing to the terminal fails."""
+    folder, (terminal, stderr) = tmp_path / "run", os.openpty()
+    command = [sys.executable, "-m", "whet", "train", recipe, f"run.dir={folder}", "train.steps=100000"]
+    with forkserver.Popen(command, stdin=stderr, stdout=stderr, stderr=stderr) as process:
+        os.close(stderr)
+        wait_for_lines(folder, 4)
+        os.close(terminal)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 75
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{status['step']:06d}\n"
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_twenty_mixed_signals_leave_a_true_status(
+    seed: int, recipe: str, tmp_path: Path, start: Any, whet: Any, wait_for_lines: Any
+) -> None:
+    draw = random.Random(seed)
+    folder = tmp_path / "run"
+    options = ["train", recipe, f"run.dir={folder}", "train.steps=100000", "checkpoint.every=2", "export.at_end=none"]
+    process = start(*options)
+    wait_for_lines(folder, draw.choice([1, 3, 6]))
+    for _ in range(20):
+        process.send_signal(draw.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]))
+        time.sleep(draw.choice([0.0, 0.001, 0.01, 0.05]))
+    _, err = process.communicate(timeout=60)
+    status = json.loads((folder / "status.json").read_text())
+    assert "Traceback" not in err
+    assert (status["state"], status["exit_code"]) == ("stopped", process.returncode), err
+    assert process.returncode in (75, 130)
+    assert whet(*options, "--resume", "--until", str(status["step"] + 1)).code == 0
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_run_folder_that_disappears_ends_the_run_with_a_plain_error(
+    how: str, whet: Any, recipe: str, tmp_path: Path, wait_for_lines: Any
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+
+    def remove() -> None:
+        wait_for_lines(folder, 4)
+        folder.rename(other)
+        if how == "deleted":
+            shutil.rmtree(other)
+
+    removing = threading.Thread(target=remove)
+    removing.start()
+    options = ["train", recipe, "train.steps=100000", "checkpoint.every=2", "export.at_end=none"]
+    ended = whet(*options, f"run.dir={folder}")
+    removing.join()
+    assert ended.code == 1
+    assert f"{folder}: the run folder was deleted or moved" in ended.err
+    assert "Traceback" not in ended.err
+    assert not folder.exists()
+    if how == "moved":
+        assert whet(*options, f"run.dir={other}", "--resume", "--until", "9").code == 0

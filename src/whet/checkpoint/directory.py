@@ -14,7 +14,7 @@ from pathlib import Path
 from whet.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest, write_manifest
 from whet.checkpoint.retention import Retention
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write, fsync_folder, require_disk_space
+from whet.core.files import atomic_write, delete_path, fsync_folder, put_back, require_disk_space
 from whet.core.retry import UnreadableError
 
 
@@ -74,11 +74,21 @@ def _best_step(folder: Path, known: list[int]) -> int:
     return int(step)
 
 
+def mark_latest(folder: Path) -> None:
+    """Point `latest` to the newest complete checkpoint, if there is one."""
+    newest = newest_checkpoint(folder)
+    if newest is not None:
+        _point(folder / "latest", newest.name)
+
+
 def mark_best(folder: Path, step: int) -> None:
     """Point `best` to this step."""
-    file, name = folder / "best", f"{checkpoint_name(step)}\n"
-    if not file.exists() or file.read_text() != name:
-        atomic_write(file, name)
+    _point(folder / "best", checkpoint_name(step))
+
+
+def _point(file: Path, name: str) -> None:
+    if not file.exists() or file.read_bytes() != f"{name}\n".encode():
+        atomic_write(file, f"{name}\n")
 
 
 def delete_checkpoints(folder: Path, steps: Iterable[int]) -> None:
@@ -112,17 +122,18 @@ def quarantine(folder: Path, step: int) -> Path:
     away = folder / f"damaged-{checkpoint_name(step)}"
     shutil.rmtree(away, ignore_errors=True)
     (folder / checkpoint_name(step)).rename(away)
-    kept = newest_checkpoint(folder)
-    if kept is not None:
-        atomic_write(folder / "latest", kept.name + "\n")
+    mark_latest(folder)
     fsync_folder(folder)
     return away
 
 
-def remove_incomplete(folder: Path) -> None:
-    """Delete what a killed process was writing or deleting."""
+def repair(folder: Path) -> None:
+    """After a kill: delete what was being written or deleted, and point `latest` to the newest checkpoint."""
+    for old in folder.glob(".step-*.old-*"):
+        put_back(folder / old.name.split(".")[1])
     for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        delete_path(leftover)
+    mark_latest(folder)
 
 
 def require_checkpoint_space(

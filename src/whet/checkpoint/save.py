@@ -26,7 +26,7 @@ from whet.core.checksums import FileRecords, hash_files
 from whet.core.console import warn
 from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, WhetError, describe_error, os_error
-from whet.core.files import atomic_write, replace_folder, require_disk_space
+from whet.core.files import replace_folder, require_disk_space
 from whet.core.signals import abandon_thread
 from whet.parallel.dtensor import local_tensor, shard_count
 from whet.parallel.fsdp import reshard
@@ -72,7 +72,7 @@ class CheckpointSaver:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks.world_size > 1 else None
         ignore_single_process_warning()
         if ranks.is_main:
-            directory.remove_incomplete(folder)
+            directory.repair(folder)
 
     def prepare_staging(self) -> None:
         """Allocate host memory for the first save in the background. Call it after the first optimizer step."""
@@ -171,8 +171,9 @@ class CheckpointSaver:
     def _prepare_folder(self, temporary: Path, parts: list[str], size: int) -> None:
         require_disk_space(self._folder, size + 2**20, "a checkpoint")
         shutil.rmtree(temporary, ignore_errors=True)
-        for part in parts:
-            (temporary / part).mkdir(parents=True)
+        self._folder.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
+        for folder in (temporary, *(temporary / part for part in parts)):
+            folder.mkdir()
 
     def _own_files(self, temporary: Path) -> list[Path]:
         """The files that this rank wrote: torch has the rank in their names. Rank 0 also writes the metadata."""
@@ -186,17 +187,17 @@ class CheckpointSaver:
         content["blocked_s"] = round(self.blocked_s, 3)
         write_manifest(temporary, {**content, "state": state, "files": files})
         replace_folder(temporary, self._folder / directory.checkpoint_name(step))
-        atomic_write(self._folder / "latest", directory.checkpoint_name(step) + "\n")
+        directory.mark_latest(self._folder)
         self._apply_retention()
 
     def _apply_retention(self) -> None:
         """Mark the best checkpoint and delete those that no rule keeps."""
         with self._retention_lock:
             steps = directory.list_steps(self._folder)
-            best = rank_by_score(steps, self._scores, self._lower_is_better)
+            kept = self._retention.steps_to_keep(steps, self._scores, self._lower_is_better)
+            best = rank_by_score(kept, self._scores, self._lower_is_better)
             if best:
                 directory.mark_best(self._folder, best[0])
-            kept = self._retention.steps_to_keep(steps, self._scores, self._lower_is_better)
             directory.delete_checkpoints(self._folder, [step for step in steps if step not in kept])
             if self._optimizers == "newest":
                 directory.drop_optimizer_state(self._folder, sorted(kept)[:-_KEPT_OPTIMIZER_STATES])

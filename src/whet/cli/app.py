@@ -28,7 +28,7 @@ from whet.cli import (
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
 from whet.core.errors import ExitCode
 from whet.core.launch_env import started_by_torchrun
-from whet.core.signals import exit_process, terminate_with_parent
+from whet.core.signals import exit_process, keep_exit_undisturbed, terminate_with_parent
 
 app = typer.Typer(
     name="whet",
@@ -80,6 +80,7 @@ def main() -> None:
     """The entry point of the `whet` command."""
     if started_by_torchrun():
         terminate_with_parent()
+    keep_exit_undisturbed()
     try:
         _run_app()
     except SystemExit as ended:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +25,7 @@ def demo(
     """
     from whet.config import read_config
     from whet.core.console import info
+    from whet.core.files import delete_atomically
     from whet.core.imports import import_without_gc
     from whet.core.run_folder import RunFolder, read_status
     from whet.report.html_report import write_report
@@ -37,7 +37,7 @@ def demo(
     config = read_config(recipe).with_folder(folder)
     if fresh and (folder / "config.yaml").exists():
         RunFolder(folder).close()  # raises if another process uses it
-        shutil.rmtree(folder)
+        delete_atomically(folder)
     if read_status(folder).get("state") != "finished":
         with import_without_gc():
             from whet.run.lifecycle import run_training

@@ -30,7 +30,7 @@ def launch(
     """Train on all devices of this machine, or of several machines, with restarts after a crash.
 
     A run that crashes continues from its newest checkpoint, up to launch.max_restarts times. For several machines
-    (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM and SIGUSR1 save and stop.
+    (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM, SIGUSR1, SIGHUP save and stop.
     """
     from whet.config import read_config
     from whet.core.console import info, print_error, print_result

@@ -45,7 +45,41 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
 
-_console = SafeConsole(stderr=True, soft_wrap=not sys.stderr.isatty())
+class _Stderr:
+    """sys.stderr as long as its terminal or pipe exists. After a hangup or `| head`, what follows goes to /dev/null and
+    the command goes on: a run must not fail because nobody reads its messages."""
+
+    rich_proxied_file = property(lambda self: self)  # rich would write to what is behind this
+
+    @property
+    def _stream(self) -> Any:
+        """sys.stderr itself, which rich replaces while it shows a progress bar."""
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except OSError:
+            self._detach()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._detach()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _detach(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+_stderr: Any = _Stderr()
+_console = SafeConsole(file=_stderr, stderr=True, soft_wrap=not sys.stderr.isatty())
 _quiet = False
 _LOG_INTERVAL_S = 20.0
 
@@ -83,12 +117,12 @@ def warn(text: str) -> None:
 
 def print_error(text: str) -> None:
     """Print the error that a command ends with, despite --quiet."""
-    SafeConsole(stderr=True).print(mask_secrets(text), style="bold red")
+    SafeConsole(file=_stderr, stderr=True).print(mask_secrets(text), style="bold red")
 
 
 def print_traceback() -> None:
     """Print the traceback of the exception being handled, despite --quiet."""
-    SafeConsole(stderr=True).print(mask_secrets(traceback.format_exc()))
+    SafeConsole(file=_stderr, stderr=True).print(mask_secrets(traceback.format_exc()))
 
 
 def print_result(text: str, end: str = "\n") -> None:

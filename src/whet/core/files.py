@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import glob
 import hashlib
@@ -25,7 +26,7 @@ def cache_dir() -> Path:
 def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
     """Write `path` atomically: a reader, or a crash, sees the old content or the new one, never a part."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -55,25 +56,51 @@ def read_json(path: Path) -> Any:
         raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None
 
 
-def _temporary_path(path: Path) -> Path:
-    """A temporary name beside `path` with host and pid, after deleting those that dead processes of this host left."""
-    mine = f".{path.name}.{socket.gethostname()}-"
-    for left in path.parent.glob(f"{glob.escape(mine)}*"):
-        pid = left.name.removeprefix(mine)
-        if pid.isdecimal() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists():
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-    return path.with_name(f"{mine}{os.getpid()}")
+def temporary_path(path: Path) -> Path:
+    """A hidden name beside `path` with host and pid, after deleting those that killed processes of this host left."""
+    _clear_leftovers(path.parent, glob.escape(path.name))
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what killed processes of this host were writing in a folder that belongs to whet."""
+    _clear_leftovers(folder, "*")
+
+
+def _clear_leftovers(folder: Path, name: str) -> None:
+    for left in folder.glob(f".{name}.{glob.escape(socket.gethostname())}-*"):
+        if _is_of_dead_process(left):
+            delete_path(left)
+
+
+def _is_of_dead_process(temporary: Path) -> bool:
+    pid = temporary.name.rpartition("-")[2]
+    return pid.isdecimal() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists()
+
+
+def delete_path(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def delete_atomically(path: Path) -> None:
+    """Delete a file or a folder. It is renamed first: a reader, or a crash, sees all of it or nothing."""
+    temporary = temporary_path(path)
+    delete_path(temporary)
+    path.rename(temporary)
+    delete_path(temporary)
 
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `path` if the block succeeds and deleted if it raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_path(path)
-    shutil.rmtree(temporary, ignore_errors=True)
+    put_back(path)
+    temporary = temporary_path(path)
+    delete_path(temporary)
     temporary.mkdir()
     try:
         yield temporary
@@ -84,21 +111,48 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(temporary: Path, path: Path) -> None:
-    """Sync a complete folder to the disk and rename it to `path`, replacing an older one."""
+    """Sync a complete folder to the disk and give it the name `path`. An older folder of that name is there until the
+    new one is, whenever the process dies."""
     for file in temporary.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
     for folder in (*(entry for entry in temporary.rglob("*") if entry.is_dir()), temporary):
         fsync_folder(folder)
-    if path.exists():
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
-        path.rename(old)
+    if not path.exists():
         temporary.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
     else:
-        temporary.rename(path)
+        old = temporary
+        if not _exchange(temporary, path):
+            old = path.with_name(f".{path.name}.old-{os.getpid()}")
+            path.rename(old)  # after a kill right here, `put_back` undoes it
+            temporary.rename(path)
+        fsync_folder(path.parent)  # before the older one goes
+        delete_path(old)
     fsync_folder(path.parent)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically; False where the system or the file system cannot, such as NFS."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    code = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return bool(code == 0)
+
+
+def put_back(path: Path) -> None:
+    """If a process was killed while it replaced the folder `path` by two renames, give the older one its name back."""
+    for old in path.parent.glob(f".{glob.escape(path.name)}.old-*"):
+        if _is_of_dead_process(old):
+            if path.exists():
+                delete_path(old)
+            else:
+                old.rename(path)
 
 
 def fsync_folder(path: Path) -> None:

@@ -11,7 +11,6 @@ import datetime
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import whet
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
-from whet.core.files import read_json, write_json
+from whet.core.files import clear_leftovers, delete_atomically, read_json, write_json
 from whet.core.heartbeat import format_age
 
 RUN_FORMAT = 1
@@ -41,11 +40,15 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(path)
+            self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # while it is open, its inode is not reused
         except OSError as error:
             raise os_error(error, "opening the run folder", path) or WhetError(
                 f"run.dir: {path} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
             ) from None
-        self._was_empty = not self._entries()
+        self._was_empty, self._held_run = not self._entries(), self.holds_run()
+        if self._was_empty or self._held_run:
+            for folder in (path, *(entry for entry in path.iterdir() if entry.is_dir())):
+                clear_leftovers(folder)
         status = read_status(path)
         self._started = status.get("started") or time.time()
         self._heartbeat = 0.0
@@ -67,12 +70,40 @@ class RunFolder:
             )
 
     def _entries(self) -> list[str]:
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name != "lock")
+        return sorted(entry.name for entry in self.path.iterdir() if not _is_of_killed_start(entry))
+
+    def _is_gone(self) -> bool:
+        opened = os.fstat(self._handle)
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a file system that does not answer now may answer again
+            return False
+        return (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino) or (
+            self._held_run and not self.holds_run()
+        )
+
+    def gone_error(self) -> WhetError | None:
+        """An error if someone deleted, moved or emptied the folder since this process opened it."""
+        if not self._is_gone():
+            return None
+        return WhetError(
+            f"{self.path}: the run folder was deleted or moved while the run was writing to it. If you moved it, "
+            "continue it there: run.dir=FOLDER with --resume. If you deleted it, start the run again"
+        )
+
+    def require_present(self) -> None:
+        """Raise if the folder is gone: what is written from now on would be lost."""
+        if error := self.gone_error():
+            raise error
 
     def set_status(
         self, state: str, step: int, steps: int, exit_code: int | None = None, reason: str | None = None
     ) -> None:
         """Write status.json; `reason` tells why a run ended."""
+        self.require_present()
+        self._held_run = self._held_run or self.holds_run()
         self._heartbeat, self._step, self._steps = time.time(), step, steps
         write_json(
             self.path / "status.json",
@@ -104,11 +135,8 @@ class RunFolder:
         grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
         has_grown = any(file.exists() and file.stat().st_size for file in grown)
         if self._was_empty and not has_grown and not (keep and self.holds_run()):
-            for entry in self.path.iterdir():
-                if entry.is_dir():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
+            self.clear()
+            (self.path / "lock").unlink(missing_ok=True)
             for folder in self._made:
                 with contextlib.suppress(OSError):  # not empty: another run is in it
                     folder.rmdir()
@@ -116,9 +144,28 @@ class RunFolder:
             (self.path / "lock").unlink(missing_ok=True)
         self.close()
 
+    def clear(self) -> None:
+        """Delete everything but the lock, config.yaml last: after a kill, the rest is still a run, to be resumed or
+        cleared."""
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == "config.yaml"):
+            if entry.name != "lock":
+                delete_atomically(entry)
+
     def close(self) -> None:
         (self.path / "stop").unlink(missing_ok=True)  # it was meant for this run, not for the next
+        self.release()
+
+    def release(self) -> None:
+        """Give the folder up without changing anything in it."""
+        os.close(self._handle)
         self._lock.release()
+
+
+def _is_of_killed_start(entry: Path) -> bool:
+    """Whether a process that was killed before it wrote config.yaml may have left this."""
+    if entry.name == "checkpoints":  # earlier versions made it first
+        return entry.is_dir() and not any(entry.iterdir())
+    return entry.name in ("lock", "stop", "logs") or entry.name.startswith(".config.yaml.")
 
 
 def read_status(path: Path) -> dict[str, Any]:

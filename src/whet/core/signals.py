@@ -1,4 +1,4 @@
-"""Signals and process exit: SIGTERM, SIGUSR1 and Ctrl-C as stop requests, the parent's death, abandoned threads."""
+"""Signals and process exit: stop requests (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), the parent's death, abandoned threads."""
 
 from __future__ import annotations
 
@@ -8,55 +8,67 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Stop requests of other programs: schedulers send SIGTERM, Slurm warns with SIGUSR1. Ctrl-C is SIGINT."""
+from whet.core.errors import StoppedError
 
 STOPPED_BEFORE_CHECKPOINT = (
     "stopped before a step was saved. Start it again (whet train: with --resume): it starts over"
 )
 
 _Handlers = dict[signal.Signals, object]
+_REPEAT_S = 5.0  # for so long after an interrupt, another Ctrl-C does not disturb the exit
 _nesting = 0  # how many `raise_on_stop_signals` blocks are active
 _received: list[int] = []
+_exiting_since: float | None = None  # when a signal or an error began the exit
+_ends_process = False
 
 
 class StopRequested(KeyboardInterrupt):
     """Another program requested a stop and will start the run again. Whoever presses Ctrl-C may not."""
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Ctrl-C (SIGINT); SIGTERM of schedulers; SIGUSR1, Slurm's warning; SIGHUP of a closed terminal. One that this
+    process was started to ignore, as nohup does with SIGHUP, stays ignored."""
+    every = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    return [number for number in every if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
-    """Stop signals raise StopRequested, a KeyboardInterrupt, inside this block. Nested blocks do nothing.
+    """Stop signals raise StopRequested inside this block, Ctrl-C a KeyboardInterrupt. Nested blocks do nothing.
 
     Only the first raises: later ones find the process exiting already, and torchrun sends SIGTERM to every worker that
-    exits after the first. Code that is interrupted in the middle, such as an import, may fail in its own way; that
-    counts as the stop that it is.
+    exits after the first. A Ctrl-C some seconds later raises again, in case a library swallowed the first. Code that is
+    interrupted in the middle, such as an import, may fail in its own way; that counts as the stop that it is.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _received.append(number)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        _install_handler(STOP_SIGNALS, _ignore_signal)
-        raise StopRequested
+        if _exiting_since is None:
+            _received.append(number)
+        _raise_once(number)
 
-    global _nesting
-    before = {} if _nesting else _install_handler((signal.SIGINT, *STOP_SIGNALS), interrupt)
+    global _nesting, _exiting_since
+    before: _Handlers = {}
+    if not _nesting:
+        _exiting_since = None
+        before = _install_handler(interrupt)
     _nesting += 1
     try:
         yield
     except Exception as error:
-        if before and _received:
+        if before and _received and not isinstance(error, StoppedError):
             raise (KeyboardInterrupt if _received[-1] == signal.SIGINT else StopRequested) from error
         raise
     finally:
         _nesting -= 1
-        _restore_handlers(before)
-        if not _nesting:
+        if not _nesting and not (_ends_process and _exiting_since is not None):
+            _restore_handlers(before)
             _received.clear()
+            _exiting_since = None
 
 
 @contextlib.contextmanager
@@ -69,31 +81,42 @@ def collect_stop_signals(signals: list[int], on_signal: Callable[[], None]) -> I
 
     def note(number: int, frame: FrameType | None) -> None:
         if signals and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        signals.append(number)
-        on_signal()
+            _raise_once(number)
+        elif _exiting_since is None:
+            signals.append(number)
+            on_signal()
 
+    global _exiting_since
+    _exiting_since = None
     signals += _received
     _received.clear()
-    before = _install_handler((signal.SIGINT, *STOP_SIGNALS), note)
+    before = _install_handler(note)
     try:
         yield
     except BaseException:
-        _restore_handlers(before)
-        if _nesting:  # `raise_on_stop_signals` restores the handlers
-            _install_handler(STOP_SIGNALS, _ignore_signal)
+        ignore_stop_signals()
         raise
-    _restore_handlers(before)
+    finally:
+        _restore_handlers(before)
 
 
-def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """A function rather than SIG_IGN, which child processes would inherit."""
+def ignore_stop_signals() -> None:
+    """From here to the end of `raise_on_stop_signals`: the process is exiting and writes down how the run ended."""
+    global _exiting_since
+    if _nesting:  # otherwise nobody would take it back
+        _exiting_since = time.monotonic()
 
 
-def _install_handler(
-    numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None]
-) -> _Handlers:
-    return {number: signal.signal(number, handler) for number in numbers}
+def _raise_once(number: int) -> None:
+    global _exiting_since
+    now = time.monotonic()
+    if _exiting_since is None or (number == signal.SIGINT and now - _exiting_since > _REPEAT_S):
+        _exiting_since = now
+        raise KeyboardInterrupt if number == signal.SIGINT else StopRequested
+
+
+def _install_handler(handler: Callable[[int, FrameType | None], None]) -> _Handlers:
+    return {number: signal.signal(number, handler) for number in stop_signals()}
 
 
 def _restore_handlers(before: _Handlers) -> None:
@@ -124,9 +147,18 @@ def abandon_thread(thread: threading.Thread, timeout_s: float = 0.0) -> None:
         _abandoned.append(thread)
 
 
+def keep_exit_undisturbed() -> None:
+    """For the entry point of a process: once a run has been stopped or has failed, signals stay ignored to the end, so
+    that the exit code is the one in status.json."""
+    global _ends_process
+    _ends_process = True
+
+
 def exit_process(code: int) -> None:
-    """Exit. With abandoned threads, skip the interpreter's shutdown: a thread that returns from torch's C++ code
-    during it would abort the process."""
+    """Exit, undisturbed by stop signals. With abandoned threads, skip the interpreter's shutdown: a thread that returns
+    from torch's C++ code during it would abort the process."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
     if any(thread.is_alive() for thread in _abandoned):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -86,6 +86,8 @@ def is_same_failure(one: AttemptResult, other: AttemptResult) -> bool:
 
 # How an attempt ended, read from its exit code, torchrun's report and the run folder.
 
+_STOPPED = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
+_INPUT = (ExitCode.INPUT, ExitCode.USAGE)
 _TORCHRUN_KILL_SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 """What torchrun sends to the other workers when one has failed."""
 
@@ -99,27 +101,30 @@ def read_attempt_result(
     if code == ExitCode.DONE:
         return AttemptResult("done", ExitCode.DONE, step)
     status = read_status(folder)
-    is_current = float(status.get("heartbeat") or 0.0) >= began
-    if (
-        is_current
-        and status.get("state") == "stopped"
-        and status.get("exit_code") in (ExitCode.STOPPED, ExitCode.INTERRUPTED)
-    ):
-        return AttemptResult("stopped", status["exit_code"], step, status.get("reason") or "stopped")
-    if stop_requested and not (is_current and status.get("state") == "failed"):
-        return _stopped_result(folder, step, by_program)
+    state = status.get("state") if float(status.get("heartbeat") or 0.0) >= began else None
     first = _first_failure(folder, code, report, began)
-    if first["exit_code"] in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+    may_be_requested = stop_requested or not _is_root_cause(first)
+    if may_be_requested and state == "stopped" and status.get("exit_code") in _STOPPED:
+        return AttemptResult("stopped", status["exit_code"], step, status.get("reason") or "stopped")
+    if stop_requested and state != "failed":
+        return _stopped_result(folder, step, by_program)
+    if first["exit_code"] in _STOPPED:
         return _stopped_result(folder, step, by_program=first["exit_code"] == ExitCode.STOPPED)
-    kind = (
-        "input" if first["exit_code"] in (ExitCode.INPUT, ExitCode.USAGE) and first["rank"] is not None else "crashed"
-    )
+    kind = "input" if first["exit_code"] in _INPUT and first["rank"] is not None else "crashed"
     exit_code = ExitCode.INPUT if kind == "input" else ExitCode.FAILED
     return AttemptResult(kind, exit_code, step, first["message"], first["rank"], first.get("host"))  # type: ignore[arg-type]
 
 
+def _is_root_cause(failure: dict[str, Any]) -> bool:
+    """Whether a process failed by itself. torchrun then stops the others, so that the status may be `stopped` without
+    a request. A process that stopped, or only lost another one, is no cause."""
+    code = failure["exit_code"]
+    has_failed = failure.get("own_error") or code in _INPUT or (code < 0 and code != -signal.SIGTERM)
+    return bool(has_failed and failure["rank"] is not None)
+
+
 def _stopped_result(folder: Path, step: int, by_program: bool) -> AttemptResult:
-    if (folder / "checkpoints" / "latest").exists():
+    if any(folder.glob("checkpoints/step-*/manifest.json")):
         return AttemptResult("stopped", ExitCode.STOPPED, step, "stopped; the last checkpoint is complete")
     if by_program:
         return AttemptResult("stopped", ExitCode.STOPPED, step, STOPPED_BEFORE_CHECKPOINT)
@@ -131,7 +136,7 @@ def _first_failure(folder: Path, code: int, report: Path | None, began: float) -
 
     a crash of its own (SIGSEGV, SIGABRT), which leaves no error report; an error report, which is about the process's
     own error, not about a lost peer; SIGKILL, from outside or from torchrun to a worker that did not end; other exit
-    codes, those with a message first.
+    codes, those with a message first and stopped processes last.
     """
     report_of_process = read_first_error(folder, began)
     if report is None:
@@ -143,8 +148,9 @@ def _first_failure(folder: Path, code: int, report: Path | None, began: float) -
     crashed = [one for one in failures if one["exit_code"] < 0 and -one["exit_code"] not in _TORCHRUN_KILL_SIGNALS]
     killed = [one for one in failures if one["exit_code"] == -signal.SIGKILL]
     exited = [one for one in failures if one["exit_code"] > 0]
-    exited.sort(key=lambda one: (not one["message"], one["time"]))
-    causes = [*crashed, *([report_of_process] if report_of_process else []), *killed, *exited]
+    exited.sort(key=lambda one: (one["exit_code"] in _STOPPED, not one["message"], one["time"]))
+    reported = [report_of_process | {"own_error": True}] if report_of_process else []
+    causes = [*crashed, *reported, *killed, *exited]
     if causes:
         return causes[0]
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"

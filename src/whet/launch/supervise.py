@@ -19,9 +19,16 @@ from whet.core.console import info, warn
 from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, read_json, write_json
 from whet.core.run_folder import record_failure
-from whet.core.signals import STOP_SIGNALS
+from whet.core.signals import stop_signals
 from whet.launch.local import LaunchJob, launch_command
-from whet.launch.restart_policy import AttemptResult, Finish, Restart, decide_restart, read_attempt_result
+from whet.launch.restart_policy import (
+    AttemptResult,
+    Finish,
+    Restart,
+    decide_restart,
+    finished_steps,
+    read_attempt_result,
+)
 from whet.launch.torchrun_agent import REPORT_VARIABLE
 
 _POLL_S = 0.2
@@ -87,11 +94,13 @@ def _run_attempt(
         # in a new session: otherwise Ctrl-C in a terminal reaches them twice, and the second one stops at once
         process = subprocess.Popen(command, env=env, stdout=_STDERR, start_new_session=True)
         with signals.forwarded_to(process, has_workers=report is not None):
-            terminated = False
+            gone: dict[str, Any] | None = None
             while (code := _poll_exit_code(process)) is None:
-                if not terminated and given_up.read() is not None:  # another machine's processes will not come back
-                    terminated = True
+                if gone is None and (gone := given_up.read()) is not None:  # its processes will not come back
                     process.terminate()
+        if gone is not None and not signals.count:  # they were stopped, but on nobody's request
+            message = f"{gone['host']} has given up: {gone['reason']}"
+            return AttemptResult("crashed", ExitCode.FAILED, finished_steps(job.folder), message)
         return read_attempt_result(
             job.folder, code, report, began, stop_requested=signals.count > 0, by_program=signals.by_program
         )
@@ -146,10 +155,7 @@ class _SignalForwarder:
         self._has_workers = False
 
     def __enter__(self) -> _SignalForwarder:
-        wanted = [signal.SIGINT, *STOP_SIGNALS]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup
-            wanted.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._forward) for number in wanted}
+        self._before = {number: signal.signal(number, self._forward) for number in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +186,7 @@ class _SignalForwarder:
         workers = _child_pids(self._process.pid) if self._has_workers else []
         for pid in workers or [self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+                os.kill(pid, number)
         if self.count == 1:
             info("stopping after the current step is saved")
 

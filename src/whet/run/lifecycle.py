@@ -103,6 +103,7 @@ def advise_on_out_of_memory() -> Iterator[None]:
 
 def _finish(run: Run, data: RunData, folder: RunFolder) -> None:
     """Export the trained model, unless --until paused the run before its end."""
+    folder.require_present()
     steps, kind = len(run.plan), run.config.export.at_end
     if run.intervals.last < steps:
         info(f"paused after step {run.intervals.last} of {steps} (--until); --resume continues")

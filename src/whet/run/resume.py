@@ -14,7 +14,7 @@ from whet.core.console import warn
 from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir, atomic_write, hash_json
 from whet.core.run_folder import RunFolder
-from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested
+from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.yaml import read_yaml
 from whet.run.data import RunData, make_plan, read_ledger
 
@@ -30,6 +30,10 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
         _require_usable_folder(folder, config, resume)
         yield folder
     except BaseException as error:
+        ignore_stop_signals()
+        if gone := folder.gone_error():
+            folder.release()
+            raise gone from None
         known = None if isinstance(error, WhetError) else os_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
             known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
@@ -103,7 +107,6 @@ def warn_about_edited_config(path: Path) -> None:
 def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     """Write configuration, ledger and plan before training. config.yaml comes first: it makes the folder a run."""
     path = folder.path
-    (path / "checkpoints").mkdir(exist_ok=True)
     if (path / "ledger.json").exists():
         _require_same_data(path, data)
     elif directory.newest_checkpoint(path / "checkpoints"):
@@ -113,6 +116,7 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
         )
     text = config.dump()
     atomic_write(path / "config.yaml", f"{text}{_HASH_COMMENT}{hash_json(text)}\n")
+    (path / "checkpoints").mkdir(exist_ok=True)
     write_hashed_json(path / "ledger.json", data.ledger())
     if not (path / "plan").exists():
         with atomic_dir(path / "plan") as temporary:

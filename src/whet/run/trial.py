@@ -50,9 +50,7 @@ def delete_previous_trial(folder: Path) -> None:
     owned = RunFolder(folder)  # raises if a process is using it
     try:
         if _TRIAL_TAG in read_config(folder / "config.yaml").run.tags:
-            for entry in folder.iterdir():
-                if entry.name != "lock":
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            owned.clear()
     finally:
         owned.close()
 

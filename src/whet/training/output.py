@@ -61,6 +61,7 @@ class FolderOutput(RunOutput):
         self._mark_step_end()
 
     def write_step(self, line: dict[str, Any]) -> None:
+        self._folder.require_present()
         self._metrics.write(line)
         self._mark_step_end()
         self._trackers.write(line)

@@ -59,6 +59,8 @@ def prepare_store(
                 reused = _is_complete(folder, key)
                 if not reused:
                     _build_store(_make_job(folder, key, config, sources, tokenizer), folder, key, sources, use)
+        elif (work := _work_folder(folder, key)).exists():  # of a process that was killed right after the merge
+            shutil.rmtree(work, ignore_errors=True)
     except Exception as error:
         raise os_error(error, "preparing the data", folder) or error from None
     store = Store(folder)
@@ -106,6 +108,11 @@ def _store_folder_and_key(
         raise os_error(error, "reading the sources", ".") or error from None
     folder = cache_dir() / "stores" / key if config.store is None else Path(config.store).expanduser() / use
     return folder, key
+
+
+def _work_folder(folder: Path, key: str) -> Path:
+    """Where the chunks of a store are kept until it is complete. By key: those of other preparations are not reused."""
+    return folder.with_name(f".{key}.work")
 
 
 def _is_complete(folder: Path, key: str) -> bool:
@@ -160,8 +167,7 @@ def _make_job(
         )
     size = sum(source_bytes(source) for source in sources)
     require_disk_space(folder, 2 * size + 2**20, "the prepared data")
-    work = folder.with_name(f".{key}.work")  # by key: leftovers of other preparations are not reused
-    return PrepareJob(work, config, [SourceReader(source) for source in sources], size, tokenizer)
+    return PrepareJob(_work_folder(folder, key), config, [SourceReader(source) for source in sources], size, tokenizer)
 
 
 def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Path]:

@@ -155,9 +155,10 @@ class WorkItemError(Exception):
 
 
 def _worker_main(work: WorkerFunction, worker: int, queue: WorkQueue, failures: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and terminates its workers
+    # a terminal sends SIGINT and SIGHUP, Slurm SIGUSR1, to the parent too, which terminates its workers
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a job
     gc.freeze()  # objects of the parent are never garbage here; scanning them would copy shared pages
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked thread pool would block forever
     try:

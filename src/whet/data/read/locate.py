@@ -9,11 +9,10 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from whet.core.errors import WhetError
-from whet.core.files import cache_dir, read_json
+from whet.core.files import cache_dir, read_json, temporary_path
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import Container, detect_compression, open_bytes
@@ -201,12 +200,12 @@ def spool_stdin() -> Path:
         raise WhetError("data.sources: -: standard input is a terminal. Pipe data in: cat chats.jsonl | whet …")
     folder = cache_dir() / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=folder)
-    path = Path(name)
+    path = temporary_path(folder / "data")
     atexit.register(_remove_spool, path, os.getpid())
-    with os.fdopen(number, "wb") as file:
+    path.touch(mode=0o600)
+    with path.open("wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
-    os.environ[_STDIN_VARIABLE] = name
+    os.environ[_STDIN_VARIABLE] = str(path)
     return path
 
 

@@ -45,7 +45,7 @@ def builtin_folder(name: str) -> Path:
 def _build_smollm2(folder: Path) -> None:
     """Convert the GGUF to fp32 safetensors, so that later loads take a second."""
     require_disk_space(folder, 2**30, "the built-in model")
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         gguf = _find_gguf(Path(scratch))
         if gguf is None:
             _download_smollm2(folder)
