@@ -3,6 +3,7 @@ own namespaces."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -14,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import get_args
 
 import pytest
 
@@ -38,23 +38,30 @@ AMPLE = SandboxLimits(seconds=20)  # enough on a busy machine
 SOURCE = Path(sandbox_totals.__file__).parents[2]
 
 
-def _why_not(launcher: Launcher) -> str:
+@functools.cache
+def why_not(launcher: Launcher) -> str:
+    """Why a launcher cannot be tested here; empty if it can. A fork bomb needs one whose limits hold."""
     try:
-        check_launcher(launcher)  # without it the fork bombs below would take the machine down
+        check_launcher(launcher)
     except SandboxError as error:
         return str(error)
     return ""
 
 
-REASONS = {launcher: _why_not(launcher) for launcher in get_args(Launcher)}
-strict = pytest.mark.skipif(bool(REASONS["bubblewrap"] and REASONS["namespaces"]), reason=str(REASONS))
+@pytest.fixture
+def strict_sandbox() -> None:
+    if why_not("bubblewrap") and why_not("namespaces"):
+        pytest.skip(why_not("namespaces"))
+
+
+strict = pytest.mark.usefixtures("strict_sandbox")
 
 
 @pytest.fixture(params=["bubblewrap", "namespaces"])
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     """Each of the two that isolate."""
-    if REASONS[request.param]:
-        pytest.skip(REASONS[request.param])
+    if why_not(request.param):
+        pytest.skip(why_not(request.param))
     return request.param
 
 
@@ -182,8 +189,8 @@ def test_a_launcher_that_does_not_limit_processes_is_refused() -> None:
         env={"PYTHONPATH": str(SOURCE), "PATH": os.environ["PATH"]},
     )  # fmt: skip
     first, second = done.stdout.splitlines()
-    assert first == REASONS["bubblewrap"] or "bubblewrap does not work: the number of processes is not limited" in first
-    assert second == REASONS["namespaces"] or "namespaces does not work: the number of processes is not" in second
+    assert first == why_not("bubblewrap") or "bubblewrap does not work: the number of processes is not limited" in first
+    assert second == why_not("namespaces") or "namespaces does not work: the number of processes is not" in second
 
 
 def test_memory_and_files_are_limited(launcher: Launcher) -> None:
@@ -410,8 +417,8 @@ def test_a_daemon_is_killed(launcher: Launcher) -> None:
 
 
 def test_a_daemon_is_killed_in_mode_limits() -> None:
-    if REASONS["limits"]:
-        pytest.skip(REASONS["limits"])
+    if why_not("limits"):
+        pytest.skip(why_not("limits"))
     name = f"l{os.getpid()}"
     assert run_program(DAEMON.replace("NAME", name), AMPLE, "limits").out == "left\n"
     assert _called(name) == []
@@ -484,10 +491,29 @@ def test_nothing_runs_without_namespaces() -> None:
     assert "ran" not in done.stdout.replace("rand", "")
 
 
+FULL = """
+import os, resource, sys
+from whet.inference.sandbox import SandboxError, SandboxLimits, launch_program
+resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+try:
+    launch_program(sys.argv[1], "", SandboxLimits())
+except SandboxError as error:
+    print(error)
+"""
+
+
+def test_a_sandbox_that_cannot_be_set_up_is_no_wrong_answer(launcher: Launcher) -> None:
+    """But an error: the score would look like the model's."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, launcher], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(SOURCE), "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.stdout == f"the sandbox cannot be set up by {launcher}: [Errno 24] Too many open files\n"
+
+
 def test_bubblewrap_is_used_where_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("bubblewrap", "namespaces"):
-        if REASONS[name]:  # type: ignore[index]
-            pytest.skip(REASONS[name])  # type: ignore[index]
+    if why_not("bubblewrap") or why_not("namespaces"):
+        pytest.skip(why_not("bubblewrap") or why_not("namespaces"))
     choose = require_sandbox.__wrapped__
     assert choose("strict") == "bubblewrap"
     broken = tmp_path / "bwrap"

@@ -122,6 +122,13 @@ def check_launcher(launcher: Launcher) -> None:
 
 def launch_program(launcher: Launcher, code: str, limits: SandboxLimits) -> ProgramResult:
     """Run Python code in a sandbox of one kind; a SandboxError if it cannot be set up."""
+    try:
+        return _launch_program(launcher, code, limits)
+    except OSError as error:  # too many processes or open files
+        raise SandboxError(f"the sandbox cannot be set up by {launcher}: {error}") from error
+
+
+def _launch_program(launcher: Launcher, code: str, limits: SandboxLimits) -> ProgramResult:
     with contextlib.ExitStack() as stack:
         prepared_read, prepared_write = os.pipe()
         stack.callback(os.close, prepared_read)

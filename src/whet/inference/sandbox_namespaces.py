@@ -182,9 +182,9 @@ def main(request: dict[str, Any]) -> NoReturn:
         else:
             _libc_call("prctl", _SUBREAPER, 1, 0, 0, 0)
         _libc_call("prctl", _DUMPABLE, 0, 0, 0, 0)  # closed to the program, which may be of the same user
+        child = os.fork()
     except OSError as error:
         _fail(error)
-    child = os.fork()
     if child == 0:
         command_process(request)
     code = wait_for_command(child, request["seconds"])
