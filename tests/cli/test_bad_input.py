@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,44 @@ def test_the_run_folder_of_a_newer_version_is_refused(
     assert f"{run}: this run folder has format 2 (in status.json), and whet " in ended.err
     assert "pip install --upgrade whet" in ended.err
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "status.json"]
+
+
+# Values and files that once ended in a traceback
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("train.steps=1e26", "train.steps: 1e+26 is not valid: expected integer"),
+        ("train.steps=1000000000000", "train.steps: 1000000000000 is not valid"),
+        ("train.steps=1000000000", "Lower train.steps, or"),
+        ("run.seed=9223372036854775808", "run.seed: 9223372036854775808 is too large"),
+        ("data.store=FILE", "data.store: FILE is not a folder. Give a folder"),
+        ("data.store=LOOP", "data.store: LOOP is not a folder. Give a folder"),
+        ("data.sources.0.path=LOOP", "LOOP: no such file"),
+        ("data.sources.0.path=PIPE", "PIPE: not a regular file; to read from a pipe, give -"),
+        ("data.template=LOOP.jinja", "data.template: LOOP.jinja cannot be read"),
+        ("run.dir=FILE", "FILE"),
+        ("run.dir=LOOP", "LOOP"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_value_that_nothing_can_be_made_of(refused: Refused, tmp_path: Path, setting: str, words: str) -> None:
+    (tmp_path / "LOOP").symlink_to("LOOP")
+    (tmp_path / "LOOP.jinja").symlink_to("LOOP.jinja")
+    (tmp_path / "FILE").touch()
+    os.mkfifo(tmp_path / "PIPE")
+    for name in ("LOOP", "FILE", "PIPE"):
+        setting, words = setting.replace(name, f"{tmp_path}/{name}"), words.replace(name, f"{tmp_path}/{name}")
+    began = time.monotonic()
+    assert words in refused("data.validation=null", setting)
+    assert time.monotonic() - began < 20
+
+
+def test_a_template_without_end(refused: Refused, write_data: Any, tmp_path: Path) -> None:
+    (tmp_path / "bomb.jinja").write_text("{{ 'a' * 10**12 }}")
+    error = refused(
+        "data.validation=null", f"data.sources.0.path={write_data(GOOD)}", f"data.template={tmp_path}/bomb.jinja"
+    )
+    assert "the chat template is not usable: it needs more than 2 GiB of memory" in error
+    assert "data.template=FILE.jinja" in error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.core.errors import WhetError
+from whet.inference.calculator_tool import parse_calculator_call
 from whet.inference.config import TaskConfig
 from whet.inference.tasks import scorers
-from whet.inference.tasks.scorers import last_number, make_scorer
+from whet.inference.tasks.scorers import extract_code_block, last_number, make_scorer
 from whet.inference.tasks.task import Example
 
 
@@ -146,3 +148,117 @@ def test_a_correct_answer_that_the_scorer_cannot_use_is_an_error(scorer: str) ->
     """Otherwise every model would score 0."""
     with pytest.raises(WhetError, match=re.escape("my.jsonl:3")):
         points(scorer, "4", example("Paris is it"))
+
+
+# Schemas, patterns and answers that never end
+
+
+def refuse_network(*_: Any) -> None:
+    raise AssertionError("the network was asked")
+
+
+@pytest.mark.parametrize("answer", ["1", "", "{}"])
+@pytest.mark.parametrize("reference", ["https://example.org/other.json", "file:///etc/hostname", "#/nowhere", "#name"])
+def test_a_reference_out_of_the_schema_is_named_and_not_fetched(
+    reference: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.socket.connect", refuse_network)
+    monkeypatch.setattr("urllib.request.urlopen", refuse_network)
+    for schema in ({"$ref": reference}, {"properties": {"a": {"items": {"$ref": reference}}}}):
+        with pytest.raises(WhetError, match=rf"my\.jsonl:3: .*{re.escape(reference)}.*\$defs"):
+            points("json-schema", answer, example("-", schema=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"$id": "https://example.org/a", "$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}, "1"),
+        ({"$defs": {"n": {"$id": "https://example.org/n", "type": "integer"}}, "$ref": "https://example.org/n"}, "1"),
+        ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, '{"type": "integer"}'),
+        ({"properties": {"$ref": {"type": "integer"}}}, '{"$ref": 1}'),
+        ({"items": {"$ref": "#"}, "type": "array"}, "[[], [[]]]"),
+    ],
+    ids=["$defs", "$id inside", "a metaschema", "a property of that name", "itself"],
+)
+def test_references_within_the_schema_are_followed(schema: Any, answer: str) -> None:
+    assert points("json-schema", answer, example("-", schema=schema)) == 1
+    assert points("json-schema", '"no"', example("-", schema={**schema, "not": {"type": "string"}})) == 0
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"pattern": "^(a+)+$"}, '"' + "a" * 60 + '!"'),
+        ({"patternProperties": {"^(a|a)*$": {}}}, '{"' + "a" * 60 + '!": 1}'),
+        ({"$ref": "#"}, "1"),
+        ({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}, "1"),
+        ({"anyOf": [{"items": {"$ref": "#"}, "type": "array"}] * 8}, "[" * 40 + "1" + "]" * 40),
+        ({"multipleOf": 0.1}, "1" + "0" * 400),
+        ({"multipleOf": 0.1}, "1e400"),
+        ({"type": "number"}, "NaN"),
+        ({"type": "number"}, "-Infinity"),
+        ({"type": "integer"}, "1" * 5000),
+        ({"items": {"$ref": "#"}, "type": "array"}, "[" * 600 + "]" * 600),
+        ({"type": "array"}, "[" * 100_000 + "]" * 100_000),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_has_no_end_is_a_wrong_answer(schema: Any, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorers, "_SCHEMA_TIMEOUT_S", 0.1)
+    began = time.monotonic()
+    assert points("json-schema", answer, example("-", schema=schema)) == 0
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "schema", [{"pattern": "("}, {"$schema": []}, {"type": 7}, {"$ref": 7}, 7, "x", [], {"minimum": "a"}], ids=repr
+)
+def test_a_broken_schema_is_named(schema: Any) -> None:
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: .*JSON schema"):
+        points("json-schema", "1", example("-", schema=schema))
+
+
+def test_a_schema_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"not": ' * 50_000 + "{}" + "}" * 50_000)
+    with pytest.raises(WhetError, match=r"schema_file .*schema\.json cannot be read"):
+        points("json-schema", "1", example("-"), schema_file=str(file))
+    schema: Any = {}
+    for _ in range(400):
+        schema = {"not": schema}
+    with pytest.raises(WhetError, match=r"my\.jsonl:3: the JSON schema cannot be used.*Simplify it"):
+        points("json-schema", "1", example("-", schema=schema))
+
+
+def test_equal_json_nested_too_deeply_is_wrong() -> None:
+    deep = "[" * 900 + "]" * 900
+    assert points("json", deep, example(deep)) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```py\na\n```", "a"),
+        ("x ```\na\n\n  ``` y", "a\n"),
+        ("```json\n  {} ```", "  {}"),
+        ("```\n```", ""),
+        ("``` not a block", "``` not a block"),
+        ("```\nno end", "```\nno end"),
+        ("```c++ \n1\n```\n```\n2\n```", "1"),
+    ],
+)
+def test_code_blocks(text: str, code: str) -> None:
+    assert extract_code_block(text) == code
+
+
+def test_a_code_block_of_spaces_takes_no_time() -> None:
+    began = time.monotonic()
+    assert extract_code_block("```\n" + " " * 200_000) == "```"
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 5000, "{" * 100_000, '{"name": "calculator", "arguments": ' + "[" * 5000])
+def test_a_call_that_never_ends_is_no_call(text: str) -> None:
+    began = time.monotonic()
+    assert parse_calculator_call(text) is None
+    assert time.monotonic() - began < 2

@@ -12,6 +12,7 @@ from typing import Any
 
 from whet.bench.workload import LEARNING_RATE, LORA, BenchSettings
 from whet.core.errors import WhetError
+from whet.core.files import user_path
 
 PEERS = {"trl": "TRL", "unsloth": "Unsloth"}
 """Titles of other tools by package name."""
@@ -74,7 +75,7 @@ def parse_peers(text: str) -> list[Contender]:
 
 
 def _contender_at(name: str, where: str) -> Contender:
-    places = [Path(place).expanduser().absolute() for place in where.split(os.pathsep) if place]
+    places = [user_path(place).absolute() for place in where.split(os.pathsep) if place]
     if not places:
         return Contender(name)
     if len(places) == 1 and os.access(places[0], os.X_OK) and places[0].is_file():

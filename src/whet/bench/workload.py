@@ -11,7 +11,7 @@ from whet.bench.results import TokenFlops, attention_flops_per_token
 from whet.config import Config
 from whet.core.console import warn
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write
+from whet.core.files import atomic_write, resolve_path, user_path
 from whet.model.load.random_models import RANDOM_PREFIX, random_model_config, resolve_random_path
 from whet.run.data import RunData, make_plan, prepare_data
 
@@ -66,8 +66,8 @@ class BenchSettings:
         source: dict[str, Any] = {"path": self.data or "builtin:orders"}
         if self.data is None:
             source["max_samples"] = max(1000, self.rows * self.length * self.steps // _MIN_TOKENS_PER_ORDER)
-        elif Path(self.data).expanduser().exists():
-            source["path"] = str(Path(self.data).expanduser().resolve())
+        elif user_path(self.data).exists():
+            source["path"] = str(resolve_path(user_path(self.data)))
         is_bf16 = self.mode == "full" and self.weights == "bf16"
         model = {
             "path": resolve_random_path(RANDOM_PREFIX + self.model),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.core.files import user_path
 
 
 class BenchMode(StrEnum):
@@ -106,7 +107,7 @@ def bench(
         recompute=recompute.value, tokenizer=tokenizer, device=device,
     )  # fmt: skip
     folder = out or Path("bench") / f"{Path(model).stem}-{mode.value}"
-    result = run_benchmark(settings, parse_peers(peers), folder.expanduser().absolute(), overrides or [])
+    result = run_benchmark(settings, parse_peers(peers), user_path(folder).absolute(), overrides or [])
     if not as_json:
         print_result(results_markdown(result), end="")
     return result

@@ -15,7 +15,7 @@ from whet.convert.nanochat import NanochatCheckpoint
 from whet.convert.neox import NeoXCheckpoint
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, first_line, os_error
-from whet.core.files import atomic_dir, hash_file, require_disk_space, write_json
+from whet.core.files import atomic_dir, hash_file, require_disk_space, user_path, write_json
 from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings, export_dtype_of
 from whet.exporting.trained_model import compute_logits
@@ -36,7 +36,7 @@ def import_checkpoint(
 ) -> dict[str, Any]:
     """Write the model folder `out` from a checkpoint of `kind`: neox, nanochat, mindspeed or dcp."""
     silence_libraries()
-    folder, out = folder.expanduser(), out.expanduser()
+    folder, out = user_path(folder), user_path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WhetError(f"--out {out}: not an empty folder. Choose another one")
     if config is not None and not config.is_file():

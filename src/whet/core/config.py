@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from whet.core.errors import WhetError
-from whet.core.yaml import Expand, Node, Template, parse_yaml, read_yaml
-
-ConfigPath = tuple[str | int, ...]
-"""The keys and list indices that lead to a value."""
+from whet.core.files import resolve_path
+from whet.core.text import is_valid_text
+from whet.core.yaml import Node, parse_yaml, read_yaml
 
 
 class Section(BaseModel):
@@ -31,9 +30,6 @@ class Section(BaseModel):
 
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of keys of which at most one may be set. A recipe that sets one drops the others that it inherits."""
-
-    _templates: dict[ConfigPath, tuple[Template, Any]] = PrivateAttr(default={})
-    """Of the root: the values that came from environment variables, each with its text and what it became."""
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> typing.Self:
@@ -52,11 +48,9 @@ def config_error(key: str, reason: str) -> PydanticCustomError:
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load_config(
-    root: type[AnySection], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all"
-) -> AnySection:
+def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
     """Read a recipe and the recipes it extends, apply KEY=VALUE overrides, validate."""
-    tree = _read_with_parents(path, root, (), expand) if path else Node({}, "defaults")
+    tree = _read_with_parents(path, root, (), {}) if path else Node({}, "defaults")
     given = Node({}, "command line")
     for text in overrides:  # merged first: two alternatives on one command line are an error, the last does not win
         given = _merge_nodes(given, _parse_override(text), None)
@@ -65,28 +59,40 @@ def load_config(
 
 def validate_config(root: type[AnySection], tree: Node) -> AnySection:
     """The typed section of a tree, or one WhetError that lists every error with its file and line."""
+    if impossible := list(_impossible_values(tree, ())):
+        raise WhetError("\n".join(impossible))
     try:
-        config = root.model_validate(tree.plain())
+        return root.model_validate(tree.plain())
     except ValidationError as error:
         found = dict.fromkeys(_describe_error(root, tree, detail) for detail in error.errors(include_url=False))
         raise WhetError("\n".join(found)) from None
-    dumped = config.model_dump(exclude_none=True, mode="json")
-    config._templates = {path: (text, value_at(dumped, path)) for path, text in tree.templates()}
-    return config
 
 
-def value_at(tree: Any, path: ConfigPath) -> Any:
-    """The value at `path` of plain objects; None where there is none."""
-    for key in path:
-        if isinstance(tree, dict):
-            tree = tree.get(key)
-        else:
-            tree = tree[key] if isinstance(tree, list) and isinstance(key, int) and key < len(tree) else None
-    return tree
+_MAX_INTEGER = 2**63 - 1
+_MAX_DEPTH = 32
+"""Of keys inside each other, and of recipes that extend each other."""
 
 
-def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...], expand: Expand) -> Node:
-    tree = read_yaml(path, expand)
+def _impossible_values(node: Node, path: tuple[str | int, ...]) -> Iterator[str]:
+    """What no setting can be: integers that no library takes, text that no file system and no tokenizer takes."""
+    if isinstance(node.value, dict | list):
+        inside = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
+        for key, inner in inside:
+            if isinstance(key, str):
+                yield from _impossible_values(Node(key, inner.place), (*path, "a key"))
+            yield from _impossible_values(inner, (*path, key))
+    elif isinstance(node.value, int) and abs(node.value) > _MAX_INTEGER:
+        yield f"{node.place}: {_format_path(path)}: {node.value} is too large: integers have at most 63 bits"
+    elif isinstance(node.value, str) and not is_valid_text(node.value):
+        yield (
+            f"{node.place}: {_format_path(path)}: {node.value!a} contains NUL or a character that is not valid "
+            "UTF-8. Remove it; a file with such a name must be renamed"
+        )
+
+
+def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...], read: dict[Path, Node]) -> Node:
+    """`seen`: the recipes that extend this one. `read`: what has been read, because several may extend the same one."""
+    tree = read_yaml(path)
     assert isinstance(tree.value, dict)
     parents = tree.value.pop("extends", None)
     if parents is None:
@@ -96,19 +102,24 @@ def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...], 
     for name in names:
         if not isinstance(name, str):
             raise WhetError(f"{parents.place}: extends takes the path of a recipe, or a list of them, not {name!r}")
-        parent = (path.parent / name).resolve()
-        if parent in (*seen, path.resolve()):
+        parent = resolve_path(path.parent / name)
+        below = (*seen, resolve_path(path))
+        if parent in below:
             raise WhetError(f"{parents.place}: circular extends: {name} extends itself")
+        if len(below) > _MAX_DEPTH:
+            raise WhetError(f"{parents.place}: extends {name}: more than {_MAX_DEPTH} recipes extend each other")
         if not parent.exists():
             raise WhetError(f"{parents.place}: extends {name}: no such file ({parent}). Paths are relative to {path}")
-        base = _merge_nodes(base, _read_with_parents(parent, root, (*seen, path.resolve()), expand), root)
+        if parent not in read:
+            read[parent] = _read_with_parents(parent, root, below, read)
+        base = _merge_nodes(base, read[parent], root)
     return _merge_nodes(base, tree, root)
 
 
 def _parse_override(text: str) -> Node:
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > _MAX_DEPTH:
         raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100")
     place = f"command line, {text}"
     node = Node("-", place) if value == "-" else parse_yaml(value, place, numbered=False)  # stdin, not an empty list
@@ -139,7 +150,7 @@ def _merge_nodes(base: Node, over: Node, section: type[Section] | None) -> Node:
 
 
 def _are_indices(keys: dict[str, Node]) -> bool:
-    return bool(keys) and all(key.isascii() and key.isdecimal() for key in keys)
+    return bool(keys) and all(key.isascii() and key.isdecimal() and len(key) < 10 for key in keys)
 
 
 def _section_type(field: FieldInfo | None) -> type[Section] | None:
@@ -167,14 +178,14 @@ def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> st
     section = _section_at(root, path[:-1])
     if detail["type"] == "extra_forbidden" and section is not None:
         node, hint = tree.at(path), _suggest_key(root, section, path)
-        return f"{node.place}: unknown key {_format_path(path)} (value {node.plain(named=True)!r}). {hint}"
+        return f"{node.place}: unknown key {_format_path(path)} (value {node.plain()!r}). {hint}"
     while path and _find_field(root, path) is None:  # pydantic adds the branch of a union to the path
         path = path[:-1]
     field, node = _find_field(root, path), tree.at(path)
     expected = describe_type(field.annotation) if field else "something else"
     limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_range_error(detail["type"]) else ""
     return (
-        f"{node.place}: {_format_path(path)}: {node.plain(named=True)!r} is not valid{limit}: expected {expected}. "
+        f"{node.place}: {_format_path(path)}: {node.plain()!r} is not valid{limit}: expected {expected}. "
         f"{_description(field)}"
     )
 

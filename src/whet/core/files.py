@@ -23,6 +23,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("WHET_CACHE") or Path.home() / ".cache" / "whet")
 
 
+def user_path(text: str | Path) -> Path:
+    """A path as a user writes it, with ~ replaced. One of a user who does not exist stays as it is: it is not found."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises RuntimeError for such a user
+
+
+def resolve_path(path: Path) -> Path:
+    """The absolute path without symbolic links, as far as they lead anywhere."""
+    return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links that lead in a circle
+
+
 def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
     """Write `path` atomically: a reader, or a crash, sees the old content or the new one, never a part."""
     data = content.encode() if isinstance(content, str) else content
@@ -41,6 +51,20 @@ def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` atomically as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+_MAX_TEXT_BYTES = 2**20
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file that a user gave: a recipe, a template, a schema. It may be a pipe; one that nobody
+    writes to counts as empty, because opening it would wait forever."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+        os.set_blocking(file.fileno(), True)
+        raw = file.read(_MAX_TEXT_BYTES + 1)
+    if len(raw) > _MAX_TEXT_BYTES:
+        raise WhetError(f"{path}: the file has more than {_MAX_TEXT_BYTES >> 20} MiB, too much for a file of its kind")
+    return raw.decode()
 
 
 def read_json(path: Path) -> Any:

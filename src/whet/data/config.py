@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from whet.core.config import Section, config_error
+from whet.core.files import resolve_path, user_path
 
 Format = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt-completion", "marked", "text", "gsm8k", "multiple-choice",
@@ -55,11 +55,12 @@ class Source(Section):
     )
     subset: str | None = Field(default=None, description="The subset (configuration) of a dataset on the hub.")
     epochs: float | None = Field(
-        default=None, gt=0, description="How often each conversation occurs per epoch of the run; default 1."
+        default=None, gt=0, le=10**6, description="How often each conversation occurs per epoch of the run; default 1."
     )
     weight: float | None = Field(
         default=None,
         gt=0,
+        le=10**9,
         description="Alternative to epochs: its share of the conversations, relative to the other sources' weights.",
     )
     start: int | None = Field(default=None, ge=0, description="Skip this many records.")
@@ -86,7 +87,7 @@ class Source(Section):
     def identity(self) -> tuple[str, str]:
         """(resolved path, split): equal for two spellings of the same path."""
         named = self.path == "-" or self.path.startswith(("builtin:", "hub:"))
-        path = self.path if named else str(Path(self.path).expanduser().resolve())
+        path = self.path if named else str(resolve_path(user_path(self.path)))
         return path, self.split or ("train" if self.is_builtin else "")
 
 

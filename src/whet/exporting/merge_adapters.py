@@ -16,7 +16,7 @@ from torch import nn
 
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, os_error
-from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, write_json
+from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, resolve_path, user_path, write_json
 from whet.exporting.spec import ExportFindings, export_dtype_of
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_logits
@@ -75,15 +75,15 @@ def merge_adapter_folders(base: str, adapters: Sequence[str], how: CombinationTy
 
 def _parse_adapter(text: str) -> WeightedAdapter:
     folder, equals, weight = text.rpartition("=")
-    if not equals or Path(text).expanduser().is_dir():
-        return WeightedAdapter(_adapter_folder(Path(text).expanduser()))
+    if not equals or user_path(text).is_dir():
+        return WeightedAdapter(_adapter_folder(user_path(text)))
     try:
         number = float(weight)
     except ValueError:
         raise WhetError(f"--adapter {text}: {weight!r} is not a number. Write FOLDER or FOLDER=WEIGHT") from None
     if not abs(number) < 1e6 or number == 0:
         raise WhetError(f"--adapter {text}: the weight {weight} is not usable. Use a finite number other than 0")
-    return WeightedAdapter(_adapter_folder(Path(folder).expanduser()), number)
+    return WeightedAdapter(_adapter_folder(user_path(folder)), number)
 
 
 def _adapter_folder(folder: Path) -> Path:
@@ -130,7 +130,7 @@ def _require_same_base(base: ModelConfig, part: WeightedAdapter) -> None:
         )
     trained_on = str(part.config.get("base_model_name_or_path") or "")
     folder = locate_model(base.path)
-    is_same_path = Path(trained_on).is_dir() and Path(trained_on).resolve() == Path(folder).resolve()
+    is_same_path = Path(trained_on).is_dir() and resolve_path(Path(trained_on)) == resolve_path(Path(folder))
     if trained_on in (folder, base.path) or is_same_path:
         return
     try:

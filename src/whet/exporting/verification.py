@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from whet.core.errors import WhetError
 from whet.exporting.spec import ExportDtype, ExportFindings, GenerationSettings
+from whet.tokenizer.chat_template import template_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -93,10 +95,15 @@ def _compare_rendered_ids(own: Any, loaded: Any, texts: Sequence[str], findings:
         turns = [("user", first), ("assistant", second), ("user", first)]
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            expected = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            with template_limits():
+                expected = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except WhetError:
+            raise
         except Exception:  # a template may refuse such a conversation, which says nothing about the export
             continue
-        if loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) != expected:
+        with template_limits():
+            exported = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if exported != expected:
             findings.reasons.append(f"its chat template renders {first[:60]!r} to other token ids")
             return
 

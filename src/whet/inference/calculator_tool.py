@@ -25,6 +25,8 @@ from whet.data.render.renderer import Renderer
 _MAX_CHARACTERS = 256  # of an expression; longer ones have no value
 _MAX_DEPTH = 32
 _MAX_DECIMALS = 12
+_MAX_BRACES = 1000
+"""Opening braces of a turn at which no JSON object starts; each may cost a scan of the whole turn."""
 _TOKEN_PATTERN = re.compile(r"\s*(\d+\.\d*|\.\d+|\d+|//|[-+*/()])")
 _COUNT_PATTERN = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)')\s*\.\s*count\s*\(\s*(?:"([^"]*)"|'([^']*)')\s*\)\s*""")
 _OPERATOR_ALIASES = str.maketrans({"×": "*", "÷": "/", "−": "-", ",": None})
@@ -273,12 +275,12 @@ def parse_calculator_call(text: str) -> str | None:
     """The expression of the last calculator call in a turn, written as a JSON object; None without a call."""
     found = None
     decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
+    at, failures = text.find("{"), 0
+    while at >= 0 and failures < _MAX_BRACES:
         try:
             value, end = decoder.raw_decode(text, at)
-        except ValueError:
-            at = text.find("{", at + 1)
+        except (ValueError, RecursionError):
+            at, failures = text.find("{", at + 1), failures + 1
             continue
         expression = _expression_argument(value)
         found = expression if expression is not None else found

@@ -201,7 +201,7 @@ def read_prompts(path: Path) -> list[list[MessageDict]]:
 def _prompt_from_json(line: str, place: str) -> list[MessageDict]:
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WhetError(f"{place}: invalid JSON ({error}). Rename a file of plain text lines to .txt") from None
     if isinstance(value, dict) and isinstance(value.get("prompt"), str):
         value = value["prompt"]
@@ -212,7 +212,7 @@ def _prompt_from_json(line: str, place: str) -> list[MessageDict]:
         raise WhetError(f'{place}: expected a string, or an object with "prompt" (a string) or "messages" (a list)')
     try:  # as training reads them: content in parts becomes one string
         messages = [message.as_dict() for message in parse_message_list(messages)]
-    except BadRecordError as error:
+    except (BadRecordError, RecursionError) as error:
         raise WhetError(f"{place}: {error}") from None
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

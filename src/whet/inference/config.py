@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from whet.core.config import Section, config_error
+from whet.core.files import user_path
 
 ScorerName = Literal["exact", "number", "contains", "regex", "json", "json-schema", "bleu", "chrf", "rouge"]
 SCORERS: tuple[str, ...] = ScorerName.__args__  # type: ignore[attr-defined]
@@ -83,7 +84,7 @@ class TaskConfig(Section):
 def parse_task_text(text: str) -> dict[str, str]:
     """PATH or PATH:SCORER; an existing file is always a path, even if its name contains a colon."""
     path, colon, scorer = text.rpartition(":")
-    if not colon or path in ("builtin", "hub") or Path(text).expanduser().exists():
+    if not colon or path in ("builtin", "hub") or user_path(text).exists():
         return {"path": text}
     return {"path": path, "scorer": scorer}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from rich.text import Text
 
 from whet.core.console import SafeConsole
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
+from whet.core.files import user_path
 from whet.inference.chat import ChatModels, ChatSession
 from whet.inference.inference_model import FINISH_INTERRUPTED, ExplainedToken, InferenceModel, Reply
 
@@ -105,7 +105,7 @@ class TerminalChat:
     def _save(self, file: str) -> None:
         if not file:
             raise WhetError("/save: a file is missing. Example: /save my.jsonl")
-        path = Path(file).expanduser()
+        path = user_path(file)
         self.session.save(path)
         self._note(f"(appended to {path})")
 

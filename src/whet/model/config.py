@@ -63,6 +63,9 @@ class ModelConfig(Section):
         return resolve_random_path(self.path)
 
 
+_MAX_RANK = 65_536
+
+
 class AdapterConfig(Section):
     """Low-rank adapters (LoRA) on frozen weights."""
 
@@ -71,9 +74,9 @@ class AdapterConfig(Section):
         description="lora; rslora scales by alpha / √rank, for large ranks; dora also learns the magnitude of each "
         "weight row, and is slower.",
     )
-    rank: int = Field(default=16, ge=1, description="Rank of the adapter matrices.")
+    rank: int = Field(default=16, ge=1, le=_MAX_RANK, description="Rank of the adapter matrices.")
     alpha: float = Field(default=32, gt=0, description="The adapter's output is scaled by alpha / rank.")
-    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
+    ranks: dict[str, Annotated[int, Field(ge=1, le=_MAX_RANK)]] = Field(
         default={},
         description="Ranks of single layers, by name (q_proj, layers.3.mlp.up_proj) or regular expression.",
     )

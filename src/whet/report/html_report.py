@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.core.display import escape_controls, mask_secrets
 from whet.core.errors import os_error
-from whet.core.files import atomic_write
+from whet.core.files import atomic_write, resolve_path
 from whet.report.charts import ChartLine, downsample, exponential_average, render_chart, smoothing_beta
 from whet.report.formatting import (
     DASH,
@@ -373,7 +373,7 @@ def render_page(run: RunView) -> str:
         summary=to_html(mask_secrets(summarize_run(run))),
         sections="\n".join(part(run) for part in _SECTIONS),
         written=format_time(time.time()),
-        folder=to_html(run.folder.resolve()),
+        folder=to_html(resolve_path(run.folder)),
         css=_read_asset("report.css"),
         js=_read_asset("report.js"),
     )

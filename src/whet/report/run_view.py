@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.errors import WhetError
-from whet.core.files import read_json, read_json_lines
+from whet.core.files import read_json, read_json_lines, resolve_path
 from whet.core.run_folder import check_run_format
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number
@@ -227,7 +227,7 @@ class RunView:
         check_run_format(folder)
         return cls(
             folder=folder,
-            config=read_yaml(config, expand="none").plain(),
+            config=read_yaml(config).plain(),
             config_text=config.read_text(),
             status=RunStatus.from_json(_read_object(folder / "status.json")),
             plan=_read_object(folder / "plan.json"),
@@ -247,7 +247,7 @@ class RunView:
 
     @property
     def name(self) -> str:
-        return str(self.setting("run", "name") or self.folder.resolve().name)
+        return str(self.setting("run", "name") or resolve_path(self.folder).name)
 
     def setting(self, *path: str) -> Any:
         """The value at `path` in the resolved configuration; None if it is not set."""
@@ -314,7 +314,7 @@ class RunView:
     @property
     def start_step(self) -> int:
         """train.start_step: the step that the run started at; evaluations there count as `before`."""
-        return _int_or_none(self.plan.get("start_step", self.setting("train", "start_step"))) or 0
+        return _int_or_none(self.setting("train", "start_step")) or 0
 
     @property
     def step(self) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
 from whet.core.console import silence_libraries
 from whet.core.errors import WhetError
-from whet.core.files import hash_json, read_json
+from whet.core.files import hash_json, read_json, read_text, user_path
+from whet.core.resources import available_memory
 from whet.data.config import DataConfig, Source
 from whet.data.plan.mixture import make_mixture, train_validation_split
 from whet.data.plan.planner import Plan, RunLength, plan_by_conversations, plan_by_rows
@@ -238,11 +239,11 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerFast:
 
 def _read_template(data: DataConfig) -> str | None:
     """The template if data.template is a file."""
-    path = Path(data.template).expanduser()
+    path = user_path(data.template)
     if data.template == "auto" or not (path.is_file() or path.suffix == ".jinja"):
         return None
     try:
-        return path.read_text()
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise WhetError(f"data.template: {path} cannot be read: {error}") from None
 
@@ -256,6 +257,26 @@ def turn_markers(data: DataConfig) -> TurnMarkers | None:
     return TurnMarkers(marks, data.markers.append_eod)
 
 
+_BYTES_PER_PLANNED_CONVERSATION = 48
+
+
+def _require_memory_for_plan(config: Config, length: RunLength, lengths: NDArray[np.integer], epoch_size: int) -> None:
+    """A plan lists every conversation of the run as often as it occurs: a run without end would fill the memory."""
+    batch, tokens = config.train.batch, float(lengths.mean()) * epoch_size
+    epochs = length.epochs or (length.tokens or 0) / tokens
+    if length.steps is not None and batch.conversations is not None:
+        epochs = length.steps * batch.conversations / epoch_size
+    elif length.steps is not None:
+        epochs = length.steps * (batch.tokens or (batch.rows or 0) * config.row_length) / tokens
+    conversations, memory = max(1.0, epochs) * epoch_size, available_memory()
+    if memory is not None and conversations * _BYTES_PER_PLANNED_CONVERSATION > memory:
+        key, value = next((key, value) for key, value in asdict(length).items() if value is not None)
+        raise WhetError(
+            f"train.{key}: {value:,} means {conversations:,.0f} conversations; there are {len(lengths):,}. The plan "
+            f"of such a run does not fit into {memory >> 30} GiB of memory. Lower train.{key}, or epochs of the sources"
+        )
+
+
 def make_plan(config: Config, data: RunData) -> Plan:
     """The plan of a run."""
     train = config.train
@@ -264,6 +285,7 @@ def make_plan(config: Config, data: RunData) -> Plan:
         length = RunLength(epochs=1.0)
     store, numbers = data.train.store, data.train_documents
     mixture = make_mixture(numbers, store.sources[numbers], config.data.sources)
+    _require_memory_for_plan(config, length, store.lengths[numbers], max(1, len(mixture)))
     common = (length, config.row_length, config.data.packing, config.data.bins, config.run.seed)
     if train.batch.conversations is not None:
         return plan_by_conversations(store.lengths, mixture, train.batch.conversations, *common)

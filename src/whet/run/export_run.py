@@ -16,7 +16,7 @@ from whet.core.checksums import read_hashed_json
 from whet.core.console import info, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import read_json, write_json
+from whet.core.files import read_json, resolve_path, write_json
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
@@ -27,9 +27,8 @@ from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
-from whet.run.load_models import load_checkpoint_model
+from whet.run.load_models import load_checkpoint_model, read_run_config
 from whet.run.model_builder import build_model
-from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
@@ -142,7 +141,7 @@ def _build_spec(
     dtype = choose_dtype(kind, request.dtype, compute, trained.lossless_dtype)
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
-        config.folder.resolve().name,
+        resolve_path(config.folder).name,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from whet.config import Config
 from whet.core.config import load_config
 from whet.core.console import silence_libraries
 from whet.core.errors import WhetError
-from whet.core.files import read_json
+from whet.core.files import read_json, resolve_path, user_path
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.tokenizer import load_tokenizer
@@ -33,8 +32,8 @@ def run_lm_eval(reference: str, tasks: str, overrides: Sequence[str]) -> dict[st
         raise WhetError("--lm-eval: lm-eval is not installed. Install it with: pip install 'whet[lm-eval]'") from None
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     config = load_config(Config, None, ["model.path=x", "data.sources=[{path: x}]", *overrides])
-    files = [Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))]
-    manager = TaskManager(include_path=sorted({str(file.resolve().parent) for file in files}) or None)
+    files = [user_path(name) for name in names if name.endswith((".yaml", ".yml"))]
+    manager = TaskManager(include_path=sorted({str(resolve_path(file).parent) for file in files}) or None)
     task_names = [_task_name_in(name) if name.endswith((".yaml", ".yml")) else name for name in names]
     unknown = [name for name in task_names if name not in manager.all_tasks]
     if unknown:
@@ -53,7 +52,7 @@ def run_lm_eval(reference: str, tasks: str, overrides: Sequence[str]) -> dict[st
 def _task_name_in(file: str) -> str:
     from whet.core.yaml import read_yaml
 
-    name = read_yaml(Path(file).expanduser()).plain().get("task")
+    name = read_yaml(user_path(file)).plain().get("task")
     if not isinstance(name, str):
         raise WhetError(f"--lm-eval: {file}: the key `task: NAME` is missing")
     return name

@@ -13,7 +13,7 @@ from whet.checkpoint.manifest import MANIFEST_NAME
 from whet.config import Config, read_config
 from whet.core.console import info
 from whet.core.errors import WhetError
-from whet.core.files import file_lock, read_json
+from whet.core.files import file_lock, read_json, resolve_path, user_path
 from whet.core.launch_env import RANK_VARIABLES
 from whet.core.run_folder import parse_run_reference
 from whet.model.load.weight_files import require_certified_files
@@ -41,7 +41,7 @@ def resolve_model_reference(config: Config) -> Config:
             info(f"model.path: {config.model.path}: exporting the weights after step {step}")
             folder = _export_in_subprocess(run, step)
     require_certified_files(folder)
-    return _with_model(config, folder.resolve())
+    return _with_model(config, resolve_path(folder))
 
 
 def _with_model(config: Config, folder: Path) -> Config:
@@ -54,16 +54,16 @@ def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
     recorded = config.folder / "config.yaml"
     if not recorded.exists():
         return None
-    folder = Path(read_config(recorded, expand="set").model.path)
+    folder = Path(read_config(recorded).model.path)
     certificate = folder / "certificate.json"
-    if folder.parent != (run / "exports").resolve() or not certificate.exists():
+    if folder.parent != resolve_path(run / "exports") or not certificate.exists():
         return None
     return folder if which in ("latest", "best", str(read_json(certificate).get("step"))) else None
 
 
 def _parse_run_reference(path: str) -> tuple[Path, str] | None:
     """(run folder, step), if the path is a run or a checkpoint."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if (folder / MANIFEST_NAME).is_file() and folder.parent.name == "checkpoints":
         return folder.parent.parent, str(int(folder.name.removeprefix("step-")))
     run, which = parse_run_reference(str(folder))

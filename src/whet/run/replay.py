@@ -13,14 +13,14 @@ from rich.text import Text
 
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
-from whet.config import Config
+from whet.config import Config, read_config
 from whet.core import launch_env
 from whet.core.config import Section
 from whet.core.console import info, silence_libraries, warn
 from whet.core.display import escape_controls
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import read_json
+from whet.core.files import read_json, resolve_path
 from whet.data.batch import BatchShape
 from whet.data.loader import ReplayLoader, SavedDocument
 from whet.model import attention
@@ -28,7 +28,6 @@ from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.run.data import load_run_tokenizer
 from whet.run.model_builder import build_loss_model, build_model, set_deterministic
-from whet.run.resume import read_run_config
 from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
 from whet.training.faults import preview_text
 from whet.training.metrics import finite_or_none
@@ -111,7 +110,7 @@ def replay_batch(file: Path) -> dict[str, Any]:
     silence_libraries()
     saved = SavedBatch.read(file)
     run = _find_run(file, saved)
-    config = read_run_config(run)
+    config = read_config(run / "config.yaml").with_folder(run)
     set_deterministic(config)
     ranks = init_distributed()
     precision = choose_precision(config, ranks.device, trains=False)
@@ -142,7 +141,7 @@ def replay_batch(file: Path) -> dict[str, Any]:
 
 def _find_run(file: Path, saved: SavedBatch) -> Path:
     """The run whose folder holds the file, or else the one that wrote it."""
-    holder = file.resolve().parent.parent
+    holder = resolve_path(file).parent.parent
     run = holder if (holder / "config.yaml").exists() else Path(saved.content["run"])
     if not (run / "config.yaml").exists():
         raise WhetError(f"{file}: its run {run} no longer exists, and with it the model of the batch")

@@ -20,7 +20,32 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whet.core.errors import BadRecordError, WhetError
+from whet.core.limits import limited
 from whet.tokenizer.traced_strings import TracingEnvironment
+
+_MAX_SECONDS = 5.0
+"""To compile a template, or to render one conversation; either takes milliseconds."""
+_MAX_CHARACTERS, _MAX_GROWTH = 2**22, 16
+"""A rendered text may have 4 million characters, or 16 times as many as its messages and tools."""
+
+
+def template_limits() -> limited:
+    """For whatever runs a chat template, a foreign program: an error if it takes too much time or memory."""
+    return limited(_MAX_SECONDS, _unusable_template)
+
+
+def _unusable_template(reason: str) -> WhetError:
+    return WhetError(
+        f"the chat template is not usable: {reason}. Use the model's original template, or another one: "
+        "data.template=FILE.jinja"
+    )
+
+
+def check_rendered_length(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    """`text`, unless a template made it of almost nothing: encoding it would take minutes and fill the memory."""
+    if len(text) > _MAX_CHARACTERS and len(text) > _MAX_GROWTH * len(repr((messages, tools))):
+        raise _unusable_template(f"it makes {len(text):,} characters of a conversation that has few")
+    return text
 
 
 class _GenerationTag(Extension):
@@ -73,24 +98,34 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str], today: str | None = None) -> None:
         self.today = (today or datetime.date.today().isoformat()) if _STRFTIME_CALL.search(source) else None
-        self.source = _with_fixed_date(source, self.today) if self.today else source
         try:
-            self._tree, self._compiled = _compile(self.source)
-        except TemplateError as error:
-            raise WhetError(f"the chat template is not valid Jinja: {error}") from None
+            with template_limits():
+                self.source = _with_fixed_date(source, self.today) if self.today else source
+                self._tree, self._compiled = _compile(self.source)
+        except (
+            TemplateError,
+            SyntaxError,
+            ValueError,
+            RecursionError,
+        ) as error:  # all but the first: Python's compiler
+            raise WhetError(
+                f"the chat template is not valid Jinja: {error}. Fix it, or give another one: data.template=FILE.jinja"
+            ) from None
         self._special = dict(special)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
         """The rendered messages; with `prompt`, followed by the generation prompt."""
-        return self._render(self._compiled, messages, tools, prompt)
+        return check_rendered_length(self._render(self._compiled, messages, tools, prompt), messages, tools)
 
     def render_traced(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
         """Like `render`, for traced strings (`whet.tokenizer.traced_strings`)."""
-        return self._render(_compile_tracing(self.source), messages, tools, prompt)
+        with template_limits():
+            compiled = _compile_tracing(self.source)
+        return self._render(compiled, messages, tools, prompt)
 
     def _render(
         self,
@@ -100,21 +135,29 @@ class ChatTemplate:
         prompt: bool,
     ) -> str:
         try:
-            return template.render(
-                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._special
-            )
+            with template_limits():
+                return template.render(
+                    messages=messages,
+                    tools=tools or None,
+                    documents=None,
+                    add_generation_prompt=prompt,
+                    **self._special,
+                )
+        except WhetError:
+            raise
         except Exception as error:  # a template is a foreign program: it can fail in any way
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
     def constants(self) -> tuple[str, ...]:
         """Every string that the template compares with or searches for, such as `</think>`."""
-        found = {
-            constant.value
-            for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
-            for parent in self._tree.find_all(kind)
-            for constant in parent.find_all(nodes.Const)
-            if isinstance(constant.value, str) and constant.value.strip()
-        }
+        with template_limits():
+            found = {
+                constant.value
+                for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
+                for parent in self._tree.find_all(kind)
+                for constant in parent.find_all(nodes.Const)
+                if isinstance(constant.value, str) and constant.value.strip()
+            }
         return tuple(sorted(found))
 
 

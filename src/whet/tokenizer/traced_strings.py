@@ -21,6 +21,9 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_MAX_SEARCHED = 1000
+"""Characters of a constant: the guard holds all its prefixes and suffixes."""
+
 
 class DataDependentError(Exception):
     """The template depends on a text in a way that has no guard, so its rendering must not be reused."""
@@ -72,7 +75,7 @@ class TracedStr(str):
     def _record(self, constant: Any) -> None:
         if constant is self:
             return
-        if isinstance(constant, TracedStr):
+        if isinstance(constant, TracedStr) or (isinstance(constant, str) and len(constant) > _MAX_SEARCHED):
             _refuse(self)
         if isinstance(constant, str):
             self._guards.searched.add(constant)

@@ -129,11 +129,11 @@ class TrainConfig(Section):
 
     alternatives = (("steps", "epochs", "tokens"),)
 
-    steps: int | None = Field(default=None, ge=1, description="Length of the run in optimizer steps.")
+    steps: int | None = Field(default=None, ge=1, le=10**9, description="Length of the run in optimizer steps.")
     epochs: float | None = Field(
-        default=None, gt=0, description="Alternative: length in epochs, which may be a fraction; default 1."
+        default=None, gt=0, le=10**6, description="Alternative: length in epochs, which may be a fraction; default 1."
     )
-    tokens: int | None = Field(default=None, ge=1, description="Alternative: length in tokens.")
+    tokens: int | None = Field(default=None, ge=1, le=10**15, description="Alternative: length in tokens.")
     batch: BatchConfig = Field(
         default=BatchConfig(conversations=16), description="The size of one optimizer step; default: 16 conversations."
     )

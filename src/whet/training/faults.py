@@ -13,7 +13,7 @@ import numpy as np
 
 from whet.core.console import warn
 from whet.core.errors import RunFailedError
-from whet.core.files import atomic_write
+from whet.core.files import atomic_write, resolve_path
 from whet.core.heartbeat import PHASE
 from whet.training.checkpoints import resumable_steps, save_checkpoint, saved_steps, wait_for_save
 from whet.training.diagnose import Diagnoser, Diagnosis
@@ -90,7 +90,7 @@ def fault_batch(run: Run, result: StepResult, verdict: Verdict, diagnosis: Diagn
     numbers = sorted({document for part in diagnosis.micro_batches for document in part.documents})
     return {
         "format": _BATCH_FORMAT,
-        "run": str(config.folder.resolve()),
+        "run": str(resolve_path(config.folder)),
         "step": run.step + 1,
         "kind": verdict.kind,
         "reason": verdict.reason,

@@ -18,7 +18,7 @@ from typing import Any
 
 from whet.core.console import info, progress
 from whet.core.errors import WhetError, os_error
-from whet.core.files import atomic_dir, cache_dir, file_lock, hash_json, require_disk_space
+from whet.core.files import atomic_dir, cache_dir, file_lock, hash_json, require_disk_space, user_path
 from whet.data.config import DataConfig, Source
 from whet.data.prepare.chunks import Chunk, merge_chunks
 from whet.data.prepare.store import MANIFEST, Store
@@ -106,8 +106,12 @@ def _store_folder_and_key(
         key = hash_json(_key_inputs(config, sources, tokenizer))[:20]
     except OSError as error:
         raise os_error(error, "reading the sources", ".") or error from None
-    folder = cache_dir() / "stores" / key if config.store is None else Path(config.store).expanduser() / use
-    return folder, key
+    if config.store is None:
+        return cache_dir() / "stores" / key, key
+    own = user_path(config.store)
+    if os.path.lexists(own) and not own.is_dir():  # also a link that leads nowhere
+        raise WhetError(f"data.store: {config.store} is not a folder. Give a folder, or the path of one to be made")
+    return own / use, key
 
 
 def _work_folder(folder: Path, key: str) -> Path:

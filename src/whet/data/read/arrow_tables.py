@@ -10,25 +10,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
+from whet.core.files import user_path
 from whet.core.imports import require_pyarrow
+from whet.core.limits import limited
 from whet.data.read.container import Container, RawRecord
 
-_BATCH_ROWS = 128
+_BATCH_ROWS, _BATCH_BYTES = 128, 2**28
+_BATCH_SECONDS = 60.0
 _ARROW_FILE_MAGIC, _ARROW_STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RowBatch:
     """Rows of a table, converted to Python values together, when the first of them is decoded."""
 
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
+    def __init__(self, batch: Any, place: str) -> None:
+        self._batch, self._place = batch, place
 
     @cached_property
     def rows(self) -> list[Any]:
-        try:
-            return list(self._batch.to_pylist())
-        except UnicodeDecodeError:
-            return [self._row(number) for number in range(self._batch.num_rows)]
+        with _batch_limits(self._place):
+            try:
+                return list(self._batch.to_pylist())
+            except UnicodeDecodeError:
+                return [self._row(number) for number in range(self._batch.num_rows)]
 
     def _row(self, number: int) -> object:
         try:
@@ -57,12 +61,28 @@ class TableRow(NamedTuple):
 def iter_rows(batches: Iterator[Any], name: str) -> Iterator[RawRecord]:
     """The records of Arrow batches (or tables) of any length."""
     line = 0
-    for whole in batches:
+    while True:
+        with _batch_limits(f"{name}:{line + 1}"):
+            whole = next(batches, None)
+        if whole is None:
+            break
         for start in range(0, whole.num_rows, _BATCH_ROWS):
-            batch = RowBatch(whole.slice(start, _BATCH_ROWS))
+            batch = RowBatch(whole.slice(start, _BATCH_ROWS), f"{name}:{line + 1}")
             for number in range(min(_BATCH_ROWS, whole.num_rows - start)):
                 line += 1
                 yield RawRecord(line, TableRow(batch, number), name)
+
+
+def _batch_limits(place: str) -> limited:
+    """A few KB of a compressed or dictionary-encoded column may stand for gigabytes."""
+
+    def unreadable(reason: str) -> WhetError:
+        return WhetError(
+            f"data.sources: {place}: the rows from here cannot be read: {reason}. Make the rows smaller, or write them "
+            "as JSON Lines (.jsonl)"
+        )
+
+    return limited(_BATCH_SECONDS, unreadable)
 
 
 def drop_nulls(value: Any) -> Any:
@@ -79,7 +99,9 @@ class ParquetTable(Container):
 
     def records(self) -> Iterator[RawRecord]:
         with self._open() as file:
-            yield from iter_rows(file.iter_batches(batch_size=8 * _BATCH_ROWS), self.name)
+            row_bytes = self.size() // max(1, file.metadata.num_rows)
+            rows = max(1, min(8 * _BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
+            yield from iter_rows(file.iter_batches(batch_size=rows), self.name)
 
     def count(self) -> int:
         with self._open() as file:
@@ -181,7 +203,7 @@ def _load_dataset(name: str, subset: str | None, split: str | None) -> tuple[Any
         raise WhetError(
             f"data.sources: hub:{name}: the datasets library is not installed: pip install 'whet[data]'"
         ) from None
-    path = Path(name).expanduser()
+    path = user_path(name)
     try:
         if path.is_file():
             builder = _BUILDER_OF_SUFFIX.get(path.suffix, "json")

@@ -125,7 +125,13 @@ class Container(ABC):
         return content_size(self.path)
 
 
-# Byte streams. A truncated compressed file is an error, never a shorter file.
+# Byte streams. A truncated compressed file is an error, never a shorter file, and a small compressed file cannot fill
+# the memory: a few KB may hold a line of gigabytes.
+
+MAX_RECORD_BYTES = 2**26
+"""Of a line, or of an element of an array: 64 MiB."""
+_MAX_WHOLE_BYTES, _MAX_RATIO = 2**30, 100
+"""Of a file that is read as a whole; text is compressed to a fifth, not to a hundredth."""
 
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"
 _COMPRESSION_RATIO = 4  # typical for text; used for estimates only
@@ -154,6 +160,26 @@ def open_bytes(path: Path, name: str) -> Iterator[IO[bytes]]:
         if compression is None or error.errno is not None:
             raise
         raise _damaged_file_error(name, error) from None
+
+
+def read_whole(path: Path, name: str, remedy: str) -> bytes:
+    """The content of a file, decompressed; a WhetError with the remedy for one that is too large."""
+    limit = _MAX_WHOLE_BYTES
+    if detect_compression(path):
+        limit = min(limit, max(MAX_RECORD_BYTES, _MAX_RATIO * path.stat().st_size))
+    with open_bytes(path, name) as stream:
+        raw = stream.read(limit + 1)
+    if len(raw) > limit:
+        raise WhetError(f"data.sources: {name}: it has more than {limit >> 20:,} MiB, decompressed. {remedy}")
+    return raw
+
+
+def record_too_long(place: str) -> WhetError:
+    """`place` is FILE:LINE, or the number of the element."""
+    return WhetError(
+        f"data.sources: {place}: longer than {MAX_RECORD_BYTES >> 20} MiB. Split it into several records; if a line is "
+        "not a record in this file, give it the suffix of its format"
+    )
 
 
 def _damaged_file_error(name: str, error: Exception) -> WhetError:

@@ -7,11 +7,22 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from whet.core.errors import WhetError
-from whet.data.read.container import Container, DecodedRecord, RawRecord, detect_compression, estimate_count, open_bytes
+from whet.data.read.container import (
+    MAX_RECORD_BYTES,
+    Container,
+    DecodedRecord,
+    RawRecord,
+    detect_compression,
+    estimate_count,
+    open_bytes,
+    read_whole,
+    record_too_long,
+)
 
 _COUNT_CHUNK_BYTES = 2**20
 
@@ -24,7 +35,9 @@ class JsonLinesFile(Container):
     def records(self) -> Iterator[RawRecord]:
         name = self.name
         with open_bytes(self.path, name) as stream:
-            for number, line in enumerate(stream, 1):
+            for number, line in enumerate(iter(partial(stream.readline, MAX_RECORD_BYTES), b""), 1):
+                if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
+                    raise record_too_long(f"{name}:{number}")
                 if not line.isspace():
                     yield RawRecord(number, line, name)
 
@@ -86,7 +99,10 @@ def split_array(stream: IO[bytes], name: str) -> Iterator[bytes]:
     while depth:
         skipped = (_SKIP_BETWEEN_ELEMENTS if depth == 1 else _SKIP_INSIDE_ELEMENT).match(buffer, place)
         place = skipped.end() if skipped else place
-        if place == len(buffer) or buffer[place] == _QUOTE:
+        is_inside_string = place < len(buffer) and buffer[place] == _QUOTE
+        if (len(buffer) if is_inside_string else place) - start > MAX_RECORD_BYTES:
+            raise record_too_long(f"{name}:{number + 1}")
+        if place == len(buffer) or is_inside_string:
             more = stream.read(max(_ARRAY_CHUNK_BYTES, len(buffer)))  # doubling keeps rescans of a huge string linear
             if not more:
                 raise WhetError(
@@ -117,7 +133,6 @@ def _require_end_of_file(rest: bytes, stream: IO[bytes], name: str) -> None:
         rest = stream.read(_ARRAY_CHUNK_BYTES)
 
 
-_MAX_OBJECT_BYTES = 2**30
 _MESSAGE_KEYS = {"role", "from"}
 
 
@@ -162,13 +177,7 @@ class JsonObjectFile(Container):
         return list(records)
 
     def _read(self) -> dict[str, Any]:
-        with open_bytes(self.path, self.name) as stream:
-            raw = stream.read(_MAX_OBJECT_BYTES + 1)
-        if len(raw) > _MAX_OBJECT_BYTES:
-            raise WhetError(
-                f"data.sources: {self.name}: a JSON object may have at most {_MAX_OBJECT_BYTES >> 30} GiB. Write one "
-                "record per line instead (.jsonl)"
-            )
+        raw = read_whole(self.path, self.name, "Write one record per line instead (.jsonl)")
         try:
             whole = json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:

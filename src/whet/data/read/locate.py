@@ -9,13 +9,15 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from whet.core.errors import WhetError
-from whet.core.files import cache_dir, read_json, temporary_path
+from whet.core.files import cache_dir, read_json, temporary_path, user_path
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
-from whet.data.read.container import Container, detect_compression, open_bytes
+from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, open_bytes
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile
 from whet.data.read.text_files import CsvFile, TextFile
 from whet.data.read.token_files import TokenFile
@@ -55,7 +57,7 @@ def _check_options(source: Source, found: list[Container]) -> None:
 def _locate_files(source: Source) -> list[tuple[str, Path]]:
     if source.path == "-":
         return [("stdin", spool_stdin())]
-    path = Path(source.path).expanduser()
+    path = user_path(source.path)
     if not path.exists():
         is_glob = glob.has_magic(source.path)
         names = sorted(glob.glob(str(path), recursive=True)) if is_glob else []  # noqa: PTH207
@@ -86,14 +88,16 @@ def _no_such_file(name: str, is_glob: bool) -> WhetError:
 
 def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str, Path]]:
     if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json")["splits"]
+        splits = _read_names(folder / "dataset_dict.json", lambda content: content["splits"])
         split = source.split or (splits[0] if len(splits) == 1 else "")
         if split not in splits:
             fault = f"there is no split {split!r}" if split else "there is more than one split"
             raise WhetError(f"data.sources: {name}: {fault}; set split to one of: {', '.join(splits)}")
         folder, name = folder / split, str(Path(name) / split)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        parts = [part["filename"] for part in read_json(folder / "state.json")["_data_files"]]
+        parts = _read_names(
+            folder / "state.json", lambda content: [part["filename"] for part in content["_data_files"]]
+        )
         return [(str(Path(name) / part), folder / part) for part in parts]
     wanted = (".bin",) if source.format == "tokens" else DATA_SUFFIXES
     paths = sorted(
@@ -111,8 +115,25 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
     return [(str(Path(name) / path.relative_to(folder)), path) for path in paths]
 
 
+def _read_names(file: Path, find: Callable[[Any], Any]) -> list[str]:
+    """Names of files or folders beside `file`, which the datasets library wrote."""
+    try:
+        names = find(read_json(file))
+    except (KeyError, TypeError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) and _is_plain_name(name) for name in names):
+        raise WhetError(
+            f"data.sources: {file}: it does not name the files beside it. Copy or download the folder again"
+        )
+    return names
+
+
+def _is_plain_name(name: str) -> bool:
+    return Path(name).name == name != ".."
+
+
 def _is_saved_dataset(source: Source) -> bool:
-    return (Path(source.path).expanduser() / "dataset_dict.json").is_file()
+    return (user_path(source.path) / "dataset_dict.json").is_file()
 
 
 # A file → its container, by its suffix and, where they are more reliable, its first bytes.
@@ -121,7 +142,6 @@ _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",
 _PARQUET_SUFFIXES, _ARROW_SUFFIXES = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
-_MAX_LINE_BYTES = 2**26
 
 DATA_SUFFIXES = (*_JSONL_SUFFIXES, *_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_ARROW_SUFFIXES, *_CSV_DELIMITERS, ".txt")
 """Suffixes of data files; other files in a folder are ignored."""
@@ -161,7 +181,7 @@ def open_container(name: str, path: Path, source: Source) -> Container:
 def _open_json(name: str, path: Path, split: str | None) -> Container:
     """JSON Lines if the first line is valid JSON and more lines follow; otherwise an array or an object."""
     with open_bytes(path, name) as stream:
-        lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
+        lines = iter(lambda: stream.readline(MAX_RECORD_BYTES), b"")
         nonblank = (line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip())
         head = next(nonblank, b"").removeprefix(codecs.BOM_UTF8).lstrip()
         more = next(nonblank, None) is not None

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
+from whet.core.text import is_valid_text
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.record_fields import (
     decode_list,
     describe_type,
-    is_valid_text,
     parse_json,
     require_json_value,
     require_text,

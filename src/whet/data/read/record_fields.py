@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
+from whet.core.text import is_valid_text
 
 _TYPE_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
 _NUMBERS = (int, float)
@@ -27,19 +28,6 @@ def shorten(value: Any) -> str:
     """The repr of a value, shortened for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-def is_valid_text(text: str) -> bool:
-    """False for NUL and for lone surrogates (`\\ud800` in JSON), which break tokenizers."""
-    if "\0" in text:
-        return False
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def require_text(text: Any, place: str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.container import (
+    MAX_RECORD_BYTES,
     Container,
     DecodedRecord,
     LazyRecord,
@@ -17,10 +19,10 @@ from whet.data.read.container import (
     UnreadableRecord,
     estimate_count,
     open_bytes,
+    read_whole,
+    record_too_long,
 )
 from whet.data.read.json_files import count_lines
-
-_MAX_FIELD_BYTES = 2**31 - 1  # the csv module's default is 128 KiB, less than a long answer
 
 
 class CsvFile(Container):
@@ -32,10 +34,10 @@ class CsvFile(Container):
         self._delimiter = delimiter
 
     def records(self) -> Iterator[RawRecord]:
-        csv.field_size_limit(_MAX_FIELD_BYTES)
+        csv.field_size_limit(MAX_RECORD_BYTES)  # its default is 128 KiB, less than a long answer
         with open_bytes(self.path, self.name) as stream:
             text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
-            reader = csv.reader(text, delimiter=self._delimiter, strict=True)
+            reader = csv.reader(_bounded_lines(text, self.name), delimiter=self._delimiter, strict=True)
             header: list[str] | None = None
             while True:
                 line = reader.line_num + 1
@@ -68,6 +70,13 @@ class CsvFile(Container):
         return header
 
 
+def _bounded_lines(text: IO[str], name: str) -> Iterator[str]:
+    for number, line in enumerate(iter(partial(text.readline, MAX_RECORD_BYTES), ""), 1):
+        if len(line) == MAX_RECORD_BYTES and not line.endswith(("\n", "\r")):
+            raise record_too_long(f"{name}:{number}")
+        yield line
+
+
 def _csv_record(header: list[str], row: list[str]) -> LazyRecord:
     if len(row) != len(header):
         return UnreadableRecord("broken CSV", f"this row has {len(row)} fields, the header has {len(header)}")
@@ -95,8 +104,7 @@ class _LazyText(NamedTuple):
     name: str
 
     def decode(self) -> str:
-        with open_bytes(self.path, self.name) as stream:
-            raw = stream.read()
+        raw = read_whole(self.path, self.name, "Write one document per line instead (.jsonl, with `text`)")
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -43,7 +43,7 @@ from whet.data.conversation import Conversation, MarkedText, Message, Origin, Pl
 from whet.data.render.layout_cache import Layout, LayoutCache, Span
 from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder, common_prefix_length
-from whet.tokenizer.chat_template import ChatTemplate
+from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,16 +127,17 @@ class Renderer:
         """Ids and loss mask of each item, in order, or the error that refuses it. All are encoded together."""
         layouts: list[Layout | BadRecordError] = []
         texts: list[PlainText] = []
-        for item in items:
-            if isinstance(item, PlainText):
-                texts.append(item)
-            elif isinstance(item, Conversation):
-                try:
-                    layouts.append(self.layout(item))
-                except BadRecordError as error:
-                    layouts.append(error)
-            else:
-                layouts.append(BadRecordError("marked text", "text with markers requires data.markers"))
+        with template_limits():  # once for all renderings, each of which starts the time anew
+            for item in items:
+                if isinstance(item, PlainText):
+                    texts.append(item)
+                elif isinstance(item, Conversation):
+                    try:
+                        layouts.append(self.layout(item))
+                    except BadRecordError as error:
+                        layouts.append(error)
+                else:
+                    layouts.append(BadRecordError("marked text", "text with markers requires data.markers"))
         encoded = iter(self.encode_layouts([layout for layout in layouts if isinstance(layout, Layout)]))
         conversations = (next(encoded) if isinstance(layout, Layout) else layout for layout in layouts)
         documents = iter(self.render_documents(texts))
@@ -163,12 +164,16 @@ class Renderer:
         if self._content_parts:
             messages = [_with_content_parts(message) for message in messages]
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, chat_template=self.template, tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )  # fmt: skip
+            with template_limits():
+                text = str(
+                    self.tokenizer.apply_chat_template(
+                        list(messages), tools=list(tools) or None, chat_template=self.template, tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                    )
+                )  # fmt: skip
+            return check_rendered_length(text, messages, tools)
+        except WhetError:
+            raise
         except Exception as error:  # a template is a foreign program: it can raise anything
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
@@ -180,11 +185,12 @@ class Renderer:
     def reference_ids(self, conversation: Conversation) -> list[int]:
         """The ids that transformers gives for the whole conversation."""
         messages = [message.as_dict(self._content_parts) for message in conversation.messages]
-        return list(
-            self.tokenizer.apply_chat_template(
-                messages, tools=list(conversation.tools) or None, chat_template=self.template, return_dict=False
+        with template_limits():
+            return list(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=list(conversation.tools) or None, chat_template=self.template, return_dict=False
+                )
             )
-        )
 
     def end_of_turn(self) -> int | None:
         """The id that ends an answer in this template; None if there is no exact one."""

@@ -15,6 +15,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
+from whet.core.files import user_path
 from whet.data.builtin import BUILTIN_GENERATORS
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Origin
@@ -164,7 +165,7 @@ def _read_examples(config: TaskConfig, opening: Messages, count: int) -> tuple[T
 def _parse_example(format_: TaskFormat, raw: RawRecord, opening: Messages) -> Example:
     try:
         return format_.parse(raw.decode(), Origin(raw.file, raw.line), opening)
-    except BadRecordError as error:
+    except (BadRecordError, RecursionError) as error:
         raise WhetError(f"{raw.file}:{raw.line}: {error}") from None
 
 
@@ -197,7 +198,7 @@ def _example_from_conversation(item: object, opening: Messages) -> Example:
 
 
 def _raw_records(config: TaskConfig) -> Iterator[RawRecord]:
-    if _is_mmlu_csv(Path(config.path).expanduser()):
+    if _is_mmlu_csv(user_path(config.path)):
         return _read_mmlu_csv(config.path)
     containers = locate_containers(_source_config(config), example='{"prompt": "3 + 4 = ", "answer": "7"}')
     return itertools.chain.from_iterable(each.records() for each in containers)
@@ -217,7 +218,7 @@ def _is_mmlu_csv(path: Path) -> bool:
 
 
 def _read_mmlu_csv(name: str) -> Iterator[RawRecord]:
-    with Path(name).expanduser().open(newline="", encoding="utf-8-sig") as file:
+    with user_path(name).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         for row in reader:
             if len(row) != _MMLU_COLUMNS:
@@ -311,7 +312,10 @@ def _question_parser(fields: Mapping[str, str]) -> ParseRecord:
             )
         key = _find_key(record, "messages", _MESSAGES_KEYS, fields)
         if key:
-            messages = tuple(each.as_dict() for each in parse_message_list(decode_list(record[key], f"'{key}'")))
+            turns = decode_list(record[key], f"'{key}'")
+            if not isinstance(turns, list) or not turns:
+                raise BadRecordError("bad messages", f"'{key}' must be a list of messages, not {describe_type(turns)}")
+            messages = tuple(each.as_dict() for each in parse_message_list(turns))
             if messages[-1]["role"] == "assistant":
                 raise BadRecordError(
                     "bad messages", f"the last message of '{key}' is the assistant's; end with a question"

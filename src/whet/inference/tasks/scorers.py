@@ -9,21 +9,24 @@ import secrets
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import regex
 
 from whet.core.console import warn
 from whet.core.errors import WhetError
+from whet.core.files import read_text, user_path
+from whet.core.limits import limited
+from whet.data.read.record_fields import describe_type
 from whet.inference.config import TaskConfig
 from whet.inference.sandbox import SandboxLimits, SandboxMode, require_sandbox, run_program
 from whet.inference.tasks.task import Example, Scorer
 
 _NUMBER_PATTERN = regex.compile(r"((?<![\w)])[-−+])?[$€£]?(\d[\d,]*(?:\.\d+)?|\.\d+)")
-_CODE_BLOCK = regex.compile(r"```[\w+-]*[ \t]*\n(.*?)\n?[ \t]*```", regex.DOTALL)
-_PATTERN_TIMEOUT_S = 2.0
-"""For one match of a user's pattern, which may backtrack exponentially."""
+_CODE_BLOCK_START = regex.compile(r"```[\w+-]*[ \t]*\n")
+_PATTERN_TIMEOUT_S, _SCHEMA_TIMEOUT_S = 2.0, 2.0
+"""For one match of a pattern, which may backtrack exponentially, and for one answer against a JSON schema."""
 
 
 def make_scorer(config: TaskConfig, name: str) -> Scorer:
@@ -64,8 +67,9 @@ def score_contains(answer: str, example: Example) -> float:
 
 def extract_code_block(text: str) -> str:
     """The content of the first ``` block, or the whole text if there is none."""
-    found = _CODE_BLOCK.search(text)
-    return found.group(1) if found else text.strip()
+    start = _CODE_BLOCK_START.search(text)
+    end = text.find("```", start.end()) if start else -1
+    return text[start.end() : end].rstrip(" \t").removesuffix("\n") if start and end >= 0 else text.strip()
 
 
 def _regex_scorer(config: TaskConfig) -> Scorer:
@@ -73,7 +77,7 @@ def _regex_scorer(config: TaskConfig) -> Scorer:
         return Scorer("regex", _score_answer_patterns)
     try:
         pattern = regex.compile(config.pattern, regex.MULTILINE)
-    except regex.error as error:
+    except (regex.error, RecursionError, OverflowError) as error:
         raise WhetError(
             f"eval.tasks: {config.title}: pattern {config.pattern!r} is not a regular expression: {error}"
         ) from None
@@ -94,7 +98,7 @@ def _score_answer_patterns(answer: str, example: Example) -> float:
         try:
             if regex.search(each, answer, regex.MULTILINE, timeout=_PATTERN_TIMEOUT_S):
                 return 1.0
-        except regex.error as error:
+        except (regex.error, RecursionError, OverflowError) as error:
             raise WhetError(f"{example.origin}: the answer {each!r} is not a regular expression: {error}") from None
         except TimeoutError:
             _pattern_timeout(each, example)
@@ -113,7 +117,10 @@ def _score_json(answer: str, example: Example) -> float:
     value, expected = _parse_json(answer), [_parse_json(each) for each in example.answers]
     if _NOT_JSON in expected:
         raise WhetError(f"{example.origin}: the correct answer is not valid JSON. Use another scorer")
-    return float(value is not _NOT_JSON and any(_json_equal(value, each) for each in expected))
+    try:
+        return float(value is not _NOT_JSON and any(_json_equal(value, each) for each in expected))
+    except RecursionError:
+        return 0.0
 
 
 def _json_equal(one: Any, other: Any) -> bool:
@@ -132,21 +139,23 @@ _NOT_JSON = object()
 
 def _parse_json(text: str) -> Any:
     try:
-        return json.loads(extract_code_block(text))
+        return json.loads(extract_code_block(text), parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return _NOT_JSON
 
 
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _json_schema_scorer(config: TaskConfig) -> Scorer:
-    try:
-        import jsonschema
-    except ImportError:
-        raise _missing_package(config, "json-schema") from None
+    if find_spec("jsonschema") is None:
+        raise _missing_package(config, "json-schema")
     own = None
     if config.schema_file is not None:
         try:
-            own = json.loads(Path(config.schema_file).expanduser().read_text())
-        except (OSError, ValueError) as error:
+            own = json.loads(read_text(user_path(config.schema_file)))
+        except (OSError, ValueError, RecursionError) as error:
             raise WhetError(
                 f"eval.tasks: {config.title}: schema_file {config.schema_file} cannot be read: {error}"
             ) from None
@@ -155,15 +164,67 @@ def _json_schema_scorer(config: TaskConfig) -> Scorer:
         schema = example.extra.get("schema", own)
         if schema is None:
             raise WhetError(f"{example.origin}: no JSON schema. Add 'schema' to the record, or set schema_file")
-        try:
-            validator = jsonschema.validators.validator_for(schema)
-            validator.check_schema(schema)
-        except jsonschema.SchemaError as error:
-            raise WhetError(f"{example.origin}: invalid JSON schema: {error.message}") from None
+        validator = _make_validator(schema, example.origin)
         value = _parse_json(answer)
-        return float(value is not _NOT_JSON and validator(schema).is_valid(value))
+        if value is _NOT_JSON:
+            return 0.0
+        try:
+            with limited(_SCHEMA_TIMEOUT_S, TimeoutError):
+                return float(validator.is_valid(value))
+        except TimeoutError as error:
+            warn(
+                f"{example.origin}: validating an answer was ended: {error}; the answer counts as wrong. Avoid "
+                "patterns with nested repetitions such as (a+)+, and schemas that refer to themselves more than once"
+            )
+        except (RecursionError, OverflowError):  # a schema that refers to itself without end, a number beyond floats
+            pass
+        return 0.0
 
     return Scorer("json-schema", score)
+
+
+def _make_validator(schema: Any, origin: str) -> Any:
+    """The validator of a schema; a WhetError for one that is invalid or refers to another, which is not fetched."""
+    import jsonschema
+    from jsonschema_specifications import REGISTRY  # the metaschemas, without a way to fetch more
+
+    try:
+        with limited(_SCHEMA_TIMEOUT_S, TimeoutError):
+            if not isinstance(schema, (dict, bool)):
+                raise jsonschema.SchemaError(f"it must be an object, not {describe_type(schema)}")
+            kind = jsonschema.validators.validator_for(schema)
+            kind.check_schema(schema)
+            missing = _unresolvable_reference(schema, REGISTRY)
+    except jsonschema.SchemaError as error:
+        raise WhetError(f"{origin}: invalid JSON schema: {error.message}") from None
+    except (RecursionError, TimeoutError, TypeError, ValueError) as error:
+        raise WhetError(f"{origin}: the JSON schema cannot be used: {error}. Simplify it") from None
+    if missing is not None:
+        raise WhetError(
+            f"{origin}: the JSON schema refers to {missing!r}, which it does not contain. whet fetches nothing: write "
+            "the definition into the schema, under $defs"
+        )
+    return kind(schema, registry=REGISTRY)
+
+
+def _unresolvable_reference(schema: Any, registry: Any) -> str | None:
+    """The first $ref that leads out of the schema, or nowhere in it."""
+    from referencing import Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    whole = Resource.from_contents(schema, default_specification=DRAFT202012)
+    waiting = [(whole, registry.resolver_with_root(whole))]
+    while waiting:
+        part, resolver = waiting.pop()
+        if isinstance(part.contents, dict):
+            for reference in (part.contents.get(key, "#") for key in ("$ref", "$dynamicRef")):
+                try:
+                    resolver.lookup(reference)
+                except Unresolvable:
+                    return str(reference)
+        waiting += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
+    return None
 
 
 def _sacrebleu_scorer(name: str, config: TaskConfig) -> Scorer:

@@ -205,7 +205,9 @@ def _score_answers(task: Task, answered: list[tuple[int, Example, str]]) -> list
         right = None if task.scorer.graded else points == 1
         return AnsweredExample(task.name, example.prompt, example.expected, answer, right, points, number)
 
-    with ThreadPoolExecutor(available_cores() if task.scorer.is_io_bound else 1) as pool:
+    if not task.scorer.is_io_bound:
+        return [score(*each) for each in answered]  # in the main thread, where limits of time hold
+    with ThreadPoolExecutor(available_cores()) as pool:
         return list(pool.map(lambda each: score(*each), answered))
 
 

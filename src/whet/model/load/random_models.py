@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.core.errors import WhetError, first_line
+from whet.core.files import resolve_path, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -75,14 +76,14 @@ def config_folder(path: str) -> Path | None:
 
 def resolve_random_path(path: str) -> str:
     """A `random:` path with its folder or file made absolute, so that it works from any directory."""
-    place = Path(path.removeprefix(RANDOM_PREFIX)).expanduser()
+    place = user_path(path.removeprefix(RANDOM_PREFIX))
     known = not is_random_model(path) or path.removeprefix(RANDOM_PREFIX) in MODEL_SHAPES or not place.exists()
-    return path if known else f"{RANDOM_PREFIX}{place.resolve()}"
+    return path if known else f"{RANDOM_PREFIX}{resolve_path(place)}"
 
 
 def _config_file(path: str) -> Path:
     name = path.removeprefix(RANDOM_PREFIX)
-    place = Path(name).expanduser()
+    place = user_path(name)
     file = place / "config.json" if place.is_dir() else place
     if name and file.is_file():
         return file

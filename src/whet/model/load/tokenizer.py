@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.core.errors import WhetError, os_error
-from whet.core.files import hash_file, hash_json
+from whet.core.files import hash_file, hash_json, user_path
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import config_folder, is_random_model
 from whet.model.load.weight_files import load_error, locate_model
@@ -22,7 +22,7 @@ def locate_tokenizer(config: ModelConfig) -> str:
     """The folder, file or hub id of the tokenizer: model.tokenizer, or the model's own. Models with random weights use
     SmolLM2's tokenizer unless their folder has one."""
     if config.tokenizer is not None:
-        return str(Path(config.tokenizer).expanduser())
+        return str(user_path(config.tokenizer))
     if not is_random_model(config.path):
         return locate_model(config.path)
     folder = config_folder(config.path)

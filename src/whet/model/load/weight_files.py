@@ -10,7 +10,7 @@ from pathlib import Path
 
 from whet.core import launch_env
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
-from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json
+from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
@@ -20,7 +20,7 @@ def locate_model(path: str) -> str:
     """The folder or hub id that transformers loads for a model.path."""
     if path.startswith("builtin:"):
         return str(builtin_folder(path))
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if folder.is_dir():
         if not (folder / "config.json").exists():
             if (folder / "config.yaml").exists():
@@ -123,7 +123,7 @@ def _advise(files: list[Path]) -> None:
 
 def local_model_folder(path: str, revision: str | None) -> Path:
     """The folder of a model on this machine, also in the hub cache; it need not exist."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if folder.is_dir() or path.count("/") != 1:
         return folder
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
@@ -156,8 +156,8 @@ def weights_hash(config: ModelConfig) -> str | None:
 
 def _cached_file_hash(file: Path) -> str:
     """Cached by path, size and modification time: 100 GB of weights take minutes to read."""
-    about = file.resolve().stat()
-    key = hash_json([str(file.resolve()), about.st_size, about.st_mtime_ns, about.st_ino])
+    about = resolve_path(file).stat()
+    key = hash_json([str(resolve_path(file)), about.st_size, about.st_mtime_ns, about.st_ino])
     kept = cache_dir() / "hashes" / key
     if kept.exists():
         return kept.read_text().strip()

@@ -11,6 +11,7 @@ from torch import nn
 
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
+from whet.core.files import user_path
 from whet.model.load.weight_files import require_certified_files
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -26,7 +27,7 @@ def base_model_of(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise WhetError(f"{folder / _CONFIG_FILE}: base_model_name_or_path is missing. {_remedy(folder)}")
     is_path = base.startswith(("/", "~", ".")) or base.count("/") != 1
-    if is_path and not Path(base).expanduser().is_dir() and ":" not in base:
+    if is_path and not user_path(base).is_dir() and ":" not in base:
         raise WhetError(f"{folder}: its base model {base} ({_CONFIG_FILE}) does not exist here. {_remedy(folder)}")
     return base
 
@@ -93,7 +94,7 @@ def parse_adapter_options(texts: list[str]) -> dict[str, Path]:
             raise WhetError(
                 f"--adapter: {name}: invalid name. Names must be unique, without a dot, and not 'none' or 'base'"
             )
-        found[name] = Path(folder).expanduser()
+        found[name] = user_path(folder)
     return found
 
 
