@@ -7,6 +7,8 @@ import json
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from whet.data.prepare.chunks import Chunk, SavedChunk
 from whet.data.prepare.store import Store, StoreWriter
 from whet.data.prepare.store_check import StoreCheck
 from whet.data.render.renderer import Rendered
+from whet.training.checkpoints import save_checkpoint
 
 
 def write_store(folder: Path) -> None:
@@ -88,6 +91,18 @@ def test_an_error_is_explained_by_the_damage(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"tokens\.bin: altered") as raised, StoreCheck([store]):
         raise IndexError("index out of range in self")
     assert isinstance(raised.value.__cause__, IndexError)
+
+
+def test_damage_on_one_machine_ends_the_run_on_all(tmp_path: Path) -> None:
+    """This rank's store is intact; another one's is not."""
+    write_store(tmp_path / "store")
+    gathered: list[list[str]] = []
+    ranks = SimpleNamespace(all_gather=lambda mine: gathered.append(mine) or ["x/tokens.bin: altered"])
+    with StoreCheck([Store(tmp_path / "store")]) as running:
+        run: Any = SimpleNamespace(store_check=running, ranks=ranks, saver=object())
+        with pytest.raises(WhetError, match=r"x/tokens\.bin: altered"):
+            save_checkpoint(run)
+    assert gathered == [[]]
 
 
 def test_ctrl_c_does_not_wait_for_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

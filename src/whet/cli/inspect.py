@@ -45,8 +45,9 @@ def inspect(
     from whet.preflight import inspect_data
 
     target = inspect_data.open_target(what, overrides or [], tokenizer, validation)
-    if batch is not None:
-        return inspect_data.show_batch(target, batch, silent=as_json)
-    if count is not None:
-        return inspect_data.write_counts(target, count)
-    return inspect_data.show_documents(target, start, limit, pieces, silent=as_json)
+    with target.check():
+        if batch is not None:
+            return inspect_data.show_batch(target, batch, silent=as_json)
+        if count is not None:
+            return inspect_data.write_counts(target, count)
+        return inspect_data.show_documents(target, start, limit, pieces, silent=as_json)

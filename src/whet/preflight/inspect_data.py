@@ -20,6 +20,7 @@ from whet.core.files import atomic_write
 from whet.data.conversation import Origin
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import MANIFEST, Store
+from whet.data.prepare.store_check import StoreCheck
 from whet.data.read.token_files import TokenFile
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
 from whet.run.data import RunData, load_ledger_data, make_plan, prepare_data
@@ -52,6 +53,10 @@ class InspectionTarget:
     decoder: Decoder | None
     config: Config | None = None
     data: RunData | None = None
+
+    def check(self) -> StoreCheck:
+        """Explains an error that comes from a damaged store."""
+        return StoreCheck([self.documents] if isinstance(self.documents, Store) else [])
 
 
 def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, validation: bool) -> InspectionTarget:

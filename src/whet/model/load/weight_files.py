@@ -73,9 +73,12 @@ _NOT_CERTIFIED = (_CERTIFICATE, "README.md")
 def hash_model_folder(folder: Path) -> dict[str, str]:
     """Path in the folder → hash of every file but the model card, which its owner may edit."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in _NOT_CERTIFIED)
+    return _hash_files(folder, [str(file.relative_to(folder)) for file in files])
+
+
+def _hash_files(folder: Path, names: list[str]) -> dict[str, str]:
     with ThreadPoolExecutor(8) as pool:
-        hashes = list(pool.map(hash_file, files))
-    return {str(file.relative_to(folder)): digest for file, digest in zip(files, hashes, strict=True)}
+        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
 
 
 def require_certified_files(folder: Path) -> None:
@@ -88,7 +91,7 @@ def require_certified_files(folder: Path) -> None:
     files = content.get("files") if isinstance(content, dict) else None
     if not isinstance(files, dict):
         raise WhetError(f"{certificate}: the key files is missing. {_EXPORT_AGAIN}")
-    found = hash_model_folder(folder)
+    found = _hash_files(folder, [name for name in files if (folder / name).is_file()])
     changed = sorted(name for name, digest in files.items() if found.get(name) != digest)
     if changed:
         raise WhetError(f"{folder / changed[0]}: missing or altered since the export (hash mismatch). {_EXPORT_AGAIN}")
