@@ -10,6 +10,8 @@ _HEAD = """# Every setting
 
 Generated from the code by `make docs`; `whet config` prints the same. A recipe is a YAML file with these keys, where a
 dot stands for a level. Override one on the command line with `KEY=VALUE`, for example `train.steps=100`.
+`${NAME}` in a value is replaced from the environment; the run folder keeps the name, never the value
+([secrets](security.md#secrets)).
 """
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from whet.checkpoint.config import CheckpointConfig
-from whet.core.config import Section, config_error, load_config
+from whet.core.config import ConfigPath, Section, config_error, load_config, value_at
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path, user_path
 from whet.core.run_folder import check_run_format
-from whet.core.yaml import dump_yaml
+from whet.core.yaml import Expand, Template, dump_yaml
 from whet.data.config import DataConfig
 from whet.exporting.config import ExportConfig
 from whet.inference.config import EvalConfig
@@ -195,7 +195,30 @@ class Config(Section):
 
     def dump(self) -> str:
         """The complete configuration as YAML: repeating it with another run.dir repeats the run."""
-        return dump_yaml(self.resolved())
+        return dump_yaml(self.unexpanded())
+
+    def unexpanded(self) -> dict[str, Any]:
+        """As `resolved`, for files: values from environment variables as `${NAME}`, launch.env as names."""
+        tree = self.resolved()
+        for path, text in self._used_templates():
+            before, now = self._templates[path][1], value_at(tree, path)
+            value_at(tree, path[:-1])[path[-1]] = _as_absolute(text, before, now)
+        tree["launch"]["env"] = list(self.launch.env) or {}
+        return tree
+
+    def variables(self) -> dict[str, Any]:
+        """The resolved values that come from environment variables, by key."""
+        tree = self.resolved()
+        found = {".".join(map(str, path)): value_at(tree, path) for path, _ in self._used_templates()}
+        given = {f"launch.env.{name}": value for name, value in self.launch.variables().items() if value is not None}
+        return {key: value for key, value in found.items() if not key.startswith("launch.env")} | given
+
+    def _used_templates(self) -> Iterator[tuple[ConfigPath, Template]]:
+        """Without those whose value was replaced since, such as that of model.path: RUN."""
+        tree = self.model_dump(exclude_none=True, mode="json")
+        for path, (text, value) in self._templates.items():
+            if path and value is not None and value_at(tree, path) == value:
+                yield path, text
 
     def resolved(self) -> dict[str, Any]:
         """The configuration as plain values with absolute paths, so that it is valid from any folder."""
@@ -217,7 +240,18 @@ class Config(Section):
         return tree
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def _as_absolute(text: Template, before: Any, now: Any) -> Template:
+    """The template of a value that was `before` and is `now` resolved: a relative path is made absolute."""
+    if isinstance(now, dict):  # the short form of a task
+        before, now = before["path"], now["path"]
+    made_absolute = isinstance(now, str) and before != now and not Path(before).expanduser().is_absolute()
+    folder = Path(str(Path.cwd()).replace("${", "$${"))
+    template = Template(folder / text if made_absolute and Path(now) == Path(before).resolve() else text)
+    template.is_text = isinstance(now, str)
+    return template
+
+
+def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all") -> Config:
     """Read a recipe and set run.name."""
     if path.suffix in _DATA_SUFFIXES:
         raise WhetError(
@@ -226,7 +260,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         )
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)
-    config = load_config(Config, path, overrides)
+    config = load_config(Config, path, overrides, expand)
     name = config.run.name or (path.parent.name if path.name == "config.yaml" else path.stem)
     run = config.run.model_copy(update={"name": name})
     return config.model_copy(update={"run": run})

@@ -179,7 +179,8 @@ def test_a_dry_run_prints_the_command(start: Any, whet: Any, recipe: str, tmp_pa
     words = ["launch", recipe, "launch.processes=2", f"run.dir={tmp_path / 'run'}", "--dry-run"]
     ended = whet(*words, "launch.env={NAME: a b}")
     assert ended.code == 0
-    assert "'NAME=a b'" in ended.out
+    assert 'NAME="${NAME:?}"' in ended.out
+    assert "a b" not in ended.out
     assert "--nproc-per-node 2 --max-restarts 0" in ended.out
     assert json.loads(whet(*words, "--json").out)["processes"] == 2
     assert not (tmp_path / "run").exists()

@@ -236,3 +236,19 @@ def test_validation_before_and_after_and_by_source(make_run: MakeRun) -> None:
         report(make_run(metrics=[{"step": 3, "val_loss": 1.0, "val_part": 0.1}]))
     )
     assert "bits per byte" not in text_of(report(make_run(metrics=[{"step": 3, "task/orders": 0.5}])))
+
+
+def test_answers_are_shown_as_they_are_and_settings_without_secrets(make_run: MakeRun) -> None:
+    token = "hf_abcdefghijklmnopqrstuvwxyz"
+    lines = [
+        {"step": step, "task": "t", "prompt": "p", "expected": token, "answer": f"{token} \x1b[2J\u202e", "right": True}
+        for step in (0, 3)
+    ]
+    folder = make_run(samples=lines)
+    with (folder / "config.yaml").open("a") as file:
+        file.write(f"note: {token}\n")
+    page = write_report(folder).read_text()
+    assert f"{token} \\x1b[2J\\u202e" in page
+    assert "note: hf_***" in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
 from whet.core.text import is_valid_text
-from whet.core.yaml import Node, parse_yaml, read_yaml
+from whet.core.yaml import Expand, Node, Template, parse_yaml, read_yaml
+
+ConfigPath = tuple[str | int, ...]
+"""The keys and list indices that lead to a value."""
 
 
 class Section(BaseModel):
@@ -30,6 +33,9 @@ class Section(BaseModel):
 
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of keys of which at most one may be set. A recipe that sets one drops the others that it inherits."""
+
+    _templates: dict[ConfigPath, tuple[Template, Any]] = PrivateAttr(default={})
+    """Of the root: the values that came from environment variables, each with its text and what it became."""
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> typing.Self:
@@ -48,9 +54,11 @@ def config_error(key: str, reason: str) -> PydanticCustomError:
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
+def load_config(
+    root: type[AnySection], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all"
+) -> AnySection:
     """Read a recipe and the recipes it extends, apply KEY=VALUE overrides, validate."""
-    tree = _read_with_parents(path, root, (), {}) if path else Node({}, "defaults")
+    tree = _read_with_parents(path, root, (), {}, expand) if path else Node({}, "defaults")
     given = Node({}, "command line")
     for text in overrides:  # merged first: two alternatives on one command line are an error, the last does not win
         given = _merge_nodes(given, _parse_override(text), None)
@@ -62,10 +70,23 @@ def validate_config(root: type[AnySection], tree: Node) -> AnySection:
     if impossible := list(_impossible_values(tree, ())):
         raise WhetError("\n".join(impossible))
     try:
-        return root.model_validate(tree.plain())
+        config = root.model_validate(tree.plain())
     except ValidationError as error:
         found = dict.fromkeys(_describe_error(root, tree, detail) for detail in error.errors(include_url=False))
         raise WhetError("\n".join(found)) from None
+    dumped = config.model_dump(exclude_none=True, mode="json")
+    config._templates = {path: (text, value_at(dumped, path)) for path, text in tree.templates()}
+    return config
+
+
+def value_at(tree: Any, path: ConfigPath) -> Any:
+    """The value at `path` of plain objects; None where there is none."""
+    for key in path:
+        if isinstance(tree, dict):
+            tree = tree.get(key)
+        else:
+            tree = tree[key] if isinstance(tree, list) and isinstance(key, int) and key < len(tree) else None
+    return tree
 
 
 _MAX_INTEGER = 2**63 - 1
@@ -90,9 +111,11 @@ def _impossible_values(node: Node, path: tuple[str | int, ...]) -> Iterator[str]
         )
 
 
-def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...], read: dict[Path, Node]) -> Node:
+def _read_with_parents(
+    path: Path, root: type[Section], seen: tuple[Path, ...], read: dict[Path, Node], expand: Expand
+) -> Node:
     """`seen`: the recipes that extend this one. `read`: what has been read, because several may extend the same one."""
-    tree = read_yaml(path)
+    tree = read_yaml(path, expand)
     assert isinstance(tree.value, dict)
     parents = tree.value.pop("extends", None)
     if parents is None:
@@ -111,7 +134,7 @@ def _read_with_parents(path: Path, root: type[Section], seen: tuple[Path, ...], 
         if not parent.exists():
             raise WhetError(f"{parents.place}: extends {name}: no such file ({parent}). Paths are relative to {path}")
         if parent not in read:
-            read[parent] = _read_with_parents(parent, root, below, read)
+            read[parent] = _read_with_parents(parent, root, below, read, expand)
         base = _merge_nodes(base, read[parent], root)
     return _merge_nodes(base, tree, root)
 
@@ -178,14 +201,14 @@ def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> st
     section = _section_at(root, path[:-1])
     if detail["type"] == "extra_forbidden" and section is not None:
         node, hint = tree.at(path), _suggest_key(root, section, path)
-        return f"{node.place}: unknown key {_format_path(path)} (value {node.plain()!r}). {hint}"
+        return f"{node.place}: unknown key {_format_path(path)} (value {node.plain(named=True)!r}). {hint}"
     while path and _find_field(root, path) is None:  # pydantic adds the branch of a union to the path
         path = path[:-1]
     field, node = _find_field(root, path), tree.at(path)
     expected = describe_type(field.annotation) if field else "something else"
     limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_range_error(detail["type"]) else ""
     return (
-        f"{node.place}: {_format_path(path)}: {node.plain()!r} is not valid{limit}: expected {expected}. "
+        f"{node.place}: {_format_path(path)}: {node.plain(named=True)!r} is not valid{limit}: expected {expected}. "
         f"{_description(field)}"
     )
 

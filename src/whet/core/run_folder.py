@@ -21,6 +21,7 @@ from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
 from whet.core.files import clear_leftovers, delete_atomically, read_json, write_json
 from whet.core.heartbeat import format_age
+from whet.core.variables import VARIABLES_FILE
 
 RUN_FORMAT = 1
 """The version of the run folder that this code writes, and the newest that it reads."""
@@ -165,7 +166,9 @@ def _is_of_killed_start(entry: Path) -> bool:
     """Whether a process that was killed before it wrote config.yaml may have left this."""
     if entry.name == "checkpoints":  # earlier versions made it first
         return entry.is_dir() and not any(entry.iterdir())
-    return entry.name in ("lock", "stop", "logs") or entry.name.startswith(".config.yaml.")
+    return entry.name in ("lock", "stop", "logs", VARIABLES_FILE) or entry.name.startswith(
+        (".config.yaml.", f".{VARIABLES_FILE}.")
+    )
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """YAML in which every value keeps its file and line.
 
-Scalars follow YAML 1.2 (`1e-6` is a number, `no` is text). `${NAME}` and `${NAME:-default}` are replaced from
+Scalars follow YAML 1.2 (`1e-6` is a number, `no` is text). `${NAME}` and `${NAME:-default}` in values are replaced from
 the environment; `$${` stands for a literal `${`.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -21,6 +22,27 @@ from whet.core.limits import limited
 
 _MAX_VALUES, _MAX_SECONDS = 100_000, 10.0
 Scalar = str | int | float | bool | None
+Expand = Literal["all", "set", "none"]
+"""Which variables are replaced. all: one that is not set is an error. set: a quoted text with one that is not set stays
+as it is. none: every text with a variable becomes a `Template`."""
+
+
+class Template(str):
+    """The text of a value with variables in it, as it stands in a recipe."""
+
+    is_text = True
+    """False: a number or a word such as true, which has no quotes."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the variables."""
+        return list(dict.fromkeys(match["name"] for match in _VARIABLE.finditer(self) if match["name"]))
+
+    @property
+    def unset(self) -> list[str]:
+        """The names of variables that have neither a value nor a default."""
+        without_default = {match["name"] for match in _VARIABLE.finditer(self) if match["default"] is None}
+        return [name for name in self.names if name in without_default and name not in os.environ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +51,27 @@ class Node:
 
     value: dict[str, Node] | list[Node] | Scalar
     place: str
+    template: Template | None = None
+    """The text that `value` comes from, if it has variables."""
 
-    def plain(self) -> Any:
-        """The value as plain Python objects."""
+    def plain(self, named: bool = False) -> Any:
+        """The value as plain Python objects. `named`: for messages, with variables by name."""
         if isinstance(self.value, dict):
-            return {key: node.plain() for key, node in self.value.items()}
+            return {key: node.plain(named) for key, node in self.value.items()}
         if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
-        return self.value
+            return [node.plain(named) for node in self.value]
+        return self.template if named and self.template is not None else self.value
+
+    def templates(self, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Template]]:
+        """The path and text of every value with variables."""
+        if self.template is not None:
+            yield path, self.template
+        if isinstance(self.value, dict):
+            for key, node in self.value.items():
+                yield from node.templates((*path, key))
+        elif isinstance(self.value, list):
+            for index, node in enumerate(self.value):
+                yield from node.templates((*path, index))
 
     def at(self, path: tuple[str | int, ...]) -> Node:
         """The node at `path`, or its deepest ancestor that exists."""
@@ -51,7 +86,7 @@ class Node:
         return node
 
 
-def read_yaml(path: Path) -> Node:
+def read_yaml(path: Path, expand: Expand = "all") -> Node:
     """The content of a YAML file, which must be a mapping at the top."""
     try:
         text = read_text(path)
@@ -64,7 +99,7 @@ def read_yaml(path: Path) -> Node:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise os_error(error, "reading it", path) or WhetError(f"{path}: cannot be read: {reason}") from None
-    node = parse_yaml(text, str(path))
+    node = parse_yaml(text, str(path), expand=expand)
     if node.value is None:
         raise WhetError(f"{path}: the file is empty. A recipe needs at least model and data; see recipes/tiny.yaml")
     if not isinstance(node.value, dict):
@@ -72,7 +107,7 @@ def read_yaml(path: Path) -> Node:
     return node
 
 
-def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
+def parse_yaml(text: str, name: str, numbered: bool = True, expand: Expand = "all") -> Node:
     """Parse one YAML document. Errors name `name` as the place, with a line number if `numbered`."""
     try:
         with limited(_MAX_SECONDS, ValueError):
@@ -80,7 +115,7 @@ def parse_yaml(text: str, name: str, numbered: bool = True) -> Node:
             if document is None:
                 return Node(None, name)
             _refuse_alias_bomb(document)
-            return _convert_node(document, name, numbered)
+            return _convert_node(document, name, numbered, expand)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark and numbered else name
@@ -109,32 +144,42 @@ def _refuse_alias_bomb(document: yaml.Node) -> None:
         raise ValueError(f"its aliases stand for more than {_MAX_VALUES:,} values. Write them out")
 
 
-def _convert_node(node: yaml.Node, name: str, numbered: bool) -> Node:
+def _convert_node(node: yaml.Node, name: str, numbered: bool, expand: Expand) -> Node:
     place = f"{name}:{node.start_mark.line + 1}" if numbered else name
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise WhetError(f"{place}: a key must be plain text")
-            key = _expand_variables(str(key_node.value), place)
-            value = _convert_node(value_node, name, numbered)
+            key = str(key_node.value)
+            if Template(key).names:
+                raise WhetError(
+                    f"{place}: the key {key!r} names an environment variable; only values may. Write it out"
+                )
+            key, value = key.replace("$${", "${"), _convert_node(value_node, name, numbered, expand)
             key_place = f"{name}:{key_node.start_mark.line + 1}" if numbered else name
             if key in mapping:
                 raise WhetError(f"{key_place}: the key '{key}' is given twice (first at {mapping[key].place})")
-            mapping[key] = Node(value.value, key_place)
+            mapping[key] = Node(value.value, key_place, value.template)
         return Node(mapping, place)
     if isinstance(node, yaml.SequenceNode):
-        return Node([_convert_node(item, name, numbered) for item in node.value], place)
+        return Node([_convert_node(item, name, numbered, expand) for item in node.value], place)
     assert isinstance(node, yaml.ScalarNode)
+    template, is_text = Template(node.value), node.style in ("'", '"', "|", ">")
+    if template.names and (expand == "none" or (expand == "set" and is_text and template.unset)):
+        return Node(template, place, template)
     text = _expand_variables(str(node.value), place)
-    return Node(text if node.style in ("'", '"', "|", ">") else _parse_scalar(text), place)
+    return Node(text if is_text else _parse_scalar(text), place, template if template.names else None)
 
 
-_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+_VARIABLE = re.compile(r"\$\$\{|(?<!\$)\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+"""A variable, or the `$${` that stands for `${`."""
 
 
 def _expand_variables(text: str, place: str) -> str:
     def value(match: re.Match[str]) -> str:
+        if match["name"] is None:
+            return "${"
         found = os.environ.get(match["name"], match["default"])
         if found is None:
             raise WhetError(
@@ -143,7 +188,7 @@ def _expand_variables(text: str, place: str) -> str:
             )
         return found
 
-    return _VARIABLE.sub(value, text).replace("$${", "${")
+    return _VARIABLE.sub(value, text)
 
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
@@ -184,5 +229,10 @@ def _represent_float(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
+def _represent_template(dumper: yaml.SafeDumper, text: Template) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"' if text.is_text else None)
+
+
 _Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(Template, _represent_template)
 _Dumper.add_representer(float, _represent_float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 from pydantic import Field
@@ -38,4 +39,12 @@ class LaunchConfig(Section):
         gt=0,
         description="Seconds before the first restart; doubles with each restart, up to 60.",
     )
-    env: dict[str, str] = Field(default={}, description="Environment variables for the processes.")
+    env: dict[str, str] | list[str] = Field(
+        default={},
+        description="Environment variables for the processes: a mapping of names to values, or names alone, which must "
+        "be set. The run folder keeps the names, never the values.",
+    )
+
+    def variables(self) -> dict[str, str | None]:
+        """The variables by name; those given by name alone come from the environment, None if they are not set."""
+        return {name: os.environ.get(name) for name in self.env} if isinstance(self.env, list) else dict(self.env)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shlex
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.core.resources import available_cores
+from whet.core.yaml import parse_yaml
 from whet.launch.config import LaunchConfig
 
 _SIOCGIFADDR = 0x8915
@@ -46,6 +49,8 @@ class LaunchJob:
     rendezvous: Rendezvous | None
     """None for a single machine."""
     env: Mapping[str, str]
+    named: Collection[str]
+    """The variables of launch.env, whose values are not shown."""
     max_restarts: int
     wait_s: float
     resume: bool
@@ -68,7 +73,13 @@ def make_launch_job(
         )
     rendezvous = _resolve_rendezvous(launch.rendezvous) if launch.nodes > 1 and launch.rendezvous else None
     processes = launch.gpus or launch.processes or _device_count()
-    env = dict(launch.env)
+    env: dict[str, str] = {}
+    for variable, value in launch.variables().items():
+        if value is None:
+            raise WhetError(
+                f"launch.env: the environment variable {variable} is not set. Set it, or remove it from launch.env"
+            )
+        env[variable] = value
     if "OMP_NUM_THREADS" not in os.environ:
         env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
     if rendezvous is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -78,7 +89,8 @@ def make_launch_job(
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return LaunchJob(
         recipe=recipe, overrides=overrides, folder=folder, name=name, nodes=launch.nodes, processes=processes,
-        rendezvous=rendezvous, env=env, max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
+        rendezvous=rendezvous, env=env, named=tuple(launch.env),
+        max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
         quiet=quiet,
     )  # fmt: skip
 
@@ -121,7 +133,7 @@ def _interface_of(address: str) -> str | None:
 def launch_command(job: LaunchJob, resume: bool) -> list[str]:
     """One process is started directly, several by torchrun, without its restarts: it has no backoff and does not notice
     failures that repeat."""
-    train = ["whet", "train", str(job.recipe), *job.overrides]
+    train = ["whet", "train", str(job.recipe), *map(_without_values, job.overrides)]
     train += ["--resume"] * resume + ["--quiet"] * job.quiet
     if not job.uses_torchrun:
         return [sys.executable, "-m", *train]
@@ -141,7 +153,24 @@ def _rendezvous_arguments(job: LaunchJob) -> list[str]:
     ]  # fmt: skip
 
 
+def _without_values(override: str) -> str:
+    """An override in which the values of launch.env are variables: the processes have them in their environment."""
+    key, _, value = override.partition("=")
+    keys = key.strip().split(".")
+    if len(keys) > 2 and keys[:2] == ["launch", "env"]:
+        return f'{key}="${{{".".join(keys[2:])}}}"'
+    if keys not in (["launch"], ["launch", "env"]):
+        return override
+    given = parse_yaml(value, key, numbered=False).plain()
+    env = given if len(keys) == 2 else given.get("env")
+    if not isinstance(env, dict):
+        return override
+    names = {name: f"${{{name}}}" for name in env}
+    return f"{key}={json.dumps(names if env is given else given | {'env': names})}"
+
+
 def format_command(job: LaunchJob, resume: bool) -> str:
-    """The command as a shell line, with its environment."""
-    variables = ["env", *(f"{name}={value}" for name, value in job.env.items())] if job.env else []
-    return shlex.join([*variables, *launch_command(job, resume)])
+    """The command as a shell line. Variables of launch.env are named: the shell that runs it must have them."""
+    values = {name: f'"${{{name}:?}}"' if name in job.named else shlex.quote(value) for name, value in job.env.items()}
+    variables = "".join(f"{name}={value} " for name, value in values.items())
+    return (f"env {variables}" if variables else "") + mask_secrets(shlex.join(launch_command(job, resume)))

@@ -71,7 +71,8 @@ def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, va
         what = what / "config.yaml"
     if what.is_dir():
         raise WhetError(f"{what}: neither a store ({MANIFEST}) nor a run (config.yaml)")
-    config = resolve_model_reference(read_config(what, overrides))
+    is_run = what.name == "config.yaml"
+    config = resolve_model_reference(read_config(what, overrides, expand="set" if is_run else "all"))
     ledger = what.parent / "ledger.json"
     data = load_ledger_data(config, ledger) if ledger.exists() and not overrides else prepare_data(config)
     used, numbers = data.train.store, data.train_documents

@@ -227,7 +227,7 @@ class RunView:
         check_run_format(folder)
         return cls(
             folder=folder,
-            config=read_yaml(config).plain(),
+            config=read_yaml(config, expand="none").plain(),
             config_text=config.read_text(),
             status=RunStatus.from_json(_read_object(folder / "status.json")),
             plan=_read_object(folder / "plan.json"),
@@ -314,7 +314,7 @@ class RunView:
     @property
     def start_step(self) -> int:
         """train.start_step: the step that the run started at; evaluations there count as `before`."""
-        return _int_or_none(self.setting("train", "start_step")) or 0
+        return _int_or_none(self.plan.get("start_step", self.setting("train", "start_step"))) or 0
 
     @property
     def step(self) -> int | None:

@@ -34,7 +34,7 @@ from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.model_builder import build_loss_model, build_model, install_attention
-from whet.run.resume import changed_settings, recorded_template_date, warn_about_edited_config
+from whet.run.resume import changed_settings, read_run_config, recorded_template_date
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
@@ -121,9 +121,11 @@ def _evaluation_config(request: EvaluationRequest) -> Config:
         return load_config(Config, None, [*keys, *request.config_overrides()])
     path, _ = run
     data = [] if request.data is None else [f"data.validation={json.dumps({'sources': [{'path': request.data}]})}"]
-    config = read_config(path / "config.yaml", [*request.config_overrides(), *data]).with_folder(path)
-    warn_about_edited_config(path)
-    changed = [key for key, _, _ in changed_settings(path, config) if not key.startswith("data.validation")]
+    config = read_run_config(path, [*request.config_overrides(), *data])
+    recorded = read_config(path / "config.yaml", expand="set")
+    unknown = [key for key, _, _ in changed_settings(path, recorded)]  # from variables that only training needs
+    changed = [key for key, _, _ in changed_settings(path, config) if key not in unknown]
+    changed = [key for key in changed if not key.startswith("data.validation")]
     if changed:
         raise WhetError(
             f"{changed[0]}: an evaluation cannot change how the run was trained: it might measure conversations that "
@@ -183,7 +185,7 @@ def _evaluate_run(
 
 def _run_data(path: Path, config: Config) -> RunData:
     """The data that the run recorded; prepared again if the validation data was changed."""
-    if config.data.validation == read_config(path / "config.yaml").data.validation:
+    if config.data.validation == read_config(path / "config.yaml", expand="set").data.validation:
         return load_ledger_data(config, path / "ledger.json")
     return prepare_data(config, recorded_template_date(path))
 

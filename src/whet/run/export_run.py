@@ -27,8 +27,9 @@ from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
-from whet.run.load_models import load_checkpoint_model, read_run_config
+from whet.run.load_models import load_checkpoint_model
 from whet.run.model_builder import build_model
+from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
-from whet.config import Config, read_config
+from whet.config import Config
 from whet.core.console import silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
@@ -44,7 +44,7 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.model_builder import build_model
-from whet.run.resume import warn_about_edited_config
+from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision
 
@@ -61,15 +61,6 @@ def find_run(reference: str) -> tuple[Path, str] | None:
     """(run folder, step) of RUN, RUN@STEP, RUN@best or RUN@latest; None if the reference is not a run."""
     path, step = parse_run_reference(reference)
     return (path, step) if (path / "config.yaml").exists() else None
-
-
-def read_run_config(path: Path) -> Config:
-    """The configuration of a run, with the folder where it is now."""
-    if not (path / "config.yaml").exists():
-        raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
-    config = read_config(path / "config.yaml").with_folder(path)
-    warn_about_edited_config(path)
-    return config
 
 
 def load_checkpoint_model(
@@ -266,7 +257,7 @@ def _model_config(reference: str) -> ModelConfig:
 
 def _is_adapter_run_of(run: Path, base: str) -> bool:
     """Whether a run trained an adapter of the model `base`."""
-    config = read_config(run / "config.yaml")
+    config = read_run_config(run)
     return config.adapter is not None and _is_same_model(config.model.path, base)
 
 

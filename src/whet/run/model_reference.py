@@ -54,7 +54,7 @@ def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
     recorded = config.folder / "config.yaml"
     if not recorded.exists():
         return None
-    folder = Path(read_config(recorded).model.path)
+    folder = Path(read_config(recorded, expand="set").model.path)
     certificate = folder / "certificate.json"
     if folder.parent != resolve_path(run / "exports") or not certificate.exists():
         return None

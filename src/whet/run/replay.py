@@ -13,7 +13,7 @@ from rich.text import Text
 
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
-from whet.config import Config, read_config
+from whet.config import Config
 from whet.core import launch_env
 from whet.core.config import Section
 from whet.core.console import info, silence_libraries, warn
@@ -28,6 +28,7 @@ from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.run.data import load_run_tokenizer
 from whet.run.model_builder import build_loss_model, build_model, set_deterministic
+from whet.run.resume import read_run_config
 from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
 from whet.training.faults import preview_text
 from whet.training.metrics import finite_or_none
@@ -110,7 +111,7 @@ def replay_batch(file: Path) -> dict[str, Any]:
     silence_libraries()
     saved = SavedBatch.read(file)
     run = _find_run(file, saved)
-    config = read_config(run / "config.yaml").with_folder(run)
+    config = read_run_config(run)
     set_deterministic(config)
     ranks = init_distributed()
     precision = choose_precision(config, ranks.device, trains=False)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.checkpoint import directory
-from whet.config import Config
+from whet.config import Config, read_config
 from whet.core.checksums import write_hashed_json
-from whet.core.console import warn
+from whet.core.config import ConfigPath, value_at
+from whet.core.console import info, warn
+from whet.core.display import holds_secret
 from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir, atomic_write, hash_json
 from whet.core.run_folder import RunFolder
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
-from whet.core.yaml import read_yaml
+from whet.core.variables import VariableHashes
+from whet.core.yaml import Template, read_yaml
 from whet.run.data import RunData, make_plan, read_ledger
 
 
@@ -62,11 +65,22 @@ def _require_usable_folder(folder: RunFolder, config: Config, resume: bool) -> N
         )
     changed = changed_settings(folder.path, config)
     if changed:
-        shown = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, old, new in changed[:5])
+        shown = "; ".join(_describe_change(*each) for each in changed[:5])
         raise WhetError(
             f"{folder.path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). "
             "Set these back, or give the new run another folder: run.dir=FOLDER"
         )
+    hashes = VariableHashes(folder.path)
+    for key, value in config.variables().items():
+        if hashes.has(key) and not hashes.matches(key, value):
+            info(f"{key}: its environment variable has another value than when the run began; training does not change")
+
+
+def _describe_change(key: str, old: Any, new: Any) -> str:
+    if isinstance(old, Template) and old == new:
+        state = f"{old.unset[0]} is not set" if old.unset else f"{' or '.join(old.names)} had another value then"
+        return f"{key}: {old}: the environment variable {state}"
+    return f"{key}: {old!r} then, {new!r} now"
 
 
 _CHANGEABLE_ON_RESUME = (
@@ -77,24 +91,56 @@ _CHANGEABLE_ON_RESUME = (
 """Settings that may change when a run is resumed."""
 
 
-def _differences(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now])
-        return [d for key in keys for d in _differences(before.get(key), now.get(key), f"{above}{key}.")]
-    same = before == now or f"{above}".startswith(_CHANGEABLE_ON_RESUME)
-    return [] if same else [(above.rstrip("."), before, now)]
-
-
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
-    """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`."""
-    return _differences(read_yaml(path / "config.yaml").plain(), config.resolved())
+    """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`.
+
+    Values of environment variables are compared by their hashes, and named in the result.
+    """
+    hashes, now, named = VariableHashes(path), config.resolved(), config.unexpanded()
+
+    def differences(then: Any, at: ConfigPath) -> Iterator[tuple[str, Any, Any]]:
+        key, value = ".".join(map(str, at)), value_at(now, at)
+        if f"{key}.".startswith(_CHANGEABLE_ON_RESUME):
+            return
+        if isinstance(then, Template):
+            if not hashes.matches(key, value):
+                yield key, then, value_at(named, at)
+        elif isinstance(then, dict) and isinstance(value, dict):
+            for name in dict.fromkeys([*then, *value]):
+                yield from differences(then.get(name), (*at, name))
+        elif isinstance(then, list) and isinstance(value, list) and len(then) == len(value):
+            for index, item in enumerate(then):
+                yield from differences(item, (*at, index))
+        elif then != value:
+            yield key, then, value_at(named, at)
+
+    return list(differences(read_yaml(path / "config.yaml", expand="none").plain(), ()))
+
+
+_NOT_NEEDED_FOR_INFERENCE = ("data.sources", "data.validation", "data.store", *_CHANGEABLE_ON_RESUME)
+
+
+def read_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, for using its model, with the folder where it is now.
+
+    Environment variables that only training needs may be missing or have changed; one that others need may not.
+    """
+    file = path / "config.yaml"
+    if not file.exists():
+        raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
+    config, then = read_config(file, overrides, expand="set").with_folder(path), read_config(file, expand="set")
+    for key, old, new in changed_settings(path, then):
+        if not f"{key}.".startswith(_NOT_NEEDED_FOR_INFERENCE):
+            raise WhetError(f"{file}: {_describe_change(key, old, new)}. Set it back")
+    _warn_about_edited_config(path)
+    return config
 
 
 _HASH_COMMENT = "# hash: "
 """The last line of config.yaml has the hash of those above."""
 
 
-def warn_about_edited_config(path: Path) -> None:
+def _warn_about_edited_config(path: Path) -> None:
     """Print a warning if the config.yaml of a run is not what the run wrote."""
     text, mark, digest = (path / "config.yaml").read_text().rpartition(_HASH_COMMENT)
     if mark and digest.strip() != hash_json(text):
@@ -114,6 +160,8 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
             f"{path}/ledger.json is gone, so it cannot be known whether the data is still the same. Bring it back, or "
             "start a new run: run.dir=FOLDER"
         )
+    _warn_of_secrets(config.unexpanded())
+    VariableHashes(path).write(config.variables())
     text = config.dump()
     atomic_write(path / "config.yaml", f"{text}{_HASH_COMMENT}{hash_json(text)}\n")
     (path / "checkpoints").mkdir(exist_ok=True)
@@ -121,6 +169,19 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     if not (path / "plan").exists():
         with atomic_dir(path / "plan") as temporary:
             make_plan(config, data).save(temporary)
+
+
+def _warn_of_secrets(settings: Any, above: str = "") -> None:
+    """Warn of tokens that a recipe or the command line spells out: config.yaml would keep them."""
+    if isinstance(settings, dict | list):
+        for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+            _warn_of_secrets(value, f"{above}{key}.")
+    elif isinstance(settings, str) and not isinstance(settings, Template) and holds_secret(settings):
+        key = above.rstrip(".")
+        warn(
+            f"{key}: {settings} looks like a secret, and config.yaml in the run folder keeps it. Put it into an "
+            f"environment variable and name that instead: {key}='${{MY_TOKEN}}'"
+        )
 
 
 def _require_same_data(path: Path, data: RunData) -> None:

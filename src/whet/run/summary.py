@@ -26,6 +26,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     parameters = list(run.model.parameters())
     return {
         "steps": len(plan),
+        "start_step": config.train.start_step,
         "rows": len(plan.rows) - 1,
         "conversations": len(plan.documents),
         "conversations_per_epoch": plan.stats.per_epoch,

@@ -49,7 +49,7 @@ def delete_previous_trial(folder: Path) -> None:
         return
     owned = RunFolder(folder)  # raises if a process is using it
     try:
-        if _TRIAL_TAG in read_config(folder / "config.yaml").run.tags:
+        if _TRIAL_TAG in read_config(folder / "config.yaml", expand="set").run.tags:
             owned.clear()
     finally:
         owned.close()

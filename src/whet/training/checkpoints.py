@@ -159,7 +159,7 @@ def read_kept_metrics(folder: Path, offsets: ResumeOffsets, ranks: Ranks) -> lis
 def checkpoint_metadata(config: Config) -> dict[str, Any]:
     """The configuration, package versions and, for an adapter, the hash of the weights that it was trained on."""
     base = weights_hash(config.model) if config.adapter is not None else None
-    return {"config": config.resolved(), "versions": _package_versions(), "base": base}
+    return {"config": config.unexpanded(), "versions": _package_versions(), "base": base}
 
 
 def require_same_base(config: Config, manifest: dict[str, Any], ranks: Ranks) -> None:
