@@ -67,7 +67,8 @@ class Started:
 def processes() -> Iterator[tuple[int, str, str]]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            yield int(path.name), (path / "cmdline").read_text(), (path / "environ").read_text()
+            command, environment = ((path / name).read_text(errors="replace") for name in ("cmdline", "environ"))
+            yield int(path.name), command, environment
 
 
 def steps_in(folder: Path) -> int:
