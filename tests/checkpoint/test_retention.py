@@ -86,7 +86,7 @@ def test_the_best_checkpoint_is_marked_and_kept(tmp_path: Path) -> None:
             saver.save(step, {})
             saver.add_scores({step: loss})
     assert directory.list_steps(tmp_path) == [7, 10, 11]
-    assert (tmp_path / "best").read_text() == "step-000007\n"
+    assert (tmp_path / "best").read_text().startswith("step-000007\n")
     assert [directory.resolve_step(tmp_path, which) for which in ("best", "latest", "10")] == [7, 11, 10]
     with pytest.raises(WhetError, match=r"@8: no such checkpoint\. Use one of 7, 10, 11, latest, best"):
         directory.resolve_step(tmp_path, "8")
@@ -97,6 +97,29 @@ def test_without_an_evaluation_there_is_no_best(tmp_path: Path) -> None:
         saver.save(1, {})
     with pytest.raises(WhetError, match="@best: none of its checkpoints was evaluated"):
         directory.resolve_step(tmp_path, "best")
+
+
+def test_a_damaged_best_never_names_another_checkpoint(tmp_path: Path) -> None:
+    """step-000007 and step-000006 differ in one bit."""
+    with CheckpointSaver(tmp_path, *make(), ALONE, Retention(last=9)) as saver:
+        for step in range(1, 9):
+            saver.save(step, {})
+        saver.wait()
+        saver.add_scores({7: 0.5})
+    file = tmp_path / "best"
+    content = file.read_bytes()
+    assert directory.resolve_step(tmp_path, "best") == 7
+    flipped = [content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+               for bit in range(8 * len(content))]  # fmt: skip
+    for damaged in (*flipped, b"", b"\0" * 12, b"\xff\xfe", content[:5], b"step-000006\n" + content[12:]):
+        file.write_bytes(damaged)
+        with pytest.raises(WhetError, match=r"best: damaged: .* Use one of 1, .* 8, latest; --resume writes it again"):
+            directory.resolve_step(tmp_path, "best")
+    file.write_bytes(b"\xff")
+    directory.mark_best(tmp_path, 7)
+    assert file.read_bytes() == content
+    file.write_text("step-000006\n")  # as earlier versions wrote it
+    assert directory.resolve_step(tmp_path, "best") == 6
 
 
 def test_older_checkpoints_lose_their_optimizer_state_and_stay_loadable(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import whet.core.run_folder as run_module
+from whet.core import run_folder
 from whet.core.errors import WhetError
 from whet.core.run_folder import RUN_FORMAT, FolderLock, RunFolder, read_status, record_failure
 
@@ -220,10 +221,43 @@ def test_other_files_stay_when_a_run_is_abandoned(tmp_path: Path) -> None:
     RunFolder(tmp_path).close()
 
 
-def test_a_damaged_status_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text("{")
-    with pytest.raises(WhetError, match=r"status\.json:1: not valid JSON"):
-        read_status(tmp_path)
+def test_any_flipped_bit_makes_a_status_count_as_missing(tmp_path: Path) -> None:
+    """One in the format would make the folder that of a newer whet, one in the state a run that is not finished."""
+    folder = RunFolder(tmp_path)
+    folder.set_status("finished", 3, 3, 0)
+    folder.close()
+    file = tmp_path / "status.json"
+    content = file.read_bytes()
+    status = read_status(tmp_path)
+    assert status["state"] == "finished"
+    for at in range(0, len(content)):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        found = read_status(tmp_path)
+        assert found in ({}, status) or at > content.index(b'"hash"') - 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\0" * 300, b"\xff\xfe", b"[]", b"7", b"null", b"[" * 100_000,
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"step": "x"}', b'{"step": null, "heartbeat": []}', b'{"state": ["finished"]}', b'{"started": {}}'],
+)  # fmt: skip
+def test_a_damaged_status_is_reported_and_stops_nothing(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(run_folder, "warn", warnings.append)
+    (tmp_path / "status.json").write_bytes(content)
+    assert read_status(tmp_path) == {}
+    record_failure(tmp_path, "killed", 3)
+    folder = RunFolder(tmp_path)
+    assert warnings == [
+        f"{tmp_path / 'status.json'}: damaged, so how this run ended is unknown. Checkpoints do not depend on it"
+    ]
+    with pytest.raises(WhetError, match="in use by"):
+        RunFolder(tmp_path)
+    folder.set_status("running", 1, 2)
+    folder.close()
+    assert read_status(tmp_path)["state"] == "running"
 
 
 def test_a_status_is_json_that_others_can_read(tmp_path: Path) -> None:

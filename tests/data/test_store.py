@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.data.conversation import Origin
-from whet.data.prepare.store import Store, StoreWriter, count_targets
+from whet.data.prepare.store import Store, StoreWriter, _load_array, count_targets
 from whet.data.render.renderer import Rendered
 
 from .conftest import MakeStore, write_store
@@ -51,6 +52,16 @@ def test_a_folder_without_manifest_is_no_store(tmp_path: Path) -> None:
     (store.folder / "manifest.json").unlink()
     with pytest.raises(WhetError, match=rf"{store.folder}: no complete store.*manifest\.json is missing.*whet prepare"):
         Store(store.folder)
+
+
+def test_too_many_open_files_is_not_a_damaged_store(make_store: MakeStore) -> None:
+    store, limits = make_store(DOCUMENTS), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(WhetError, match=r"origin\.npy: this process has too many open files .*ulimit -n"):
+            _load_array(store.folder / "origin.npy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

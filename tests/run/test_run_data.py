@@ -14,7 +14,7 @@ from whet.config import Config
 from whet.core.errors import WhetError
 from whet.data.prepare.build import PreparedStore
 from whet.model.load.builtin_models import builtin_folder
-from whet.run.data import RunData, make_plan, prepare_data
+from whet.run.data import RunData, make_plan, prepare_data, read_ledger
 
 Go = Callable[..., RunData]
 
@@ -319,3 +319,14 @@ def test_markers_are_part_of_the_key(go: Go, folder: Path) -> None:
     assert len({place(one), place(other), place(last)}) == 3
     assert go(source, markers=marks).train.reused
     assert one.train.store.ids(0)[[0, -2]].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b'{"stores": 3, "today": null}', b'{"stores": {"train": 7}, "today": null, "speech": null}',
+     b'{"stores": {}, "today": [1]}', b"[" * 99_999],
+)  # fmt: skip
+def test_a_damaged_ledger_is_an_error_with_a_remedy(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ledger.json").write_bytes(content)
+    with pytest.raises(WhetError, match=r"ledger\.json.*Bring it back, or start a new run"):
+        read_ledger(tmp_path / "ledger.json")

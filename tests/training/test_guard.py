@@ -27,7 +27,8 @@ def line(step: int, loss: float | None, **more: Any) -> dict[str, Any]:
 
 def guard_after(losses: Any, **policies: Any) -> Guard:
     guard = Guard(**policies)
-    guard.restore([line(step, float(loss)) for step, loss in enumerate(losses, 1)])
+    for step, loss in enumerate(losses, 1):
+        guard.record(line(step, float(loss)))
     return guard
 
 
@@ -101,9 +102,11 @@ def test_a_gradient_that_overflows_in_fp16_is_the_scales_fault_but_a_loss_is_not
 
 def test_overflows_do_not_use_up_the_skips_and_faults_do_in_fp16_too() -> None:
     guard = Guard(on_nonfinite="skip")
-    guard.restore([line(n, 1.0, skipped="overflow", loss_scale=1024.0) for n in range(1, 30)])
+    for n in range(1, 30):
+        guard.record(line(n, 1.0, skipped="overflow", loss_scale=1024.0))
     assert guard.judge(result(math.nan), 5, True).action == "skip"
-    guard.restore([line(n, None, skipped="nonfinite", loss_scale=1024.0) for n in range(1, 11)])
+    for n in range(1, 11):
+        guard.record(line(n, None, skipped="nonfinite", loss_scale=1024.0))
     assert guard.judge(result(math.nan), 5, True).action == "stop"
 
 
@@ -146,7 +149,7 @@ def test_a_resumed_guard_judges_like_the_one_that_went_on(steps: list[tuple[floa
         went_on.record(each)
     resumed = Guard("skip", "skip", [(4, 6)])
     resumed.record(line(1, 1e9))  # of the time before
-    resumed.restore(json.loads(json.dumps(lines)))
+    resumed.restore(json.loads(json.dumps(went_on.state())))
     assert resumed == went_on
     used = [each for each in lines if "loss" in each and not 4 <= each["step"] <= 6]
     taken = [each["loss"] for each in used if not each.get("skipped") and each["loss"] is not None]

@@ -132,7 +132,7 @@ def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tupl
     ended = child_process.run_process(command, out / "whet.log", contender.environment())
     _require_success(ended, out / "whet.log", _json_error(ended.out))
     run = Path(json.loads(ended.out)["run"])
-    lines = [line for line in read_json_lines(run / "metrics.jsonl") if "step_s" in line]
+    lines = [line for line in read_json_lines(run / "metrics.jsonl")[0] if "step_s" in line]
     before = [{"tokens": 0, "supervised_tokens": 0}, *lines]
     return ended.began, {
         "ended": [line["time"] for line in lines],

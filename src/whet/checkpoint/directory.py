@@ -1,7 +1,7 @@
 """The checkpoints/ directory of a run: naming, listing, `latest` and `best`, deletion.
 
 step-000100/    model/ and optimizer/ (*.distcp, .metadata) and manifest.json; the manifest is written last
-latest, best    text files with the name of a checkpoint
+latest, best    text files with the name of a checkpoint; `best` also has a checksum of it
 .step-*         being written or deleted; the next start removes them
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from whet.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest, write_manifest
 from whet.checkpoint.retention import Retention
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write, delete_path, fsync_folder, put_back, require_disk_space
+from whet.core.files import atomic_write, delete_path, fsync_folder, hash_bytes, put_back, require_disk_space
 from whet.core.retry import UnreadableError
 
 
@@ -63,32 +63,39 @@ def resolve_step(folder: Path, which: str) -> int:
 
 
 def _best_step(folder: Path, known: list[int]) -> int:
-    file = folder / "best"
-    name = file.read_text().strip() if file.exists() else ""
-    step = name.removeprefix("step-")
-    if not step.isdecimal() or int(step) not in known:
+    file, others = folder / "best", f"Use one of {', '.join(map(str, known))}, latest"
+    if not file.exists():
         raise WhetError(
-            f"{folder.parent}@best: none of its checkpoints was evaluated (eval.every, checkpoint.keep_best). Use one "
-            f"of {', '.join(map(str, known))}, latest"
+            f"{folder.parent}@best: none of its checkpoints was evaluated (eval.every, checkpoint.keep_best). {others}"
         )
-    return int(step)
+    content = file.read_bytes() if file.is_file() else b""
+    for step in known:  # earlier versions wrote no checksum
+        if content in (_best_content(step), f"{checkpoint_name(step)}\n".encode()):
+            return step
+    raise WhetError(f"{file}: damaged: it does not name a checkpoint of this run. {others}; --resume writes it again")
 
 
 def mark_latest(folder: Path) -> None:
     """Point `latest` to the newest complete checkpoint, if there is one."""
     newest = newest_checkpoint(folder)
     if newest is not None:
-        _point(folder / "latest", newest.name)
+        _write_pointer(folder / "latest", f"{newest.name}\n".encode())
 
 
 def mark_best(folder: Path, step: int) -> None:
     """Point `best` to this step."""
-    _point(folder / "best", checkpoint_name(step))
+    _write_pointer(folder / "best", _best_content(step))
 
 
-def _point(file: Path, name: str) -> None:
-    if not file.exists() or file.read_bytes() != f"{name}\n".encode():
-        atomic_write(file, f"{name}\n")
+def _best_content(step: int) -> bytes:
+    """The name, and a checksum: one flipped bit can make the name of another checkpoint out of it."""
+    name = checkpoint_name(step)
+    return f"{name}\n{hash_bytes(name.encode())[:8]}\n".encode()
+
+
+def _write_pointer(file: Path, content: bytes) -> None:
+    if not file.is_file() or file.read_bytes() != content:
+        atomic_write(file, content)
 
 
 def delete_checkpoints(folder: Path, steps: Iterable[int]) -> None:

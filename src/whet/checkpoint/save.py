@@ -6,7 +6,7 @@ import datetime
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,7 @@ from whet.core.checksums import FileRecords, hash_files
 from whet.core.console import warn
 from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, WhetError, describe_error, os_error
-from whet.core.files import replace_folder, require_disk_space
+from whet.core.files import fsync_file, replace_folder, require_disk_space
 from whet.core.signals import abandon_thread
 from whet.parallel.dtensor import local_tensor, shard_count
 from whet.parallel.fsdp import reshard
@@ -51,13 +51,15 @@ class CheckpointSaver:
         self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
         retention: Retention | None = None, optimizers: Literal["all", "newest"] = "all",
         metadata: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, timeout_s: float = 1800.0,
+        synced: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints. `metadata` is called
-        once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks wait for each other."""
+        once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks wait for each other.
+        `synced`: files whose size `state` has; they are on the disk before the checkpoint is."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
         self._metadata, self._cached_metadata = metadata, dict[str, Any]()
-        self._lower_is_better = lower_is_better
+        self._lower_is_better, self._synced = lower_is_better, synced
         self._staging = HostStaging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -185,6 +187,8 @@ class CheckpointSaver:
             self._cached_metadata = dict(self._metadata())
         content = {"step": step, "parts": parts, "world": self._ranks.world_size, **self._cached_metadata}
         content["blocked_s"] = round(self.blocked_s, 3)
+        for file in self._synced:
+            fsync_file(file)
         write_manifest(temporary, {**content, "state": state, "files": files})
         replace_folder(temporary, self._folder / directory.checkpoint_name(step))
         directory.mark_latest(self._folder)

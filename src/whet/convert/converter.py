@@ -13,9 +13,10 @@ from whet.convert.dcp import DcpCheckpoint
 from whet.convert.foreign_checkpoint import ForeignCheckpoint, TargetTensor, expected_shapes
 from whet.convert.nanochat import NanochatCheckpoint
 from whet.convert.neox import NeoXCheckpoint
+from whet.core.checksums import write_hashed_json
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, first_line, os_error
-from whet.core.files import atomic_dir, hash_file, require_disk_space, user_path, write_json
+from whet.core.files import atomic_dir, hash_file, require_disk_space, user_path
 from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings, export_dtype_of
 from whet.exporting.trained_model import compute_logits
@@ -112,7 +113,7 @@ def convert_checkpoint(
                 "sources": {str(file.relative_to(source)): hash_file(file, sha256=True) for file in checkpoint.files},
                 "files": hash_model_folder(folder),
             }
-            write_json(folder / "certificate.json", certificate)
+            write_hashed_json(folder / "certificate.json", certificate)
     except Exception as error:
         raise os_error(error, "importing", out) or error from None
     return certificate

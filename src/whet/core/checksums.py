@@ -111,9 +111,11 @@ def write_hashed_json(path: Path, value: dict[str, Any]) -> None:
     write_json(path, {**plain, "hash": hash_json(plain)})
 
 
-def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_hashed_json(
+    path: Path, remedy: str = "Bring it back from a copy", **types: type | tuple[type, ...]
+) -> dict[str, Any]:
     """An object that `write_hashed_json` wrote, without its hash; one that earlier versions wrote has none. Raises a
-    WhetError with the remedy if the file was altered."""
+    WhetError with the remedy if the file was altered, or if one of these keys is missing or has another type."""
     try:
         found = read_json(path)
     except WhetError as error:
@@ -121,4 +123,7 @@ def read_hashed_json(path: Path, remedy: str) -> dict[str, Any]:
     known = found.pop("hash", None) if isinstance(found, dict) else ""
     if known is not None and known != hash_json(found):
         raise WhetError(f"{path}: altered after it was written (hash mismatch). {remedy}")
+    for key, known_type in types.items():
+        if not isinstance(found.get(key), known_type):
+            raise WhetError(f"{path}: damaged: `{key}` is missing or of a wrong type. {remedy}")
     return dict(found)

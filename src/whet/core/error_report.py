@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from whet.core import launch_env
+from whet.core.checksums import read_hashed_json
 from whet.core.display import mask_secrets
+from whet.core.errors import WhetError
 from whet.core.files import write_json
 from whet.core.heartbeat import PHASE
 
@@ -47,8 +49,8 @@ def read_first_error(folder: Path, since: float) -> dict[str, Any] | None:
     """The report of the process that failed first after the time `since`."""
     found = []
     for file in folder.glob("logs/rank-*.json"):
-        with contextlib.suppress(OSError, ValueError):  # another machine may be writing or removing it
-            report = json.loads(file.read_text())
+        with contextlib.suppress(OSError, WhetError):  # another machine may be writing or removing it
+            report = read_hashed_json(file, time=(int, float), exit_code=int, rank=int, message=str)
             if report["time"] >= since:
                 found.append(report)
     return min(found, key=lambda report: report["time"], default=None)

@@ -8,10 +8,11 @@ import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -189,6 +190,12 @@ def fsync_folder(path: Path) -> None:
             os.close(handle)
 
 
+def fsync_file(path: Path) -> None:
+    """Sync what any process has written to a file to the disk. A file that is gone has nothing to sync."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 @contextlib.contextmanager
 def file_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold an exclusive lock on `path` inside the block. A process that has to wait calls `on_wait` first.
@@ -236,37 +243,51 @@ def hash_file(path: Path, sha256: bool = False) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
+def hash_prefix(file: IO[bytes], size: int | None = None) -> hashlib.blake2b:
+    """The BLAKE2 hash object of the next `size` bytes of a file, or of all."""
+    digest = hashlib.blake2b(digest_size=20)
+    left = math.inf if size is None else size
+    while left > 0 and (block := file.read(int(min(left, 2**20)))):
+        digest.update(block)
+        left -= len(block)
+    return digest
+
+
+def hash_bytes(data: bytes) -> str:
+    """The BLAKE2 hash of bytes."""
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
 def hash_json(value: Any) -> str:
     """The hash of a JSON value, independent of key order."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+    return hash_bytes(text.encode("utf-8", "surrogatepass"))  # JSON can name half a pair
 
 
 class JsonLinesWriter:
-    """An append-only file of JSON objects, one per line, that can be truncated to an earlier size."""
+    """An append-only file of JSON objects, one per line, that knows its size and hash."""
 
-    def __init__(self, path: Path, keep: int | None = None) -> None:
-        """Open for appending; with `keep`, truncate to that many bytes first."""
-        self._file: IO[bytes] = path.open("ab")
-        if keep is not None:
-            self.truncate(keep)
-
-    def truncate(self, keep: int) -> None:
-        """Drop everything after the first `keep` bytes."""
-        if self._file.seek(0, os.SEEK_END) > keep:
-            self._file.truncate(keep)
-            self._file.seek(keep)
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("a+b")
+        self._file.seek(0)
+        self._hash = hash_prefix(self._file)
+        self.size = self._file.seek(0, os.SEEK_END)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one object and flush it."""
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        """Append one object and flush it to the operating system."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        self._file.write(line)
         self._file.flush()
+        self._hash.update(line)
+        self.size += len(line)
 
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        return self._file.tell()
+    def hash(self) -> str:
+        """The hash of all lines, as they were written."""
+        return self._hash.hexdigest()
 
     def close(self) -> None:
+        """Sync to the disk and close."""
+        os.fsync(self._file.fileno())
         self._file.close()
 
 
@@ -280,15 +301,35 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of a JSON-lines file, without a last line that a crash left incomplete."""
-    if not path.exists():
-        return []
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            reason = f"not valid JSON ({error}). The file was damaged or edited by hand."
-            raise WhetError(f"{path}:{number}: {reason}") from None
-    return records
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """All objects of a JSON-lines file, and the numbers of lines that hold none. A last line without an end, which a
+    writer or a crash left so, is neither."""
+    records, damaged = [], []
+    if path.is_file():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                record = parse_json_line(line)
+                if record is not None:
+                    records.append(record)
+                elif line.endswith(b"\n"):
+                    damaged.append(number)
+    return records, damaged
+
+
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
+    """The object in a complete line of a JSON-lines file; None if the line is damaged."""
+    try:
+        record = json.loads(line, parse_constant=_reject_constant) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def describe_lines(numbers: Sequence[int]) -> str:
+    """`line 7`, or `lines 7, 8, 9 and 12 more`."""
+    shown, more = ", ".join(map(str, numbers[:5])), len(numbers) - 5
+    return f"line{'s' if len(numbers) > 1 else ''} {shown}" + (f" and {more:,} more" if more > 0 else "")
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,7 +1,8 @@
 """The run folder: its lock, its status file and how the run ended. No torch.
 
 `status.json` carries the version of the folder's layout as `format`. Folders written before the key existed have
-version 1; a version newer than `RUN_FORMAT` is refused.
+version 1; a version newer than `RUN_FORMAT` is refused. It also carries a hash of itself. A damaged one counts as
+missing: checkpoints do not depend on it, and it is written again when the run continues.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import json
 import os
 import socket
 import time
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import whet
+from whet.core.checksums import read_hashed_json, write_hashed_json
+from whet.core.console import warn
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
-from whet.core.files import clear_leftovers, delete_atomically, read_json, write_json
+from whet.core.files import clear_leftovers, delete_atomically
 from whet.core.heartbeat import format_age
 from whet.core.variables import VARIABLES_FILE
 
@@ -51,6 +53,8 @@ class RunFolder:
             for folder in (path, *(entry for entry in path.iterdir() if entry.is_dir())):
                 clear_leftovers(folder)
         status = read_status(path)
+        if not status and (path / "status.json").exists():
+            warn(f"{path / 'status.json'}: damaged, so how this run ended is unknown. Checkpoints do not depend on it")
         self._started = status.get("started") or time.time()
         self._heartbeat = 0.0
         self._step, self._steps = status.get("step") or 0, status.get("steps") or 0
@@ -106,7 +110,7 @@ class RunFolder:
         self.require_present()
         self._held_run = self._held_run or self.holds_run()
         self._heartbeat, self._step, self._steps = time.time(), step, steps
-        write_json(
+        write_hashed_json(
             self.path / "status.json",
             {
                 "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
@@ -171,19 +175,32 @@ def _is_of_killed_start(entry: Path) -> bool:
     )
 
 
+_STATUS_TYPES: dict[str, type | tuple[type, ...]] = {
+    "state": str, "step": int, "steps": int, "started": (int, float), "heartbeat": (int, float),
+    "exit_code": (int, type(None)), "reason": (str, type(None)), "host": str,
+}  # fmt: skip
+
+
 def read_status(path: Path) -> dict[str, Any]:
-    """The content of status.json, empty if the run has not written it yet."""
+    """The content of status.json; empty if the run has not written it yet, or if it is damaged. Raises a WhetError for
+    the folder of a newer whet."""
     check_run_format(path)
-    file = path / "status.json"
-    return dict(read_json(file)) if file.exists() else {}
+    status = _read_status(path)
+    has_types = all(isinstance(status[key], known) for key, known in _STATUS_TYPES.items() if key in status)
+    return status if has_types else {}
+
+
+def _read_status(path: Path) -> dict[str, Any]:
+    """The content of status.json; empty if it is missing or damaged."""
+    try:
+        return read_hashed_json(path / "status.json")
+    except (OSError, WhetError):
+        return {}
 
 
 def check_run_format(path: Path) -> None:
     """Refuse the run folder of a newer whet, whose files this one would misread."""
-    try:
-        version = json.loads((path / "status.json").read_text()).get("format", 1)
-    except (OSError, ValueError, AttributeError):  # missing, or damaged: whoever needs the status reports that
-        return
+    version = _read_status(path).get("format", 1)
     if not isinstance(version, int) or version > RUN_FORMAT:
         raise WhetError(
             f"{path}: this run folder has format {version!r} (in status.json), and whet {whet.__version__} reads "
@@ -196,13 +213,9 @@ def record_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> No
     with contextlib.suppress(OSError, WhetError):
         status = read_status(path)
         if status:
-            status |= {
-                "state": "failed",
-                "exit_code": exit_code,
-                "reason": mask_secrets(reason),
-                "step": max(step, status["step"]),
-            }
-            write_json(path / "status.json", status)
+            done = max(step, status.get("step", 0))
+            end = {"state": "failed", "exit_code": exit_code, "reason": mask_secrets(reason), "step": done}
+            write_hashed_json(path / "status.json", status | end)
 
 
 def parse_run_reference(reference: str) -> tuple[Path, str]:
@@ -248,8 +261,5 @@ def _describe_owner(text: str) -> str:
 
 def _describe_heartbeat(folder: Path) -> str:
     """When the owner, possibly on another machine, last wrote its status."""
-    try:
-        beat = float(json.loads((folder / "status.json").read_text())["heartbeat"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f"; its last heartbeat was {format_age(time.time() - beat)}"
+    beat = _read_status(folder).get("heartbeat")
+    return f"; its last heartbeat was {format_age(time.time() - beat)}" if isinstance(beat, int | float) else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from whet.core.checksums import write_hashed_json
 from whet.core.errors import os_error
-from whet.core.files import atomic_dir, require_disk_space, write_json
+from whet.core.files import atomic_dir, require_disk_space
 from whet.exporting.gguf_file import GGUFFormat
 from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
@@ -42,7 +43,7 @@ def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Seq
         with atomic_dir(folder) as temporary:
             export_format.write(spec, temporary)
             certificate = verify_export(spec, kind, temporary, probes)
-            write_json(temporary / "certificate.json", certificate.as_dict())
+            write_hashed_json(temporary / "certificate.json", certificate.as_dict())
             if not certificate.verified:
                 raise ExportMismatchError(
                     f"{folder}: the exported model does not match the trained one: {'; '.join(certificate.reasons)}. "

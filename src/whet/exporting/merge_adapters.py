@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, os_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, resolve_path, user_path, write_json
@@ -123,7 +124,7 @@ def require_mergeable(parts: Sequence[WeightedAdapter]) -> None:
 def _require_same_base(base: ModelConfig, part: WeightedAdapter) -> None:
     """Raise if the adapter was trained on other weights, wherever they are stored now."""
     certificate = part.folder / _CERTIFICATE
-    if certificate.is_file() and read_json(certificate).get("quantize"):
+    if certificate.is_file() and read_hashed_json(certificate).get("quantize"):
         warn(
             f"--adapter {part.folder}: trained on a base in 4 bits, but merged into the unquantized one: answers may "
             "differ from those of the run. `whet export RUN --to merged` merges into the quantized base"
@@ -220,7 +221,7 @@ def merge_adapters(
                     f"{folder}: the merged model does not match the base with its adapters: {findings.reasons[0]}. "
                     "Nothing was written"
                 )
-            write_json(temporary / _CERTIFICATE, certificate)
+            write_hashed_json(temporary / _CERTIFICATE, certificate)
     except Exception as error:
         raise os_error(error, "merging", folder) or error from None
     return certificate

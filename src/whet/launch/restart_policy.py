@@ -159,6 +159,5 @@ def _first_failure(folder: Path, code: int, report: Path | None, began: float) -
 
 def finished_steps(folder: Path) -> int:
     """The last step in metrics.jsonl; the newest checkpoint may be older."""
-    for line in reversed(read_json_lines(folder / "metrics.jsonl")):
-        return int(line["step"])
-    return 0
+    lines, _ = read_json_lines(folder / "metrics.jsonl")
+    return next((line["step"] for line in reversed(lines) if isinstance(line.get("step"), int)), 0)

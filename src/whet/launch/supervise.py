@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode
-from whet.core.files import append_json_line, read_json, write_json
+from whet.core.files import append_json_line, write_json
 from whet.core.run_folder import record_failure
 from whet.core.signals import stop_signals
 from whet.launch.local import LaunchJob, launch_command
@@ -140,7 +141,7 @@ class GivenUpFile:
         if self._file is None or not self._file.exists():
             return None
         with contextlib.suppress(Exception):
-            return dict(read_json(self._file))
+            return read_hashed_json(self._file, host=str, reason=str)
         return None
 
 

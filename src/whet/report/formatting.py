@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 
 DASH = "–"
+_YEAR_3000 = 32_503_680_000
+
+
+_LARGEST = 1e100  # nothing that a run measures; in a damaged file, sums and axes of larger numbers would overflow
 
 
 def finite_number(value: object) -> float | None:
-    """`value` as a float if it is a finite number, else None."""
+    """`value` as a float if it is a number that a run can have measured, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _LARGEST else None
 
 
 def format_number(value: float | None) -> str:
@@ -64,4 +67,6 @@ def format_seconds(value: float | None) -> str:
 
 def format_time(value: float | None) -> str:
     """A Unix time in UTC, because a report may be read in another time zone."""
-    return DASH if value is None else datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    if value is None or not 0 <= value < _YEAR_3000:
+        return DASH
+    return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from whet.core.console import warn
 from whet.core.display import escape_controls, mask_secrets
 from whet.core.errors import os_error
 from whet.core.files import atomic_write, resolve_path
@@ -103,6 +104,14 @@ def headline_section(run: RunView) -> Markup:
 
 def _tile(name: str, *value: object) -> Markup:
     return element("div", element("strong", *value), element("span", name), class_="tile")
+
+
+def damage_section(run: RunView) -> Markup:
+    """The files that are damaged: what the page shows of them is incomplete."""
+    if not run.damage:
+        return _EMPTY
+    listed = element("ul", *[element("li", text) for text in run.damage], class_="bad")
+    return html_section("Damaged files", listed, note="What this page shows of these files is incomplete.")
 
 
 def curves_section(run: RunView) -> Markup:
@@ -342,6 +351,7 @@ def config_section(run: RunView) -> Markup:
 
 
 _SECTIONS = (
+    damage_section,
     headline_section,
     curves_section,
     faults_section,
@@ -357,9 +367,11 @@ _SECTIONS = (
 def write_report(folder: str | Path) -> Path:
     """Write `report.html` into the run folder and return its path."""
     run = RunView.read(folder)
+    for text in run.damage:
+        warn(f"{run.folder}/{text}")
     path = run.folder / "report.html"
     try:
-        atomic_write(path, render_page(run))
+        atomic_write(path, render_page(run).encode("utf-8", "replace"))  # JSON can name surrogates
     except OSError as error:
         raise os_error(error, "writing the report", path) or error from None
     return path

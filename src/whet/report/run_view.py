@@ -1,6 +1,7 @@
 """A run read from its folder: config, status, plan, ledger, metrics, samples, events and certificates.
 
-Every file except `config.yaml` may be missing or still growing.
+Every file except `config.yaml` may be missing, still growing or damaged. What cannot be read is left out, and `damage`
+says so.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
-from whet.core.files import read_json, read_json_lines, resolve_path
-from whet.core.run_folder import check_run_format
+from whet.core.files import describe_lines, read_json_lines, resolve_path
+from whet.core.run_folder import check_run_format, read_status
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number
 
@@ -44,7 +46,7 @@ class SourceCounts:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> SourceCounts:
         """From an entry of `sources` in `ledger.json`."""
-        conversations = record.get("conversations") or {}
+        conversations = _as_dict(record.get("conversations"))
         return cls(
             name=str(record.get("source", "")),
             use=str(record.get("use", "")),
@@ -54,10 +56,11 @@ class SourceCounts:
             truncated=finite_number(conversations.get("truncated")),
             split=finite_number(conversations.get("split")),
             duplicates=finite_number(record.get("duplicates")),
-            kept_with={str(note): finite_number(n) for note, n in (record.get("notes") or {}).items()},
-            reasons={str(reason): finite_number(n) for reason, n in (record.get("reasons") or {}).items()},
+            kept_with={str(note): finite_number(n) for note, n in _as_dict(record.get("notes")).items()},
+            reasons={str(reason): finite_number(n) for reason, n in _as_dict(record.get("reasons")).items()},
             first={
-                str(reason): [str(place) for place in places] for reason, places in (record.get("first") or {}).items()
+                str(reason): [str(place) for place in _as_list(places)]
+                for reason, places in _as_dict(record.get("first")).items()
             },
             tokens=finite_number(record.get("tokens")),
             supervised_tokens=finite_number(record.get("supervised_tokens")),
@@ -94,7 +97,7 @@ class LoggedSample:
         """From a line of `samples.jsonl`."""
         right = record.get("right")
         return cls(
-            step=int(record.get("step") or 0),
+            step=_int_or_none(record.get("step")) or 0,
             task=_as_text(record.get("task")),
             prompt=_as_text(record.get("prompt")),
             expected=_as_text(record.get("expected")),
@@ -155,7 +158,8 @@ def _sample_key(sample: LoggedSample) -> tuple[str, str, str]:
 def _as_text(value: object) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()  # JSON can name surrogates, which are no characters
 
 
 Series = list[tuple[int, float | None]]
@@ -181,7 +185,7 @@ class RunStatus:
             state=str(record.get("state") or "unknown"),
             step=_int_or_none(record.get("step")),
             steps=_int_or_none(record.get("steps")),
-            host=record.get("host"),
+            host=_as_text(record.get("host")) or None,
             heartbeat=finite_number(record.get("heartbeat")),
             exit_code=_int_or_none(record.get("exit_code")),
             started=finite_number(record.get("started")),
@@ -212,6 +216,8 @@ class RunView:
     samples: tuple[LoggedSample, ...]
     events: tuple[dict[str, Any], ...]
     certificates: tuple[dict[str, Any], ...]
+    damage: tuple[str, ...]
+    """One sentence for each file that is damaged."""
 
     @classmethod
     def read(cls, folder: str | Path) -> RunView:
@@ -225,24 +231,30 @@ class RunView:
                 "`whet demo` create one"
             )
         check_run_format(folder)
+        damage = [f"{path.name}: kept by a resumed run that found damage" for path in sorted(folder.glob("damaged-*"))]
+        status = read_status(folder)
+        if not status and (folder / "status.json").exists():
+            damage.append("status.json: damaged; how the run ended is unknown")
+        ledger = _read_object(folder / "ledger.json", damage)
         return cls(
             folder=folder,
             config=read_yaml(config, expand="none").plain(),
             config_text=config.read_text(),
-            status=RunStatus.from_json(_read_object(folder / "status.json")),
-            plan=_read_object(folder / "plan.json"),
-            sources=tuple(
-                SourceCounts.from_json(record) for record in _read_object(folder / "ledger.json").get("sources") or ()
-            ),
+            status=RunStatus.from_json(status),
+            plan=_read_object(folder / "plan.json", damage),
+            sources=tuple(SourceCounts.from_json(_as_dict(record)) for record in _as_list(ledger.get("sources"))),
             metrics=tuple(
-                line for line in _read_lines(folder / "metrics.jsonl") if _int_or_none(line.get("step")) is not None
+                line
+                for line in _read_lines(folder / "metrics.jsonl", damage)
+                if _int_or_none(line.get("step")) is not None
             ),
-            samples=tuple(LoggedSample.from_json(line) for line in _read_lines(folder / "samples.jsonl")),
-            events=tuple(_read_lines(folder / "events.jsonl")),
+            samples=tuple(LoggedSample.from_json(line) for line in _read_lines(folder / "samples.jsonl", damage)),
+            events=tuple(_checked_event(line) for line in _read_lines(folder / "events.jsonl", damage)),
             certificates=tuple(
-                _read_object(path) | {"kind": path.parent.name}
+                _read_object(path, damage) | {"kind": path.parent.name}
                 for path in sorted(folder.glob("exports/*/certificate.json"))
             ),
+            damage=tuple(damage),
         )
 
     @property
@@ -372,17 +384,37 @@ class RunView:
 
 
 def _int_or_none(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A count as a run can have; larger numbers are damage."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _checked_event(event: dict[str, Any]) -> dict[str, Any]:
+    """A line of `events.jsonl` whose step is a number and whose conversations are objects."""
+    conversations = [each for each in _as_list(event.get("conversations")) if isinstance(each, dict)]
+    return {**event, "step": finite_number(event.get("step")), "conversations": conversations}
+
+
+def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none, which is appended to `damage` if the file is damaged."""
     if not path.is_file():
         return {}
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise WhetError(f"{path}: expected a JSON object. The file was damaged or edited by hand")
-    return value
+    try:
+        return read_hashed_json(path)
+    except WhetError:
+        damage.append(f"{path.name}: damaged")
+        return {}
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [line for line in read_json_lines(path) if isinstance(line, dict)]
+def _read_lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:
+    records, unreadable = read_json_lines(path)
+    if unreadable:
+        damage.append(f"{path.name}: {describe_lines(unreadable)} cannot be read")
+    return records

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +48,6 @@ from whet.run.summary import describe_run, print_summary, run_flops_table
 from whet.training.checkpoints import (
     checkpoint_metadata,
     read_excluded_steps,
-    read_kept_metrics,
     restore_newest_checkpoint,
 )
 from whet.training.guard import Guard
@@ -57,9 +55,10 @@ from whet.training.intervals import Intervals
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes
-from whet.training.output import FolderOutput, ResumeOffsets, RunOutput
+from whet.training.output import FolderOutput, RunOutput
 from whet.training.precision import PrecisionPolicy, choose_precision
 from whet.training.profiler import make_profiler
+from whet.training.records import RECORDS, record_file
 from whet.training.run_state import Run
 from whet.training.timing import StartupTimer
 from whet.training.trackers import open_trackers
@@ -99,20 +98,25 @@ def assemble(
     loss_scaler = LossScaler.for_fp16() if precision.name == "fp16" else LossScaler()
     startup.end_phase("load_s")
 
-    step, totals, offsets = restore_newest_checkpoint(config, model, optimizer, loss_scaler, ranks)
+    restored = restore_newest_checkpoint(config, model, optimizer, loss_scaler, ranks)
+    step = restored.step
     last = min(until or len(plan), len(plan))
     if step > last:
         raise WhetError(f"--until {last}: this run has done {step} steps already. Give a later step, or leave it out")
-    lines = read_kept_metrics(config.folder, offsets, ranks)
-    guard = Guard(config.train.on_nonfinite, config.train.on_spike, read_excluded_steps(config.folder))
-    guard.restore(lines)
+    guard = Guard(
+        config.train.on_nonfinite, config.train.on_spike, read_excluded_steps(config.folder, restored.guard["excluded"])
+    )
+    guard.restore(restored.guard)
     peak = device_peak_flops(ranks.device, precision.name)
     with contextlib.ExitStack() as stack:
-        saver = stack.enter_context(_open_saver(config, model, optimizer, ranks, lines)) if save else None
+        saver = (
+            stack.enter_context(_open_saver(config, model, optimizer, ranks, restored.evaluations)) if save else None
+        )
         output = RunOutput()
         if folder is not None:
             folder.set_status("running", step, len(plan))
-            output = FolderOutput(folder, len(plan), offsets, open_trackers(trackers, folder.path, step))
+            trackers_ = open_trackers(trackers, folder.path, step)
+            output = FolderOutput(folder, step, len(plan), restored.prefixes, trackers_)
         stack.enter_context(contextlib.closing(output))
         loader = stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks)))
         run = Run(
@@ -128,7 +132,7 @@ def assemble(
             optimizer=optimizer,
             loss_scaler=loss_scaler,
             guard=guard,
-            intervals=_intervals(config, len(plan), last, offsets),
+            intervals=_intervals(config, len(plan), last, restored.has_initial_evaluation),
             evaluate=partial(evaluate_run, config, data, model, ranks, precision),
             saver=saver,
             output=output,
@@ -136,7 +140,8 @@ def assemble(
             flops=count_step_flops(model.language_model),
             peak_flops=None if peak is None else peak * ranks.world_size,
             step=step,
-            totals=_totals_before(loader, step) if totals == RunTotals() else totals,
+            totals=_totals_before(loader, step) if restored.totals == RunTotals() else restored.totals,
+            evaluations=restored.evaluations,
         )
         run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
         stack.enter_context(contextlib.closing(run.profiler))
@@ -192,24 +197,27 @@ def _require_disk_space(
 
 
 def _open_saver(
-    config: Config, model: LossModel, optimizer: torch.optim.Optimizer, ranks: Ranks, lines: list[dict[str, Any]]
-) -> CheckpointSaver:
-    """With the scores of the checkpoints that exist, from metrics.jsonl."""
+    config: Config, model: LossModel, optimizer: torch.optim.Optimizer, ranks: Ranks,
+    evaluations: dict[int, dict[str, float]],
+) -> CheckpointSaver:  # fmt: skip
+    """With the scores of the checkpoints that exist."""
     saver = CheckpointSaver(
         config.folder / "checkpoints", model, optimizer, ranks, config.checkpoint.retention,
         config.checkpoint.optimizer, partial(checkpoint_metadata, config), lower_is_better(config.eval.best),
         60.0 * config.parallel.timeout + COLLECTIVE_MARGIN_S,
+        [record_file(config.folder, name) for name in RECORDS],
     )  # fmt: skip
-    saver.add_scores({line["step"]: line[config.eval.best] for line in lines if config.eval.best in line})
+    best = config.eval.best
+    saver.add_scores({step: results[best] for step, results in evaluations.items() if best in results})
     return saver
 
 
-def _intervals(config: Config, steps: int, last: int, offsets: ResumeOffsets) -> Intervals:
+def _intervals(config: Config, steps: int, last: int, has_initial_evaluation: bool) -> Intervals:
     return Intervals(
         steps=steps,
         last=last,
         evaluate_every=config.eval.every,
-        evaluate_at_start=config.eval.at_start and not offsets.has_initial_evaluation,
+        evaluate_at_start=config.eval.at_start and not has_initial_evaluation,
         save_every=_save_every(config.checkpoint, steps),
         save_epochs=config.checkpoint.epochs,
         save_evaluated=config.checkpoint.keep_best > 0,

@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,6 +105,15 @@ def prepare_data(config: Config, today: str | None = None) -> RunData:
     return _select_documents(config, tokenizer, train, validation)
 
 
+def read_ledger(file: Path) -> dict[str, Any]:
+    """The ledger of a run, if it is intact: which stores it was trained on, and how their text was made."""
+    remedy = "Bring it back, or start a new run: run.dir=FOLDER"
+    ledger = read_hashed_json(file, remedy, stores=dict, today=(str, NoneType), speech=(dict, NoneType))
+    if not all(isinstance(store, str) for store in ledger["stores"].values()):
+        raise WhetError(f"{file}: damaged: `stores` does not hold paths. {remedy}")
+    return ledger
+
+
 def load_ledger_data(config: Config, ledger: Path) -> RunData:
     """The stores that a run was trained on, from its ledger; the source files need not exist any more.
 
@@ -119,11 +129,6 @@ def load_ledger_data(config: Config, ledger: Path) -> RunData:
     train = PreparedStore(Store(folders["train"]), reused=True)
     validation = None if held is None or held.fraction is not None else Store(folders["validation"])
     return _select_documents(config, tokenizer, train, validation)
-
-
-def read_ledger(ledger: Path) -> dict[str, Any]:
-    """The content of ledger.json, if it is intact."""
-    return read_hashed_json(ledger, "Bring it back, or start a new run: run.dir=FOLDER")
 
 
 def _select_documents(
@@ -151,7 +156,7 @@ def require_same_tokenizer(config: Config, ledger: Path) -> None:
     now = None if then is None else _tokenizer_identity(make_conversation_tokenizer(config).identity)
     if then is None or now is None or then == now:
         return
-    template = then["template"] != now["template"]
+    template = then.get("template") != now["template"]
     key = f"data.template: {config.data.template}" if template else f"model.path: {config.model.path}: its tokenizer"
     raise WhetError(
         f"{key} has changed since {config.folder} was trained, so the model would be prompted with a different "

@@ -12,11 +12,11 @@ from torch import Tensor
 from whet.checkpoint import directory
 from whet.checkpoint.load import CheckpointWeights, verify_checkpoint
 from whet.config import Config
-from whet.core.checksums import read_hashed_json
+from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import read_json, resolve_path, write_json
+from whet.core.files import resolve_path
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
@@ -87,7 +87,7 @@ def check_export(reference: str, folder: Path) -> Certificate:
     silence_libraries()
     path, _ = parse_run_reference(reference)
     config = read_run_config(path)
-    recorded = read_json(folder / "certificate.json")
+    recorded = read_hashed_json(folder / "certificate.json", f"Export again: whet export {reference}")
     missing = [key for key in ("kind", "step", "dtype", "files") if key not in recorded]
     if missing:
         raise WhetError(
@@ -108,7 +108,7 @@ def check_export(reference: str, folder: Path) -> Certificate:
     if changed:  # a few conversations do not exercise every weight
         reasons = [*certificate.reasons, f"{', '.join(changed)} changed since the export"]
         certificate = dataclasses.replace(certificate, verified=False, reasons=reasons)
-    write_json(folder / "certificate.json", certificate.as_dict())
+    write_hashed_json(folder / "certificate.json", certificate.as_dict())
     if not certificate.verified:
         raise ExportMismatchError(
             f"{folder}: this export does not match {path}: {'; '.join(certificate.reasons)}. Export again: whet export "
@@ -149,10 +149,10 @@ def _build_spec(
 def _with_recorded_precision(config: Config) -> Config:
     """Replace train.precision = auto by its value in training, so that an export is the same on any machine."""
     plan = config.folder / "plan.json"
-    remedy = f"Delete it and give the precision of the run: train.precision in {config.folder / 'config.yaml'}"
-    precision = read_hashed_json(plan, remedy).get("precision") if plan.exists() else None
-    if config.train.precision != "auto" or precision is None:
+    if config.train.precision != "auto" or not plan.exists():
         return config
+    remedy = f"Delete it and give the precision of the run: train.precision in {config.folder / 'config.yaml'}"
+    precision = read_hashed_json(plan, remedy, precision=str)["precision"]
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 

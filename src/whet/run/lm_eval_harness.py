@@ -9,10 +9,11 @@ import torch
 
 from whet.checkpoint import directory
 from whet.config import Config
+from whet.core.checksums import read_hashed_json
 from whet.core.config import load_config
 from whet.core.console import silence_libraries
 from whet.core.errors import WhetError
-from whet.core.files import read_json, resolve_path, user_path
+from whet.core.files import resolve_path, user_path
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.tokenizer import load_tokenizer
@@ -69,7 +70,7 @@ def _model_folder(reference: str) -> str:
     path, step = run
     export = path / "exports" / "merged"
     if step == "latest" and (export / "certificate.json").exists():
-        certificate = read_json(export / "certificate.json")
+        certificate = read_hashed_json(export / "certificate.json")
         newest = directory.resolve_step(path / "checkpoints", step)
         if certificate.get("verified") and certificate.get("step") == newest:
             require_certified_files(export)

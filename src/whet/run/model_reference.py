@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from whet.checkpoint import directory
 from whet.checkpoint.manifest import MANIFEST_NAME
 from whet.config import Config, read_config
-from whet.core.console import info
+from whet.core.checksums import read_hashed_json
+from whet.core.console import info, warn
 from whet.core.errors import WhetError
-from whet.core.files import file_lock, read_json, resolve_path, user_path
+from whet.core.files import file_lock, resolve_path, user_path
 from whet.core.launch_env import RANK_VARIABLES
 from whet.core.run_folder import parse_run_reference
 from whet.model.load.weight_files import require_certified_files
@@ -58,7 +60,16 @@ def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
     certificate = folder / "certificate.json"
     if folder.parent != resolve_path(run / "exports") or not certificate.exists():
         return None
-    return folder if which in ("latest", "best", str(read_json(certificate).get("step"))) else None
+    return folder if which in ("latest", "best", str(_read_certificate(certificate).get("step"))) else None
+
+
+def _read_certificate(file: Path) -> dict[str, Any]:
+    """The certificate of an export; empty if there is none, or a damaged one, which certifies nothing."""
+    try:
+        return read_hashed_json(file, "The model is exported again") if file.exists() else {}
+    except WhetError as error:
+        warn(str(error))
+        return {}
 
 
 def _parse_run_reference(path: str) -> tuple[Path, str] | None:
@@ -77,7 +88,7 @@ def _find_export(run: Path, step: int) -> Path | None:
     for name in ("merged-exact", "merged"):
         for folder in (name, f"{name}-{directory.checkpoint_name(step)}"):
             certificate = run / "exports" / folder / "certificate.json"
-            said = read_json(certificate) if certificate.exists() else {}
+            said = _read_certificate(certificate)
             whole = name == "merged-exact" or said.get("dtype") in ("f32", "f64")  # computed in, so also kept in
             if said.get("step") == step and said.get("verified") and whole:
                 return certificate.parent

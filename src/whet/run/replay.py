@@ -15,6 +15,7 @@ from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
 from whet.config import Config
 from whet.core import launch_env
+from whet.core.checksums import read_hashed_json
 from whet.core.config import Section
 from whet.core.console import info, silence_libraries, warn
 from whet.core.display import escape_controls
@@ -167,7 +168,7 @@ def _load_nearest_checkpoint(saved: SavedBatch, run: Path, root: LossModel, rank
 def _typical_length(run: Path) -> float:
     """A document length for which the attention backend of this run is chosen again."""
     try:
-        served = str(read_json(run / "plan.json").get("attention", ""))
+        served = str(read_hashed_json(run / "plan.json").get("attention", ""))
     except WhetError:
         return 0
     return attention.CUDNN_MIN_LENGTH if served == "cudnn" else 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.checkpoint import directory
+from whet.checkpoint.manifest import read_manifest
 from whet.config import Config, read_config
 from whet.core.checksums import write_hashed_json
 from whet.core.config import ConfigPath, value_at
@@ -18,7 +20,7 @@ from whet.core.files import atomic_dir, atomic_write, hash_json
 from whet.core.run_folder import RunFolder
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.variables import VariableHashes
-from whet.core.yaml import Template, read_yaml
+from whet.core.yaml import Template, parse_yaml, read_yaml
 from whet.run.data import RunData, make_plan, read_ledger
 
 
@@ -94,9 +96,27 @@ _CHANGEABLE_ON_RESUME = (
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`.
 
-    Values of environment variables are compared by their hashes, and named in the result.
+    Where config.yaml is damaged, the newest checkpoint knows them. Values of environment variables are compared by their
+    hashes, and named in the result.
     """
-    hashes, now, named = VariableHashes(path), config.resolved(), config.unexpanded()
+    file, hashes = path / "config.yaml", VariableHashes(path)
+    newest = directory.newest_checkpoint(path / "checkpoints")
+    try:
+        changed = _differences(read_yaml(file, expand="none").plain(), config, hashes)
+        if newest is None or not changed or not _was_edited(path):
+            return changed
+        reason = f"{file} was changed after the run wrote it"
+    except WhetError as error:
+        if newest is None:
+            raise WhetError(f"{error}. Bring the file back, or start a new run: run.dir=FOLDER") from None
+        reason = str(error)
+    warn(f"{reason}. The settings in {newest.name}/manifest.json take its place")
+    saved = json.dumps(read_manifest(newest)["config"])  # JSON is YAML
+    return _differences(parse_yaml(saved, str(newest / "manifest.json"), expand="none").plain(), config, hashes)
+
+
+def _differences(before: Any, config: Config, hashes: VariableHashes) -> list[tuple[str, Any, Any]]:
+    now, named = config.resolved(), config.unexpanded()
 
     def differences(then: Any, at: ConfigPath) -> Iterator[tuple[str, Any, Any]]:
         key, value = ".".join(map(str, at)), value_at(now, at)
@@ -114,7 +134,7 @@ def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
         elif then != value:
             yield key, then, value_at(named, at)
 
-    return list(differences(read_yaml(path / "config.yaml", expand="none").plain(), ()))
+    return list(differences(before, ()))
 
 
 _NOT_NEEDED_FOR_INFERENCE = ("data.sources", "data.validation", "data.store", *_CHANGEABLE_ON_RESUME)
@@ -140,10 +160,14 @@ _HASH_COMMENT = "# hash: "
 """The last line of config.yaml has the hash of those above."""
 
 
+def _was_edited(path: Path) -> bool:
+    text, mark, digest = (path / "config.yaml").read_text(errors="replace").rpartition(_HASH_COMMENT)
+    return bool(mark) and digest.strip() != hash_json(text)
+
+
 def _warn_about_edited_config(path: Path) -> None:
     """Print a warning if the config.yaml of a run is not what the run wrote."""
-    text, mark, digest = (path / "config.yaml").read_text().rpartition(_HASH_COMMENT)
-    if mark and digest.strip() != hash_json(text):
+    if _was_edited(path):
         warn(
             f"{path / 'config.yaml'} was changed after the run wrote it, so the result may not be the run's. If you "
             "did not edit it, restore it: `config` in checkpoints/*/manifest.json has the original"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
+from whet.core.files import parse_json_line
 from whet.model.load.weight_files import weights_hash
 from whet.model.loss.loss_model import LossModel
+from whet.training.guard import Guard
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
-from whet.training.output import ResumeOffsets
+from whet.training.records import RECORDS, Prefix, initial_evaluation, record_file
 from whet.training.run_state import Run
 
 _PACKAGES = ("whet", "torch", "transformers", "peft", "safetensors", "numpy")
@@ -45,7 +47,13 @@ def save_checkpoint(run: Run) -> None:
     background."""
     if run.saver is not None:
         _require_intact_stores(run)
-        state = {"seen": asdict(run.totals), "loss_scale": asdict(run.loss_scaler), **run.output.sizes}
+        state = {
+            "seen": asdict(run.totals),
+            "loss_scale": asdict(run.loss_scaler),
+            "guard": run.guard.state(),
+            "evaluations": {str(step): results for step, results in run.evaluations.items()},
+            **run.output.records_state,
+        }
         run.saver.save(run.step, state)
 
 
@@ -81,29 +89,67 @@ def roll_back(run: Run) -> None:
     run.guard.excluded.append((resumable_steps(run)[-1] + 1, run.step + 1))
     if run.ranks.is_main:  # before anything is undone: a run that dies here excludes them, too
         write_excluded_steps(run.config.folder, run.guard.excluded)
-    run.step, run.totals, offsets = restore_newest_checkpoint(
-        run.config, run.model, run.optimizer, run.loss_scaler, run.ranks
-    )
-    run.output.rewind(run.step, offsets)
-    run.guard.restore(read_kept_metrics(run.config.folder, offsets, run.ranks))
+    restored = restore_newest_checkpoint(run.config, run.model, run.optimizer, run.loss_scaler, run.ranks)
+    run.step, run.totals, run.evaluations = restored.step, restored.totals, restored.evaluations
+    run.output.rewind(run.step, restored.prefixes)
+    run.guard.restore(restored.guard)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a run continues with, apart from weights and optimizer state."""
+
+    step: int
+    totals: RunTotals
+    guard: dict[str, Any]
+    evaluations: dict[int, dict[str, float]]
+    """The results by step."""
+    prefixes: dict[str, Prefix]
+    """Of the records, by name."""
+    has_initial_evaluation: bool
+    """The model was evaluated before its first step."""
 
 
 def restore_newest_checkpoint(
     config: Config, model: LossModel, optimizer: torch.optim.Optimizer, loss_scaler: LossScaler, ranks: Ranks
-) -> tuple[int, RunTotals, ResumeOffsets]:
-    """Load the newest complete checkpoint, if there is one; returns its step, its totals and its file offsets."""
+) -> Restored:
+    """Load the newest complete checkpoint, if there is one."""
     manifest = _load_newest_complete(config.folder / "checkpoints", model, optimizer, ranks)
     if manifest is None:
         first = config.train.start_step
-        metrics = _initial_evaluation_bytes(config.folder / "metrics.jsonl", first)
-        samples = _initial_evaluation_bytes(config.folder / "samples.jsonl", first) if metrics else 0
-        return first, RunTotals(), ResumeOffsets(metrics, samples, has_initial_evaluation=metrics > 0)
+        found = dict(ranks.all_gather([*initial_evaluation(config.folder, first).items()] if ranks.is_main else []))
+        return Restored(first, RunTotals(), Guard().state(), {}, found, has_initial_evaluation=bool(found))
     require_same_base(config, manifest, ranks)
     step, state = manifest["step"], manifest["state"]
     loss_scaler.restore(state["loss_scale"])
     info(f"continuing after step {step}")
-    offsets = ResumeOffsets(state["metrics_bytes"], state["samples_bytes"], has_initial_evaluation=True)
-    return step, RunTotals(**state["seen"]), offsets
+    if "guard" not in state:
+        state |= _state_from_metrics(config.folder, state["metrics_bytes"], ranks)
+    return Restored(
+        step,
+        RunTotals(**state["seen"]),
+        state["guard"],
+        {int(at): results for at, results in state["evaluations"].items()},
+        {name: Prefix.from_state(state, name) for name in RECORDS},
+        has_initial_evaluation=True,
+    )
+
+
+def _state_from_metrics(folder: Path, size: int, ranks: Ranks) -> dict[str, Any]:
+    """The guard's state and the evaluations for a checkpoint from before it had them, the same on every rank."""
+    guard, evaluations = Guard(excluded=read_excluded_steps(folder)), dict[str, dict[str, float]]()
+    file = record_file(folder, "metrics")
+    content = file.read_bytes()[:size] if ranks.is_main and file.is_file() else b""
+    for line in ranks.all_gather(content.splitlines(keepends=True)):
+        record = parse_json_line(line)
+        if record is None or type(record.get("step")) is not int:
+            continue
+        numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
+        if "loss" not in record:
+            evaluations[str(record["step"])] = numbers
+        elif record["loss"] is None or "loss" in numbers:
+            guard.record(record)
+    return {"guard": guard.state(), "evaluations": evaluations}
 
 
 def _load_newest_complete(
@@ -132,25 +178,6 @@ def _load_newest_complete(
                 warn(f"{error}. It is set aside as {away.name}; the run continues from step {steps[-1]}")
             ranks.barrier()
     return None
-
-
-def _initial_evaluation_bytes(path: Path, first: int) -> int:
-    """The size of the lines about the model before its first step: a restart need not evaluate it again."""
-    size = 0
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or json.loads(line)["step"] != first:
-                break
-            size += len(line)
-    return size
-
-
-def read_kept_metrics(folder: Path, offsets: ResumeOffsets, ranks: Ranks) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to the checkpoint, the same on every rank."""
-    file = folder / "metrics.jsonl"
-    if not ranks.is_main or not file.exists():
-        return ranks.all_gather([])
-    return ranks.all_gather([json.loads(line) for line in file.read_bytes()[: offsets.metrics].splitlines()])
 
 
 # The part of the manifest that describes the run.
@@ -186,13 +213,23 @@ def _package_versions() -> dict[str, str]:
 # Steps that rollbacks excluded.
 
 
-def read_excluded_steps(run: Path) -> list[tuple[int, int]]:
-    """The first and the last step that each rollback of a run excluded."""
+_EXCLUDED_REMEDY = "The run continues with the steps that its checkpoint excludes"
+
+
+def read_excluded_steps(run: Path, saved: Sequence[Sequence[int]] = ()) -> list[tuple[int, int]]:
+    """The first and the last step that each rollback of a run excluded. `saved`: those in the checkpoint, which are
+    enough if the file is gone or damaged: a rollback since then happens again."""
     file = run / "faults" / "passed_over.json"
-    if not file.exists():
-        return []
-    steps = read_hashed_json(file, "Bring it back: the run would repeat steps that a rollback excluded")["steps"]
-    return [(first, last) for first, last in steps]
+    found: Sequence[Any] = saved
+    if file.exists():
+        try:
+            found = read_hashed_json(file, _EXCLUDED_REMEDY, steps=list)["steps"]
+            if not all(isinstance(each, list) and [*map(type, each)] == [int, int] for each in found):
+                raise WhetError(f"{file}: damaged: `steps` does not hold pairs of numbers. {_EXCLUDED_REMEDY}")
+        except WhetError as error:
+            warn(str(error))
+            found = saved
+    return [(first, last) for first, last in found]
 
 
 def write_excluded_steps(run: Path, excluded: list[tuple[int, int]]) -> None:

@@ -1,7 +1,7 @@
 """The guard: recognises faulty steps (not finite, empty, or a loss spike) and applies the policy for them.
 
-It decides from numbers that are equal on every rank, and its state is metrics.jsonl: a resumed run reads the lines up
-to its checkpoint and decides as an uninterrupted run would.
+It decides from numbers that are equal on every rank, and its state is in every checkpoint: a resumed run decides as an
+uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -71,12 +71,15 @@ class Guard:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _skips: int = 0
 
-    def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the state by that of these lines of metrics.jsonl."""
+    def state(self) -> dict[str, Any]:
+        """The recent losses, the skips in a row and the excluded steps, for a checkpoint."""
+        return {"losses": [*self._losses], "skips": self._skips, "excluded": [*map(list, self.excluded)]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Replace the recent losses and the skips by those of a checkpoint."""
         self._losses.clear()
-        self._skips = 0
-        for line in lines:
-            self.record(line)
+        self._losses.extend(state["losses"])
+        self._skips = state["skips"]
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics.jsonl."""

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.console import info
 from whet.core.files import JsonLinesWriter
 from whet.core.run_folder import RunFolder
 from whet.inference.tasks.task import AnsweredExample
+from whet.training.records import RECORDS, Prefix, record_file, restore_records
 from whet.training.trackers import Trackers
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeOffsets:
-    """The sizes to which a resumed run truncates its files; None: as they are."""
-
-    metrics: int | None = None
-    samples: int | None = None
-    has_initial_evaluation: bool = False
-    """The model was evaluated before its first step; that line stays."""
 
 
 class RunOutput:
     """The output of every rank but the first: none."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        """Of the files at the end of the last step, for the checkpoint."""
+        self.records_state: dict[str, Any] = {}
+        """Size and hash of the records at the end of the last step, for the checkpoint."""
 
     def write_step(self, line: dict[str, Any]) -> None: ...
 
@@ -39,7 +29,7 @@ class RunOutput:
 
     def write_startup(self, seconds: dict[str, float], step: int) -> None: ...
 
-    def rewind(self, step: int, offsets: ResumeOffsets) -> None:
+    def rewind(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
         """Undo what was written since the checkpoint of a step."""
 
     def stop_requested(self) -> bool:
@@ -52,26 +42,26 @@ class RunOutput:
 class FolderOutput(RunOutput):
     """The output of rank 0, into the run's folder and to its trackers."""
 
-    def __init__(self, folder: RunFolder, steps: int, offsets: ResumeOffsets, trackers: Trackers) -> None:
+    def __init__(
+        self, folder: RunFolder, step: int, steps: int, prefixes: Mapping[str, Prefix], trackers: Trackers
+    ) -> None:
+        """`step`, `prefixes`: of the checkpoint that the run continues from."""
         super().__init__()
         self._folder, self._steps, self._trackers = folder, steps, trackers
-        self._metrics = JsonLinesWriter(folder.path / "metrics.jsonl", offsets.metrics)
-        self._samples = JsonLinesWriter(folder.path / "samples.jsonl", offsets.samples)
-        self._events = JsonLinesWriter(folder.path / "events.jsonl")
-        self._mark_step_end()
+        self._open_records(step, prefixes)
 
     def write_step(self, line: dict[str, Any]) -> None:
         self._folder.require_present()
-        self._metrics.write(line)
+        self._records["metrics"].write(line)
         self._mark_step_end()
         self._trackers.write(line)
         self._folder.heartbeat(line["step"], self._steps)
 
     def write_evaluation(self, step: int, results: dict[str, float], samples: Sequence[AnsweredExample]) -> None:
         for sample in samples:
-            self._samples.write({"step": step, **sample.as_dict()})
+            self._records["samples"].write({"step": step, **sample.as_dict()})
         line = {"time": time.time(), "step": step, **results}
-        self._metrics.write(line)
+        self._records["metrics"].write(line)
         self._trackers.write(line)
         shown = (
             f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4f}" for name, value in results.items()
@@ -79,18 +69,15 @@ class FolderOutput(RunOutput):
         info(f"step {step}: {', '.join(shown)}")
 
     def write_event(self, event: dict[str, Any]) -> None:
-        self._events.write(event)
+        self._records["events"].write(event)
 
     def write_startup(self, seconds: dict[str, float], step: int) -> None:
         self._folder.first_step = {key: round(value, 3) for key, value in seconds.items()}
         self._folder.set_status("running", step, self._steps)
 
-    def rewind(self, step: int, offsets: ResumeOffsets) -> None:
-        """Events stay: they have happened."""
-        if offsets.metrics is not None and offsets.samples is not None:
-            self._metrics.truncate(offsets.metrics)
-            self._samples.truncate(offsets.samples)
-        self._mark_step_end()
+    def rewind(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
+        self._close_records()
+        self._open_records(step, prefixes)
         self._trackers.rewind(step)
 
     def stop_requested(self) -> bool:
@@ -98,9 +85,18 @@ class FolderOutput(RunOutput):
 
     def close(self) -> None:
         self._trackers.close()
-        for writer in (self._metrics, self._samples, self._events):
+        self._close_records()
+
+    def _open_records(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
+        restore_records(self._folder.path, step, prefixes)
+        self._records = {name: JsonLinesWriter(record_file(self._folder.path, name)) for name in RECORDS}
+        self._mark_step_end()
+
+    def _close_records(self) -> None:
+        for writer in self._records.values():
             writer.close()
 
     def _mark_step_end(self) -> None:
         """A checkpoint has the sizes after its step and before its evaluation, which a resumed run repeats."""
-        self.sizes = {"metrics_bytes": self._metrics.size(), "samples_bytes": self._samples.size()}
+        for name, writer in self._records.items():
+            self.records_state |= {f"{name}_bytes": writer.size, f"{name}_hash": writer.hash()}

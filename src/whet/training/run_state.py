@@ -63,6 +63,8 @@ class Run:
     step: int = 0
     """Finished steps."""
     totals: RunTotals = field(default_factory=RunTotals)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The results by step. Checkpoints have them, because they decide which one is the best."""
     profiler: Profiler = field(default_factory=Profiler)
     autocast: AbstractContextManager[object] = field(init=False)
 

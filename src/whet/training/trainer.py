@@ -152,6 +152,7 @@ def evaluate(run: Run) -> None:
         )
     if not results:
         return
+    run.evaluations[run.step] = results
     run.output.write_evaluation(run.step, results, samples)
     best = run.config.eval.best
     if run.saver is not None and run.ranks.is_main and best in results:

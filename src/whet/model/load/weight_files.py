@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from whet.core import launch_env
+from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
 from whet.model.config import ModelConfig
@@ -87,10 +88,7 @@ def require_certified_files(folder: Path) -> None:
     certificate = folder / _CERTIFICATE
     if not certificate.is_file() or launch_env.local_rank() != 0:
         return
-    content = read_json(certificate)
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict):
-        raise WhetError(f"{certificate}: the key files is missing. {_EXPORT_AGAIN}")
+    files = read_hashed_json(certificate, _EXPORT_AGAIN, files=dict)["files"]
     found = _hash_files(folder, [name for name in files if (folder / name).is_file()])
     changed = sorted(name for name, digest in files.items() if found.get(name) != digest)
     if changed:

@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from whet.core.checksums import read_hashed_json
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
 from whet.core.files import user_path
@@ -77,10 +78,8 @@ def has_embedding_rows(folder: Path, tokens: int) -> bool:
 
 def has_4bit_base(folder: Path) -> bool:
     """Whether the adapter was trained on a base quantized to 4 bits, according to its export certificate."""
-    try:
-        return bool(json.loads((folder / "certificate.json").read_text()).get("quantize"))
-    except (OSError, ValueError, AttributeError):
-        return False
+    certificate = folder / "certificate.json"
+    return certificate.is_file() and bool(read_hashed_json(certificate).get("quantize"))
 
 
 def parse_adapter_options(texts: list[str]) -> dict[str, Path]:
