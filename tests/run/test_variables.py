@@ -11,6 +11,7 @@ import pytest
 from whet.config import read_config
 from whet.core.variables import VariableHashes
 from whet.core.yaml import dump_yaml, parse_yaml
+from whet.run.resume import read_run_config
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 PASSWORD = "correct horse battery"
@@ -74,7 +75,7 @@ def test_the_folder_names_variables_and_resumes_with_them(
     whet: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    ended = whet("train", recipe, "--until", "1")
+    ended = whet("train", recipe, "--until", "1", "eval.at_start=false")
     assert ended.code == 0, ended.err
     settings = parse_yaml((folder / "config.yaml").read_text(), "config.yaml", expand="none").plain()
     assert settings["model"]["path"] == "${TINY}"
@@ -83,16 +84,15 @@ def test_the_folder_names_variables_and_resumes_with_them(
     assert settings["eval"]["tasks"] == ["${DATA}/t.jsonl:exact"]
     assert settings["run"]["tags"] == ["${DB_PASSWORD}", "${plain}"]
     assert settings["launch"]["env"] == ["HF_TOKEN", "SERVICE"]
-    assert read_config(folder / "config.yaml").resolved() == read_config(recipe).resolved() | {
-        "launch": settings["launch"]
-    }
+    again = read_config(folder / "config.yaml").resolved()
+    assert again == read_config(recipe, ["eval.at_start=false"]).resolved() | {"launch": settings["launch"]}
     for secret in (TOKEN, PASSWORD):
         assert secret not in files_of(folder)
 
     # a variable that training needs: refused; the message names it and has neither value
     monkeypatch.setenv("LR", "4e-3")
-    for again in (recipe, folder / "config.yaml"):
-        ended = whet("train", again, "--resume")
+    for given in (recipe, folder / "config.yaml"):
+        ended = whet("train", given, "--resume")
         assert ended.code == 1
         assert "train.optimizer.lr: ${LR}: the environment variable LR had another value then" in ended.err
         assert "e-3" not in ended.err
@@ -113,15 +113,26 @@ def test_the_folder_names_variables_and_resumes_with_them(
 
     # the model is used without the variables of the data, not without its own, and not with another value
     monkeypatch.delenv("DATA")
-    monkeypatch.delenv("DB_PASSWORD")
-    assert whet("chat", folder, "--prompt", "Hi").code == 0
-    assert whet("inspect", folder).code == 0
-    assert whet("report", folder).code == 0
-    assert whet("eval", folder, "--tasks", tmp_path / "data" / "t.jsonl").code == 0
+    assert read_run_config(folder).model.path == "builtin:tiny"
     monkeypatch.delenv("TINY")
     assert "model.path: ${TINY}: the environment variable TINY is not set" in whet("chat", folder, "-p", "Hi").err
     monkeypatch.setenv("TINY", "builtin:smollm2")
     assert "model.path: ${TINY}: the environment variable TINY had another" in whet("chat", folder, "-p", "Hi").err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("variables")
+def test_a_model_is_used_without_the_variables_of_its_data(
+    whet: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert whet("train", recipe).code == 0
+    for name in ("DATA", "DB_PASSWORD", "HUB"):
+        monkeypatch.delenv(name)
+    for words in (["chat", folder, "--prompt", "Hi"], ["inspect", folder], ["report", folder], ["export", folder],
+                  ["eval", folder, "--tasks", tmp_path / "data" / "t.jsonl"]):  # fmt: skip
+        ended = whet(*words)
+        assert ended.code == 0, ended.err
 
 
 @pytest.mark.usefixtures("variables")
