@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.config import read_config
+from whet.config import Config, read_config
+from whet.core.config import list_settings
 from whet.core.errors import WhetError
 from whet.core.yaml import dump_yaml, parse_yaml, read_yaml
 
@@ -169,3 +170,16 @@ def test_links_in_a_circle_and_users_who_do_not_exist_are_paths(tmp_path: Path) 
         read_config(path, settings).dump()
     with pytest.raises(WhetError, match="loop: its symbolic links lead in a circle"):
         read_config(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("value", [".nan", "-1", "1e300", "9223372036854775808", "LOOP/x", "~nosuchuser", "{a: [1]}"])
+def test_any_key_takes_any_value_or_names_it(tmp_path: Path, value: str) -> None:
+    (tmp_path / "LOOP").symlink_to("LOOP")
+    path = tmp_path / "r.yaml"
+    path.write_text(SMALL)
+    for setting in list_settings(Config):
+        key = setting.key.replace("[]", ".0")
+        try:
+            read_config(path, [f"{key}={value.replace('LOOP', f'{tmp_path}/LOOP')}"]).dump()
+        except WhetError as refused:
+            assert key.partition(".")[0] in str(refused)  # noqa: PT017
