@@ -60,7 +60,7 @@ def test_bit_flips(make_run: MakeRun) -> None:
     folder, draw = make_run(), random.Random(0)
     for name in FILES:
         content = (folder / name).read_bytes()
-        for _ in range(12):
+        for _ in range(6):
             bit = draw.randrange(8 * len(content))
             flipped = bytearray(content)
             flipped[bit // 8] ^= 1 << bit % 8
@@ -89,7 +89,7 @@ def mutated(record: Any, draw: Callable[..., Any]) -> Any:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_value_of_any_type_anywhere(make_run: MakeRun, data: st.DataObject) -> None:
     folder = make_run()
     events = [{"step": 1, "reason": "r", "action": "skip", "conversations": [{"source": "a", "line": 1}], "layer": "l"}]

@@ -96,8 +96,8 @@ _CHANGEABLE_ON_RESUME = (
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`.
 
-    Where config.yaml is damaged, the newest checkpoint knows them. Values of environment variables are compared by their
-    hashes, and named in the result.
+    Where config.yaml is damaged, the newest checkpoint knows them. Values of environment variables are compared by
+    their hashes, and named in the result.
     """
     file, hashes = path / "config.yaml", VariableHashes(path)
     newest = directory.newest_checkpoint(path / "checkpoints")
