@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from whet.core.checksums import read_hashed_json
+from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.data.plan.planner import Plan
 
 Exact = Callable[[Path], list[dict[str, Any]]]
@@ -93,7 +93,8 @@ def test_random_bit_flips_beside_the_checkpoints(
 ) -> None:
     """Whatever flips: a traceback never, the weights of the uninterrupted run or an error that names the file."""
     draw, weights = random.Random(0), (tiny_run / WEIGHTS).read_bytes()
-    shutil.copy(tiny_run / "status.json", interrupted / "status.json")
+    status = read_hashed_json(tiny_run / "status.json")
+    write_hashed_json(interrupted / "status.json", status | {"state": "stopped", "exit_code": 75})
     names = (
         "metrics.jsonl", "status.json", "plan.json", "config.yaml", "ledger.json", "checkpoints/latest",
         "checkpoints/best",
