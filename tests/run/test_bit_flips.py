@@ -15,7 +15,6 @@ import pytest
 
 FLIPS, SAMPLE = 344, 10
 SETTINGS = ("train.steps=4", "checkpoint.every=2", "train.precision=fp64", "data.sources.0.max_samples=40")
-_PENDING = ("run/metrics.jsonl",)  # a damaged line still ends the resume with a traceback
 WEIGHTS = "exports/merged/model.safetensors"
 
 
@@ -108,7 +107,7 @@ def report(subject: Subject, count: int, seed: int, trains: bool) -> None:
     found = list(outcomes(subject, count, seed, trains))
     counts = Counter(outcome for _, outcome, _ in found)
     print(f"{count} bit flips, then {'resume' if trains else 'eval'}: {dict(counts)}")  # noqa: T201
-    wrong = [each for each in found if each[1] in ("traceback", "changed unnoticed") and each[0] not in _PENDING]
+    wrong = [each for each in found if each[1] in ("traceback", "changed unnoticed")]
     assert not wrong, "\n".join(f"{name}: {outcome}: {how[-600:]}" for name, outcome, how in wrong)
 
 
