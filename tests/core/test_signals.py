@@ -98,7 +98,7 @@ def test_what_fails_because_it_was_interrupted_counts_as_the_stop(
     number: signal.Signals, raised: type[BaseException]
 ) -> None:
     """As an import of numpy does: it swallows the interrupt and fails with a RecursionError."""
-    with pytest.raises(KeyboardInterrupt) as caught, raise_on_stop_signals(), raise_on_stop_signals():
+    with pytest.raises(KeyboardInterrupt) as caught, raise_on_stop_signals(), raise_on_stop_signals():  # noqa: PT012
         with contextlib.suppress(BaseException):
             send(number)
         raise RecursionError

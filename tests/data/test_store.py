@@ -59,7 +59,7 @@ def test_too_many_open_files_is_not_a_damaged_store(make_store: MakeStore) -> No
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
         with pytest.raises(WhetError, match=r"origin\.npy: this process has too many open files .*ulimit -n"):
-            _load_array(store.folder / "origin.npy")
+            _load_array(store.folder / "origin.npy", np.int64, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

@@ -34,7 +34,7 @@ def test_the_weights_are_read_back(
     model = random_model(family, **FAMILIES[family])
     certificate = write_export(export_spec_of(model, tensor_parallel=parallel), "megatron", tmp_path / "out", PROBES)
     assert certificate.max_logit_difference == 0
-    assert len(certificate.files) == parallel
+    assert sum(name.endswith(".pt") for name in certificate.files) == parallel
     torch.testing.assert_close(read_megatron(tmp_path / "out"), dict(model.named_parameters()), rtol=0, atol=0)
     assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "out/huggingface/tokenizer.json").exists()

@@ -54,5 +54,5 @@ def test_the_machine_of_the_rendezvous_is_its_host() -> None:
 def test_the_environment_is_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     made = job(processes=1, env={"NAME": "a b"})
-    assert format_command(made, resume=False).startswith("env 'NAME=a b' OMP_NUM_THREADS=")
+    assert format_command(made, resume=False).startswith('env NAME="${NAME:?}" OMP_NUM_THREADS=')
     assert made.env["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
