@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# One more than cores, because some tests wait for processes, timers and locks.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 # Debian packages that some tests use. Without them `make test` passes too and lists the tests it skipped.
 SYSTEM_PACKAGES := bubblewrap chromium iproute2
 
@@ -16,10 +18,10 @@ demo: $(READY)       ## Fine-tune a small real model on this machine, before and
 	$(BIN)/whet demo
 
 test: $(READY)       ## All tests that need no GPU, in minutes
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-all: $(READY)   ## The slow proofs too
-	WHET_TEST_ALL=1 $(BIN)/pytest -n auto --dist worksteal
+	WHET_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-gpu:            ## The tests for CUDA, with the Python that is active (a GPU machine brings its own torch)
 	$(PYTHON) -m pytest -m gpu -rs

@@ -36,6 +36,8 @@ SLOW_CASES = {
         "run/test_planted_faults.py::test_a_rollback_passes_over_the_steps_since_the_checkpoint",
     "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[True]":
         "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[False]",
+    "launch/test_launch_command.py::test_a_run_saves_and_stops_when_whet_launch_is_killed":
+        "core/test_signals.py::test_a_process_gets_sigterm_when_its_parent_is_killed",
     # Whole runs: the same with other weights, or a shorter way to the same state.
     "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[lora with dropout]":
         "run/test_sigkill.py::test_kills_of_every_kind",
@@ -90,6 +92,12 @@ SLOW_CASES = {
         "core/test_watchdog.py::test_the_message_names_the_lagging_rank_and_its_phase",
     "inference/test_sandbox.py::test_generated_functions_are_scored_by_their_tests[*time.sleep(99)-0]":
         "inference/test_sandbox.py::test_a_program_that_ignores_signals_is_killed[*]",
+    "data/test_prepare_workers.py::test_machines_may_make_their_shards_in_any_order[(0, *]":
+        "data/test_prepare_workers.py::test_machines_may_make_their_shards_in_any_order[(2, 1, 0)]",
+    "data/test_prepare_workers.py::test_machines_may_make_their_shards_in_any_order[(1, *]":
+        "data/test_prepare_workers.py::test_machines_may_make_their_shards_in_any_order[(2, 1, 0)]",
+    "data/read/test_bombs.py::test_a_table_of_gigabytes_in_a_few_kilobytes_is_refused":
+        "data/read/test_bombs.py::test_a_record_without_end_is_named",
     # Compiling takes seconds: one case of each kind.
     "execution/test_recompute.py::test_selective_saves_less_than_none_and_full_the_least[lora]":
         "execution/test_recompute.py::test_compiled_layers_save_less_than_by_default_and_full_the_least",

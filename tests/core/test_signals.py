@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +142,26 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_process_gets_sigterm_when_its_parent_is_killed(real_python: str, tmp_path: Path) -> None:
+    ready, ended = tmp_path / "ready", tmp_path / "ended"
+    child = (
+        "import signal, sys, time; from pathlib import Path; from whet.core.signals import terminate_with_parent\n"
+        "def stop(number, frame): Path(sys.argv[2]).write_text(str(number)); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop); terminate_with_parent(); Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    process = subprocess.Popen([real_python, "-c", parent, child, str(ready), str(ended)])
+    wait_for(ready)
+    process.kill()
+    process.wait()
+    wait_for(ended)
+    assert ended.read_text() == str(int(signal.SIGTERM))
+
+
+def wait_for(file: Path) -> None:
+    until = time.monotonic() + 30
+    while not file.exists() or (file.name == "ended" and not file.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)

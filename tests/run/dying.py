@@ -26,10 +26,11 @@ def main() -> None:
     sys.argv = ["whet", *sys.argv[3:]]
     counter = itertools.count(1)
     if name == "load":
-        from whet.checkpoint import dcp_storage, manifest
+        from whet.checkpoint import dcp_storage
+        from whet.core import checksums
 
         dcp_storage.dcp_load = deadly(dcp_storage.dcp_load, counter, number)
-        manifest.hash_file = deadly(manifest.hash_file, counter, number)
+        checksums.hash_block = deadly(checksums.hash_block, counter, number)
     else:
         setattr(os, name, deadly(getattr(os, name), counter, number))
     from whet.cli.app import main as whet
