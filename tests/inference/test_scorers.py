@@ -231,7 +231,7 @@ def test_a_schema_nested_too_deeply_is_named(tmp_path: Path) -> None:
 
 
 def test_equal_json_nested_too_deeply_is_wrong() -> None:
-    deep = "[" * 900 + "]" * 900
+    deep = "[" * 3000 + "]" * 3000
     assert points("json", deep, example(deep)) == 0
 
 

@@ -137,10 +137,13 @@ def functional_all_reduce(tensor: Tensor, group_name: str) -> Tensor:
 
 def load_as_fake(file: Any) -> Tensor:
     """`torch._subclasses.fake_tensor.FakeTensorMode`: torch.load of a tensor without its data. The mode is noted
-    process-wide, so calls in several threads need a lock."""
+    process-wide, so calls in several threads need a lock. Without a CUDA device the mode would also replace the guard of
+    CUDA devices at each entry, under the feet of other threads (seen to crash with the CUDA build of torch 2.11)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
+    mode = FakeTensorMode()
+    mode.avoid_device_init = False
+    with mode:
         tensor: Tensor = torch.load(file, weights_only=True)
     return tensor
 
