@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -137,15 +138,19 @@ def functional_all_reduce(tensor: Tensor, group_name: str) -> Tensor:
 
 def load_as_fake(file: Any) -> Tensor:
     """`torch._subclasses.fake_tensor.FakeTensorMode`: torch.load of a tensor without its data. The mode is noted
-    process-wide, so calls in several threads need a lock. Without a CUDA device the mode would also replace the guard of
-    CUDA devices at each entry, under the feet of other threads (seen to crash with the CUDA build of torch 2.11)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode()
-    mode.avoid_device_init = False
-    with mode:
+    process-wide, so calls in several threads need a lock."""
+    with _fake_mode()():
         tensor: Tensor = torch.load(file, weights_only=True)
     return tensor
+
+
+@functools.cache
+def _fake_mode() -> type:
+    """Without a CUDA device, FakeTensorMode replaces the guard of CUDA devices at each entry, while other threads use
+    it: seen to crash with the CUDA build of torch 2.11. Tensors of checkpoints are on the CPU and need none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return type("CpuFakeMode", (FakeTensorMode,), {"avoid_device_init": False})
 
 
 def checkpoint_offset(storage: torch.UntypedStorage) -> int:
