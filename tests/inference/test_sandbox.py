@@ -245,11 +245,16 @@ def test_a_cgroup_limits_memory_where_one_can_be_created(tmp_path: Path, monkeyp
     (tmp_path / "sys/user/cgroup.subtree_control").write_text("cpu memory pids\n")
     monkeypatch.setattr(sandbox_totals, "_PROC", tmp_path / "proc")
     assert sandbox_totals._writable_cgroup.__wrapped__() == tmp_path / "sys/user"
-    with sandbox_totals._new_group(tmp_path / "sys/user", 12345) as prefix:
-        group = Path(prefix[-1]).parent
-        done = subprocess.run([*prefix, "/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
-        assert (group / "cgroup.procs").read_text() == done.stdout
-        assert (group / "memory.max").read_text() == "12345"
+    with sandbox_totals._new_group(tmp_path / "sys/user", 12345) as group:
+        assert group.folder
+        done = subprocess.run(
+            [*group.command_prefix(), "/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True
+        )
+        assert (group.folder / "cgroup.procs").read_text() == done.stdout
+        assert (group.folder / "memory.max").read_text() == "12345"
+        for kills in (0, 1):
+            (group.folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 7\noom {kills}\noom_kill {kills}\n")
+            assert group.was_killed() == bool(kills)
     (tmp_path / "sys/user/cgroup.subtree_control").write_text("cpu\n")
     assert sandbox_totals._writable_cgroup.__wrapped__() is None
 

@@ -24,13 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from whet.core.errors import WhetError
 from whet.inference import sandbox_child, sandbox_namespaces, sandbox_python
-from whet.inference.sandbox_totals import find_excess, memory_cgroup
+from whet.inference.sandbox_totals import MemoryCgroup, find_excess, memory_cgroup, too_much_memory
 from whet.inference.seccomp import seccomp_filter
 
 SandboxMode = Literal["strict", "limits"]
@@ -144,8 +144,10 @@ def _launch_program(launcher: Launcher, code: str, limits: SandboxLimits) -> Pro
             else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-sandbox-"))
                 command = _own_launcher_command(launcher, uid, limits, arguments, folder)
+            group = MemoryCgroup(None)
             if launcher != "limits":
-                command = [*stack.enter_context(memory_cgroup(limits.memory_bytes + limits.file_bytes)), *command]
+                group = stack.enter_context(memory_cgroup(limits.memory_bytes + limits.file_bytes))
+                command = [*group.command_prefix(), *command]
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
                 start_new_session=True, pass_fds=inherited,
@@ -153,7 +155,10 @@ def _launch_program(launcher: Launcher, code: str, limits: SandboxLimits) -> Pro
         stack.enter_context(process)
         stack.callback(process.kill)
         _wait_until_prepared(process, prepared_read, launcher)
-        return _run_to_end(process, launcher, code, limits)
+        result = _run_to_end(process, launcher, code, limits)
+        if group.was_killed():
+            result = replace(result, err=result.err + too_much_memory(limits.memory_bytes))
+        return result
 
 
 @contextlib.contextmanager

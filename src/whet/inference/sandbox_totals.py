@@ -10,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_FILES = 1000
@@ -21,12 +22,17 @@ def find_excess(launcher_pid: int, memory_bytes: int) -> str:
     """What the processes below a launcher use too much of together; empty if nothing."""
     pids = list(_descendants(launcher_pid))
     if sum(map(_memory_bytes, pids)) > memory_bytes:
-        return f"\nKilled: all processes together used more than {memory_bytes >> 20} MiB\n"
+        return too_much_memory(memory_bytes)
     with contextlib.suppress(OSError, IndexError):
         found = os.statvfs(f"/proc/{pids[0]}/root/work")
         if found.f_files - found.f_ffree > _MAX_FILES:
             return f"\nKilled: more than {_MAX_FILES} files\n"
     return ""
+
+
+def too_much_memory(memory_bytes: int) -> str:
+    """What a program's stderr says at its end when whet or the kernel killed it for its memory."""
+    return f"\nKilled: all processes together used more than {memory_bytes >> 20} MiB\n"
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -45,31 +51,51 @@ def _memory_bytes(pid: int) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryCgroup:
+    """A cgroup with a memory limit, or none."""
+
+    folder: Path | None
+
+    def command_prefix(self) -> list[str]:
+        """The beginning of a command that runs in the group."""
+        if self.folder is None:
+            return []
+        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs")]
+
+    def was_killed(self) -> bool:
+        """Whether the kernel killed the group's processes for their memory."""
+        if self.folder is None:
+            return False
+        events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
+        return events.get("oom_kill", "0") != "0"
+
+
 @contextlib.contextmanager
-def memory_cgroup(memory_bytes: int) -> Iterator[list[str]]:
-    """A cgroup with a memory limit, as the beginning of a command that runs in it; empty where there can be none."""
+def memory_cgroup(memory_bytes: int) -> Iterator[MemoryCgroup]:
+    """A cgroup with a memory limit where there can be one."""
     parent = _writable_cgroup()
     if parent is None:
-        yield []
+        yield MemoryCgroup(None)
         return
-    with _new_group(parent, memory_bytes) as prefix:
-        yield prefix
+    with _new_group(parent, memory_bytes) as group:
+        yield group
 
 
 @contextlib.contextmanager
-def _new_group(parent: Path, memory_bytes: int) -> Iterator[list[str]]:
-    group = parent / f"whet-sandbox-{os.getpid()}-{next(_group_numbers)}"
-    group.mkdir()
+def _new_group(parent: Path, memory_bytes: int) -> Iterator[MemoryCgroup]:
+    folder = parent / f"whet-sandbox-{os.getpid()}-{next(_group_numbers)}"
+    folder.mkdir()
     try:
-        (group / "memory.max").write_text(str(memory_bytes))
-        (group / "memory.oom.group").write_text("1")  # all of its processes end together
-        if (group / "memory.swap.max").exists():
-            (group / "memory.swap.max").write_text("0")
-        yield ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
+        (folder / "memory.max").write_text(str(memory_bytes))
+        (folder / "memory.oom.group").write_text("1")  # all of its processes end together
+        if (folder / "memory.swap.max").exists():
+            (folder / "memory.swap.max").write_text("0")
+        yield MemoryCgroup(folder)
     finally:
         for _ in range(100):
             with contextlib.suppress(OSError):  # busy until its last process is gone
-                group.rmdir()
+                folder.rmdir()
                 break
             time.sleep(0.002)
 
@@ -91,6 +117,8 @@ def _writable_cgroup() -> Path | None:
 def _can_limit_memory(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         if "memory" in (folder / "cgroup.subtree_control").read_text().split():
-            with _new_group(folder, 2**26) as prefix:
-                return subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+            with _new_group(folder, 2**26) as group:
+                return (
+                    subprocess.run([*group.command_prefix(), "true"], capture_output=True, check=False).returncode == 0
+                )
     return False
