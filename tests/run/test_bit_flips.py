@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 FLIPS, SAMPLE = 344, 10
+SHARES = 4
+"""The flips before a resume, and those before an evaluation, are divided among so many tests, for several workers."""
 SETTINGS = ("train.steps=4", "checkpoint.every=2", "train.precision=fp64", "data.sources.0.max_samples=40")
 WEIGHTS = "exports/merged/model.safetensors"
 
@@ -103,12 +105,13 @@ def outcomes(subject: Subject, count: int, seed: int, trains: bool) -> Iterator[
             yield name, "noticed" if "changed after" in ended.err else "changed unnoticed", ended.err
 
 
-def report(subject: Subject, count: int, seed: int, trains: bool) -> None:
+def report(subject: Subject, count: int, seed: int, trains: bool) -> str:
+    """Which outcomes there were, and how often; a failure if one is wrong."""
     found = list(outcomes(subject, count, seed, trains))
     counts = Counter(outcome for _, outcome, _ in found)
-    print(f"{count} bit flips, then {'resume' if trains else 'eval'}: {dict(counts)}")  # noqa: T201
     wrong = [each for each in found if each[1] in ("traceback", "changed unnoticed")]
     assert not wrong, "\n".join(f"{name}: {outcome}: {how[-600:]}" for name, outcome, how in wrong)
+    return f"{count} bit flips, then {'resume' if trains else 'eval'}: {dict(counts)}"
 
 
 def test_a_few_flipped_bits_before_a_resume(interrupted: Subject) -> None:
@@ -120,10 +123,12 @@ def test_a_few_flipped_bits_before_an_evaluation(finished: Subject) -> None:
 
 
 @pytest.mark.slow
-def test_flipped_bits_before_a_resume(interrupted: Subject) -> None:
-    report(interrupted, FLIPS // 2, seed=3, trains=True)
+@pytest.mark.parametrize("share", range(SHARES))
+def test_flipped_bits_before_a_resume(share: int, interrupted: Subject, record_property: Any) -> None:
+    record_property("shown", report(interrupted, FLIPS // 2 // SHARES, seed=30 + share, trains=True))
 
 
 @pytest.mark.slow
-def test_flipped_bits_before_an_evaluation(finished: Subject) -> None:
-    report(finished, FLIPS // 2, seed=4, trains=False)
+@pytest.mark.parametrize("share", range(SHARES))
+def test_flipped_bits_before_an_evaluation(share: int, finished: Subject, record_property: Any) -> None:
+    record_property("shown", report(finished, FLIPS // 2 // SHARES, seed=40 + share, trains=False))
