@@ -30,6 +30,7 @@ def test_an_invalid_line(check: Any, write: Any, talk: Any, line: Any, explanati
 def test_skipped_lines(check: Any, write: Any) -> None:
     file = write("{", good=range(40))
     check("data.on_bad=skip").warning("bad lines", "1 of 41 conversations (2.4%)", f"first {file}:1", "broken JSON")
+    assert "ledger.jsonl names every line" in check("data.on_bad=skip").texts("ledger", "ok")
     write("{", "{", "{", good=range(40))
     check("data.on_bad=skip").fault("bad lines", "3 of 43 conversations (7.0%)", f"{file}:1, {file}:2", "Fix")
 

@@ -96,8 +96,17 @@ def test_the_result(whet: Any, recipe: str, cache: Path, write_data: Callable[..
         "3 of 5 conversations kept, 2 dropped",
         f"broken JSON: 1, first {file}:2",
         f"duplicate: 1, first {file}:4",
+        f"{first['store']}/ledger.jsonl names every line that was dropped or changed",
     ):
         assert text in said
+    listed = [json.loads(line) for line in Path(first["lines"]["train"]).read_text().splitlines()]
+    assert [(each["line"], each["outcome"], each["reason"]) for each in listed] == [
+        (2, "dropped", "broken JSON"), (3, "dropped", "too long"), (4, "kept", "duplicate"),
+    ]  # fmt: skip
+    assert listed[1]["detail"] == "218 tokens, over data.max_length = 64"
+    assert listed[2]["detail"] == f"the same tokens as {file}:1"
+    (Path(first["store"]) / "ledger.jsonl").unlink()  # as in a store of an earlier version
+    assert "prepared by an earlier version" in whet("prepare", recipe, *options).err
     cut = result_of(whet("prepare", recipe, *options, "data.too_long=truncate", "--json"))
     assert (cut["conversations"]["truncated"], cut["conversations"]["kept"]) == (1, 4)
 

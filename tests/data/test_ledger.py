@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.data.conversation import Origin
-from whet.data.prepare.ledger import Account
+from whet.data.prepare.ledger import Account, ledger_line, with_use
 
 FATES = st.sampled_from(["keep", "cut", "bad role", "too long", "cut and dropped"])
 
@@ -88,3 +88,20 @@ def test_the_parts_of_a_source_add_up_to_the_whole(parts: list[list[str]]) -> No
                 account.duplicates += 1
         joined.add(Account.restore(json.loads(json.dumps(part.state()))))  # as it is after a stay in a chunk's file
     assert joined == whole
+
+
+@given(
+    file=st.text(st.characters(), min_size=1),
+    detail=st.text(st.characters(), max_size=600),
+    renamed=st.booleans(),
+)
+def test_a_line_of_the_ledger_is_one_line_of_json_whatever_it_quotes(file: str, detail: str, renamed: bool) -> None:
+    line = ledger_line(3, Origin(file, 7), "dropped", "broken JSON", detail)
+    names = {(3, file): "today.jsonl", (2, file): "other.jsonl"} if renamed else {}
+    in_run = with_use(line, "validation", names)
+    assert line.count(b"\n") == in_run.count(b"\n") == 1
+    entry = {
+        "source": 3, "file": file, "line": 7, "outcome": "dropped", "reason": "broken JSON", "detail": detail[:500],
+    }  # fmt: skip
+    assert json.loads(line) == entry
+    assert json.loads(in_run) == {"use": "validation", **entry, "file": "today.jsonl" if renamed else file}

@@ -110,6 +110,7 @@ def test_every_record_is_kept_or_dropped(
         kinds[:0] = ["good"]
         paths[-1].write_text("".join({**LINES, "filtered": FILTERED, "blank": ""}[kind] + "\n" for kind in kinds))
     prepared = go(*paths, on_bad="skip", too_long=too_long, deduplicate=deduplicate, where="turns < 4")
+    listed = [json.loads(text) for text in (prepared.store.folder / "ledger.jsonl").read_text().splitlines()]
     at = 0
     for number, (path, kinds) in enumerate(zip(paths, files, strict=True)):
         fates: dict[str, list[int]] = {}
@@ -151,6 +152,14 @@ def test_every_record_is_kept_or_dropped(
         for reason in ("duplicate", "truncated", *dropped):
             wanted = dropped.get(reason, fates.get(reason, []))
             assert entry["first"].get(reason, []) == [f"{path}:{place}" for place in wanted[:5]]
+        every = [("dropped", reason, place) for reason, places in dropped.items() for place in places]
+        every += [("truncated", "too long", place) for place in fates.get("truncated", [])]
+        every += [("kept", "duplicate", place) for place in copies if not deduplicate]
+        own = [each for each in listed if each["source"] == number]
+        assert sorted((each["outcome"], each["reason"], each["line"]) for each in own) == sorted(every)
+        assert [each["line"] for each in own] == sorted(each["line"] for each in own)
+        assert {each["file"] for each in own} <= {str(path)}
+    assert [each["source"] for each in listed] == sorted(each["source"] for each in listed)
     assert at == len(prepared.store)
 
 
@@ -395,7 +404,8 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 def test_the_required_disk_space_is_enough(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(prepare_module, "require_disk_space", lambda _, size, __: asked.append(size))
-    one, two = (jsonl(*[LONG] * 3000, name=name) for name in ("one", "two"))
+    different = [LONG.replace("x", f"{number:04}", 1) for number in range(6000)]
+    one, two = jsonl(*different[::2], name="one"), jsonl(*different[1::2], name="two")
     store = go(one, two, max_length=1000).store
     assert sum(file.stat().st_size for file in store.folder.iterdir()) <= asked[0]
     assert asked[0] == 2 * (one.stat().st_size + two.stat().st_size) + 2**20

@@ -116,6 +116,26 @@ def test_the_same_content_elsewhere_is_the_same_store_under_its_new_names(go: Go
     account = again.ledger()["sources"][0]
     assert account["source"] == f"{folder}/two"
     assert account["first"]["broken JSON"] == [f"{folder}/two/b.jsonl:1"]
+    again.write_ledger_lines(folder / "ledger.jsonl")
+    listed = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    same = f"the same tokens as {folder}/one/a.jsonl"
+    assert [tuple(entry.values()) for entry in listed] == [
+        ("train", 0, f"{folder}/two/b.jsonl", 1, "dropped", "broken JSON", listed[0]["detail"]),
+        ("train", 0, f"{folder}/two/b.jsonl", 2, "kept", "duplicate", f"{same}:1"),
+        ("train", 0, f"{folder}/two/b.jsonl", 3, "kept", "duplicate", f"{same}:2"),
+    ]
+
+
+def test_the_lines_of_training_and_validation_data_are_listed_with_their_use(go: Go, folder: Path) -> None:
+    (folder / "held.jsonl").write_text(conversation_of(100) + "[1]\n")
+    with (folder / "train.jsonl").open("a") as file:
+        file.write("null\n")
+    held = {"sources": [{"path": str(folder / "held.jsonl")}]}
+    go(validation=held, on_bad="skip").write_ledger_lines(folder / "ledger.jsonl")
+    listed = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert [(entry["use"], entry["line"]) for entry in listed] == [("train", 11), ("validation", 2)]
+    go(validation={"fraction": 0.5}, on_bad="skip").write_ledger_lines(folder / "ledger.jsonl")
+    assert [json.loads(line)["use"] for line in (folder / "ledger.jsonl").read_text().splitlines()] == ["train"]
 
 
 def test_a_folder_with_one_file_is_named_by_the_file(go: Go, folder: Path) -> None:

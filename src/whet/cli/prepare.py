@@ -56,8 +56,12 @@ def prepare(
         "tokens_per_s": None if data.train.reused else result["tokens"] / seconds,
         "reused": data.train.reused,
         "ledger": ledger["sources"],
+        "lines": {use: str(store.ledger_lines) for use, store in data.stores_by_use().items() if store.ledger_lines},
     }
     _print_summary(result)
+    for store in data.stores_by_use().values():
+        if (hint := store.describe_ledger_lines()) is not None:
+            info(hint)
     return result
 
 

@@ -34,13 +34,13 @@ def resolve_path(path: Path) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links that lead in a circle
 
 
-def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
+def atomic_write(path: Path, content: str | bytes | memoryview | Iterator[bytes]) -> None:
     """Write `path` atomically: a reader, or a crash, sees the old content or the new one, never a part."""
     data = content.encode() if isinstance(content, str) else content
     temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(data if isinstance(data, Iterator) else (data,))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -6,6 +6,7 @@ Nothing here imports torch, and finding a store that exists loads no tokenizer.
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
 from whet.core.console import silence_libraries
 from whet.core.errors import WhetError
-from whet.core.files import hash_json, read_json, read_text, user_path
+from whet.core.files import atomic_write, hash_json, read_json, read_text, user_path
 from whet.core.resources import available_memory
 from whet.data.config import DataConfig, Source
 from whet.data.plan.mixture import make_mixture, train_validation_split
@@ -80,11 +81,22 @@ class RunData:
         origins = (str(self.validation.origin(int(i))) for i in find_overlap(self.validation, self.train.store))
         return list(dict.fromkeys(origins))  # the documents of a split conversation have the same
 
+    def stores_by_use(self) -> dict[str, Store]:
+        """Each store once: validation conversations drawn from the training data have no store of their own."""
+        own = self.validation is not None and self.validation is not self.train.store
+        return {"train": self.train.store, **({"validation": self.validation} if own and self.validation else {})}
+
+    def write_ledger_lines(self, file: Path) -> None:
+        """Write every line of the sources that was dropped or changed; nothing if a store of an earlier version does
+        not know them."""
+        stores = self.stores_by_use()
+        if all(store.ledger_lines for store in stores.values()):
+            lines = (store.iter_ledger_lines(use) for use, store in stores.items())
+            atomic_write(file, itertools.chain.from_iterable(lines))
+
     def ledger(self) -> dict[str, Any]:
         """The content of ledger.json: the outcome of all conversations, and what a resumed run needs to find them."""
-        accounts = list(self.train.store.manifest["accounts"])
-        if self.validation is not None and self.validation is not self.train.store:
-            accounts += self.validation.manifest["accounts"]
+        accounts = [account for store in self.stores_by_use().values() for account in store.manifest["accounts"]]
         overlap = self.overlap()
         return {
             "sources": accounts,

@@ -21,6 +21,7 @@ from whet.core.run_folder import RunFolder
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.variables import VariableHashes
 from whet.core.yaml import Template, parse_yaml, read_yaml
+from whet.data.prepare.ledger import LEDGER_LINES, has_changes
 from whet.run.data import RunData, make_plan, read_ledger
 
 
@@ -189,7 +190,11 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     text = config.dump()
     atomic_write(path / "config.yaml", f"{text}{_HASH_COMMENT}{hash_json(text)}\n")
     (path / "checkpoints").mkdir(exist_ok=True)
-    write_hashed_json(path / "ledger.json", data.ledger())
+    data.write_ledger_lines(path / LEDGER_LINES)
+    ledger = data.ledger()
+    if any(map(has_changes, ledger["sources"])) and (path / LEDGER_LINES).exists():
+        info(f"{path / LEDGER_LINES} names every line of the data that was dropped or changed")
+    write_hashed_json(path / "ledger.json", ledger)
     if not (path / "plan").exists():
         with atomic_dir(path / "plan") as temporary:
             make_plan(config, data).save(temporary)

@@ -135,6 +135,7 @@ def _update_source_names(store: Store, sources: Sequence[Source], use: str) -> N
         if len(now) != len(mine):  # a file without records has no entry, and which one is unknown
             continue
         renamed = {files["name"][i]: name for i, name in zip(mine, now, strict=True)}
+        store.renamed |= {(number, old): new for old, new in renamed.items() if old != new}
         for i in mine:
             files["name"][i] = renamed[files["name"][i]]
         account["first"] = {

@@ -11,7 +11,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from whet.core.files import atomic_write
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import token_dtype
-from whet.data.prepare.ledger import Account
+from whet.data.prepare.ledger import LEDGER_LINES, Account, Outcome, ledger_line
 from whet.data.prepare.store import StoreWriter, content_hash
 from whet.data.render.chat_tokenizer import ConversationTokenizer
 from whet.data.render.renderer import Rendered
@@ -41,6 +41,33 @@ class Chunk:
         self._sizes, self._targets, self._ended = array("i"), array("i"), array("B")
         self._files: dict[str, int] = {}
         self._file, self._line, self._hash = array("i"), array("q"), array("Q")
+        self._ledger_lines: list[bytes] = []
+        self._ledger_file, self._ledger_line = array("i"), array("q")
+
+    def drop(self, reason: str, origin: Origin, detail: str) -> None:
+        """Account for a conversation that is left out."""
+        self.account.drop(reason, origin)
+        self._list("dropped", reason, origin, detail)
+
+    def truncate(self, origin: Origin, detail: str) -> None:
+        """Account for a truncated conversation; it may still be dropped."""
+        self.account.truncate(origin)
+        self._list("truncated", "too long", origin, detail)
+
+    def split(self, origin: Origin, detail: str) -> None:
+        """Account for a conversation that is kept in pieces."""
+        self.account.split += 1
+        self._list("split", "too long", origin, detail)
+
+    def note(self, what: str, origin: Origin) -> None:
+        """Account for a remark on a conversation that is kept."""
+        self.account.note(what, origin)
+        self._list("kept", what, origin, "")
+
+    def _list(self, outcome: Outcome, reason: str, origin: Origin, detail: str) -> None:
+        self._ledger_lines.append(ledger_line(self.source, origin, outcome, reason, detail))
+        self._ledger_file.append(self._files.setdefault(origin.source, len(self._files)))
+        self._ledger_line.append(origin.line)
 
     def add(self, documents: Sequence[tuple[Rendered, int]], origin: Origin) -> None:
         """Append the documents of one conversation, each with its number of targets. Their common hash identifies
@@ -70,6 +97,9 @@ class Chunk:
             files=np.array(self._file, dtype=np.int32),
             lines=np.array(self._line, dtype=np.int64),
             hashes=np.array(self._hash, dtype=np.uint64),
+            ledger=np.frombuffer(b"".join(self._ledger_lines), dtype=np.uint8),
+            ledger_files=np.array(self._ledger_file, dtype=np.int32),
+            ledger_lines=np.array(self._ledger_line, dtype=np.int64),
             about=np.frombuffer(json.dumps(about, ensure_ascii=False).encode(), dtype=np.uint8),
         )
         atomic_write(path, file.getbuffer())
@@ -96,6 +126,15 @@ class SavedChunk:
             raise self._damage(error) from None
         return found
 
+    def ledger_with(self, more: Sequence[tuple[int, int, bytes]]) -> bytes:
+        """Its lines of ledger.jsonl with `more` (file of the chunk, line, text) among them, in the order of the data."""
+        own = self["ledger"].tobytes()
+        if not more:
+            return own
+        places = zip(self["ledger_files"].tolist(), self["ledger_lines"].tolist(), strict=True)
+        listed = [(*place, text) for place, text in zip(places, own.splitlines(keepends=True), strict=True)]
+        return b"".join(text for *_, text in sorted([*listed, *more], key=lambda entry: entry[:2]))
+
     def _damage(self, error: Exception) -> WhetError:
         return os_error(error, "merging the prepared data", self._path) or WhetError(
             f"{self._path}: damaged ({first_line(error)}). Start again: the data is prepared anew"
@@ -112,16 +151,12 @@ def merge_chunks(
     """Merge the chunks in `paths`, in order, into a store in `folder`: find duplicates, add up the accounts."""
     accounts = [Account() for _ in sources]
     files = _FileTable()
-    duplicates = _find_duplicates(paths)
+    originals = _find_originals(paths)
     with contextlib.closing(StoreWriter(folder, tokenizer.vocabulary_size())) as writer:
-        at = 0
-        for path in paths:
-            with contextlib.closing(SavedChunk(path)) as chunk:
-                count = len(chunk["sizes"])
-                _append_chunk(
-                    chunk, duplicates[at : at + count], accounts[chunk.source], files, writer, config.deduplicate
-                )
-                at += count
+        with (folder / LEDGER_LINES).open("wb") as ledger:
+            for path in paths:
+                with contextlib.closing(SavedChunk(path)) as chunk:
+                    _append_chunk(chunk, originals, accounts[chunk.source], files, writer, ledger, config.deduplicate)
         _require_conversations(accounts, sources)
         writer.finish(
             {
@@ -134,12 +169,24 @@ def merge_chunks(
 
 
 class _FileTable:
-    """Numbers the files of all chunks in order of appearance."""
+    """Numbers the files of all chunks in order of appearance, and knows where each document came from."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.sources: list[int] = []
         self._known: dict[tuple[int, str], int] = {}
+        self._file, self._line = array("i"), array("q")
+
+    def __len__(self) -> int:
+        """The number of documents so far."""
+        return len(self._line)
+
+    def add_documents(self, file: NDArray[np.int64], line: NDArray[np.int64]) -> None:
+        self._file.frombytes(file.astype(np.int32).tobytes())
+        self._line.frombytes(line.astype(np.int64).tobytes())
+
+    def origin(self, document: int) -> Origin:
+        return Origin(self.names[self._file[document]], self._line[document])
 
     def indices(self, chunk: SavedChunk) -> NDArray[np.int64]:
         """The numbers of a chunk's files."""
@@ -151,18 +198,20 @@ class _FileTable:
         return np.array([self._known[chunk.source, name] for name in chunk.files], dtype=np.int64)
 
 
-def _find_duplicates(paths: Sequence[Path]) -> NDArray[np.bool_]:
-    """Which documents belong to a conversation that duplicates an earlier one exactly."""
+def _find_originals(paths: Sequence[Path]) -> NDArray[np.int64]:
+    """For each document of a conversation that duplicates an earlier one exactly, the first document of that one; −1
+    for all others."""
     hashes, starts = [np.empty(0, np.uint64)], [np.empty(0, bool)]
     for path in paths:
         with contextlib.closing(SavedChunk(path)) as chunk:
             hashes.append(chunk["hashes"])
             starts.append(_conversation_starts(chunk["files"], chunk["lines"]))
     hash_, start = np.concatenate(hashes), np.concatenate(starts)
-    conversation = np.cumsum(start) - 1
-    first = np.zeros(int(start.sum()), dtype=bool)
-    first[np.unique(hash_[start], return_index=True)[1]] = True
-    return ~first[conversation]
+    conversation, begins = np.cumsum(start) - 1, np.flatnonzero(start)
+    _, first, same = np.unique(hash_[start], return_index=True, return_inverse=True)
+    original = first[same]  # of each conversation: the first one with its content
+    document = np.where(original == np.arange(len(original)), -1, begins[original])
+    return document[conversation]
 
 
 def _conversation_starts(file: NDArray[np.integer], line: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -174,17 +223,21 @@ def _conversation_starts(file: NDArray[np.integer], line: NDArray[np.integer]) -
 
 def _append_chunk(
     chunk: SavedChunk,
-    duplicates: NDArray[np.bool_],
+    originals: NDArray[np.int64],
     account: Account,
     files: _FileTable,
     writer: StoreWriter,
+    ledger: IO[bytes],
     drop: bool,
 ) -> None:
     numbers = files.indices(chunk)
     sizes, targets, file, line = (chunk[name] for name in ("sizes", "targets", "files", "lines"))
+    original = originals[len(files) : len(files) + len(sizes)]
+    files.add_documents(numbers[file], line)
+    duplicates = original >= 0
     part = chunk.account
-    starts = _conversation_starts(file, line)
-    for i in np.flatnonzero(duplicates & starts):
+    listed: list[tuple[int, int, bytes]] = []
+    for i in np.flatnonzero(duplicates & _conversation_starts(file, line)):
         origin = Origin(chunk.files[int(file[i])], int(line[i]))
         part.duplicates += 1
         if drop:
@@ -192,6 +245,10 @@ def _append_chunk(
             part.drop("duplicate", origin)
         else:
             part.add_example("duplicate", origin)
+        detail = f"the same tokens as {files.origin(int(original[i]))}"
+        text = ledger_line(chunk.source, origin, "dropped" if drop else "kept", "duplicate", detail)
+        listed.append((int(file[i]), origin.line, text))
+    ledger.write(chunk.ledger_with(listed))
     if drop:
         part.documents -= int(duplicates.sum())
         part.ended -= int(chunk["ended"][duplicates].sum())

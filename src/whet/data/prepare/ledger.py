@@ -1,14 +1,49 @@
-"""The ledger: each conversation read is kept, truncated, split or dropped, and counted with reason and line."""
+"""The ledger: each conversation read is kept, truncated, split or dropped, and counted with reason and line.
+
+Counts and the first lines of each reason are in ledger.json; ledger.jsonl names every line that was dropped or changed.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from whet.data.conversation import Origin
 
+LEDGER_LINES = "ledger.jsonl"
+"""The file of a store, and of a run, that has one object for each outcome other than kept unchanged."""
 _MAX_EXAMPLES = 5
+_MAX_DETAIL = 500  # characters: a detail may quote the user's keys, which have any length
+
+Outcome = Literal["dropped", "truncated", "split", "kept"]
+"""Of a conversation in ledger.jsonl; `kept`: as it is, with a note or as a duplicate."""
+
+
+def ledger_line(source: int, origin: Origin, outcome: Outcome, reason: str, detail: str) -> bytes:
+    """A line of ledger.jsonl. `source` is the number of the source in its list, from 0."""
+    text = (
+        f'{{"source": {source}, "file": {_quote(origin.source)}, "line": {origin.line}, "outcome": "{outcome}", '
+        f'"reason": {_quote(reason)}, "detail": {json.dumps(detail[:_MAX_DETAIL], ensure_ascii=False)}}}\n'
+    )
+    return text.encode(errors="backslashreplace")  # a lone surrogate in a file's name becomes a JSON escape
+
+
+@functools.lru_cache(maxsize=256)
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def with_use(line: bytes, use: str, renamed: dict[tuple[int, str], str]) -> bytes:
+    """A line of a store's ledger.jsonl as a run has it: with train or validation, and the files' names of today."""
+    if not renamed:
+        return f'{{"use": "{use}", '.encode() + line.removeprefix(b"{")
+    entry = json.loads(line)
+    entry["file"] = renamed.get((entry["source"], entry["file"]), entry["file"])
+    text = json.dumps({"use": use, **entry}, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace")
 
 
 @dataclass(slots=True)
@@ -96,6 +131,12 @@ class Account:
             "supervised_tokens": self.supervised,
             "eos_supervised": self.ended / self.documents if self.documents else None,
         }  # fmt: skip
+
+
+def has_changes(account: dict[str, Any]) -> bool:
+    """Whether ledger.jsonl has lines of this account (`Account.as_dict`)."""
+    counts = account["conversations"]
+    return any((counts["dropped"], counts["truncated"], counts["split"], account["notes"], account["duplicates"]))
 
 
 def sum_accounts(accounts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
 origin.npy        (file, line) of each        targets.npy     number of targets of each
 hashes.npy        identify duplicates         tokenizer.json  what the ids mean
+ledger.jsonl      every line that was dropped or changed
 manifest.json     written last: present means complete; has the checksums of all files and of itself
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from whet.core.checksums import FileRecords, hash_files, read_hashed_json, write
 from whet.core.errors import WhetError, os_error
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
+from whet.data.prepare.ledger import LEDGER_LINES, has_changes, with_use
 from whet.data.render.renderer import Rendered
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ class Store:
         if not (folder / MANIFEST).exists():
             raise WhetError(f"{folder}: no complete store here ({MANIFEST} is missing); run `whet prepare` again")
         self.folder = folder
+        self.renamed: dict[tuple[int, str], str] = {}
+        """(source, name when the store was built) → name of today, of files that have another."""
         self.manifest = read_hashed_json(folder / MANIFEST, f"Delete the folder {folder} and prepare the data again")
         try:
             self._tokens, self._loss = IndexedReader(folder / "tokens"), IndexedReader(folder / "loss")
@@ -96,6 +100,30 @@ class Store:
     def checksums(self) -> FileRecords:
         """Of all files but the manifest; empty for a store of an earlier version."""
         return dict(self.manifest.get("checksums", {}))
+
+    @property
+    def ledger_lines(self) -> Path | None:
+        """The file that names every dropped or changed line; None for a store of an earlier version, which names only
+        the first of each reason."""
+        file = self.folder / LEDGER_LINES
+        return file if file.is_file() else None
+
+    def describe_ledger_lines(self) -> str | None:
+        """Where to find every line that was dropped or changed; None if there is none."""
+        if not any(map(has_changes, self.manifest["accounts"])):
+            return None
+        if self.ledger_lines is None:
+            return (
+                f"{self.folder} was prepared by an earlier version, which named the first lines of each reason only. "
+                "To get all of them, delete the folder and prepare the data again"
+            )
+        return f"{self.ledger_lines} names every line that was dropped or changed"
+
+    def iter_ledger_lines(self, use: str) -> Iterator[bytes]:
+        """The lines of that file as a run has them. `use` is train or validation."""
+        with (self.folder / LEDGER_LINES).open("rb") as file:
+            for line in file:
+                yield with_use(line, use, self.renamed)
 
     @property
     def lengths(self) -> NDArray[np.int32]:

@@ -46,7 +46,7 @@ def tokenize_records(items: Iterable[ParsedRecord], chunk: Chunk, renderer: Item
         rendered = iter(renderer.render_items(texts))
         for item in batch:
             if isinstance(item, FilteredRecord):
-                chunk.account.drop(item.reason, item.origin)
+                chunk.drop(item.reason, item.origin, "where is false for it")
             elif isinstance(item, BadRecord):
                 _drop_or_raise(item.reason, item.explanation, item.origin, chunk, config)
             elif isinstance(item, TokenizedDocument) and int(item.ids.max(initial=0)) >= chunk.vocabulary_size:
@@ -86,7 +86,7 @@ def _drop_or_raise(reason: str, explanation: str, origin: Origin, chunk: Chunk, 
     by_policy = reason == NO_SUPERVISED_TOKENS or (reason == TOO_LONG_TO_MASK and config.too_long != "error")
     if config.on_bad == "error" and not by_policy:
         raise BadLineError(f"{origin}: {explanation}. Fix the line, or skip and count such lines: data.on_bad=skip")
-    chunk.account.drop(reason, origin)
+    chunk.drop(reason, origin, explanation)
 
 
 def _add_within_max_length(
@@ -99,15 +99,14 @@ def _add_within_max_length(
     """Apply data.too_long, then add the documents that have targets."""
     account, origin, limit = chunk.account, item.origin, config.max_length
     documents = [whole]
-    is_split = False
+    too_long, is_split = "", False
     if len(whole.ids) > limit:
+        too_long = f"{len(whole.ids)} tokens, over data.max_length = {limit}"
         if config.too_long == "error":
-            raise WhetError(
-                f"{origin}: {len(whole.ids)} tokens, over data.max_length = {limit}. Raise it, or choose "
-                "data.too_long=drop, truncate or split"
-            )
+            raise WhetError(f"{origin}: {too_long}. Raise it, or choose data.too_long=drop, truncate or split")
         if config.too_long == "truncate":
-            account.truncate(origin)  # a prefix as it is: no end of turn is added
+            chunk.truncate(origin, f"{too_long}; the last {len(whole.ids) - limit} are cut off")
+            # a prefix as it is: no end of turn is added
             documents = [replace(whole, ids=whole.ids[:limit], loss=whole.loss[:limit], supervises_end=False)]
         elif config.too_long == "split":
             is_split = True
@@ -118,12 +117,12 @@ def _add_within_max_length(
             else:
                 documents = split_windows(whole, limit)
         if config.too_long == "drop" or not documents:
-            account.drop("too long", origin)
+            chunk.drop("too long", origin, too_long)
             return
     counted = [(document, count_targets(document)) for document in documents]
     kept = [(document, targets) for document, targets in counted if targets]
     if not kept:
-        account.drop(NO_SUPERVISED_TOKENS, origin)
+        chunk.drop(NO_SUPERVISED_TOKENS, origin, "none of its tokens is supervised")
         return
     for document, targets in kept:
         account.keep(len(document.ids), targets, document.supervises_end)
@@ -131,9 +130,11 @@ def _add_within_max_length(
     if len(kept) < len(documents):
         notes.append(_PIECE_DROPPED + NO_SUPERVISED_TOKENS)
     for note in dict.fromkeys(notes):
-        account.note(note, origin)
+        chunk.note(note, origin)
     account.kept += 1
-    account.split += is_split
+    if is_split:
+        pieces = ", ".join(str(len(document.ids)) for document, _ in kept)
+        chunk.split(origin, f"{too_long}; kept as pieces of {pieces} tokens")
     chunk.add(kept, origin)
 
 
