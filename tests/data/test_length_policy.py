@@ -149,6 +149,31 @@ def test_pieces_fit_where_exchanges_are_longer_together_than_alone() -> None:
     assert account.notes == {}
 
 
+@pytest.mark.parametrize("asks_again", [False, True], ids=["answered", "unanswered"])
+@pytest.mark.parametrize("limit", [20, 60, 100, 140])
+def test_with_train_on_last_the_last_answer_of_the_conversation_is_learned_and_no_other(
+    limit: int, asks_again: bool
+) -> None:
+    tokenizer, renderer = tokenizer_of(CHATML), Renderer(tokenizer_of(CHATML), "last")
+    turns = [turn for i in range(8) for turn in exchange(i, "and more", "Yes")]
+    conversation = conversation_of("Be brief.", *turns, *([("user", "q8, again?")] if asks_again else []))
+
+    def answered(exchanges: int) -> int:
+        messages = conversation_of("Be brief.", *turns[16 - 2 * exchanges :]).messages
+        ids = tokenizer.apply_chat_template([message.as_dict() for message in messages], return_dict=False)
+        return len(ids)
+
+    documents, account = tokenized(conversation, limit, renderer=renderer, train_on="last")
+    fitting = sum(answered(n) <= limit for n in range(1, 9))
+    if not fitting:
+        assert (documents, dict(account.reasons)) == ([], {"too long": 1})
+        return
+    (document,) = documents
+    assert len(document.ids) == answered(fitting)
+    assert tokenizer.decode(document.ids[document.loss.astype(bool)]) == "a7. Yes<|im_end|>"
+    assert (account.kept, account.split, account.notes) == (1, 1, {})
+
+
 def test_exchanges_are_not_split() -> None:
     """Several questions in a row, and calls with their results, are one exchange."""
     messages = (

@@ -112,7 +112,9 @@ def _add_within_max_length(
             is_split = True
             if isinstance(item, MarkedText) and config.markers is not None:
                 item = marked_to_conversation(item, config.markers) or item
-            if isinstance(item, Conversation):
+            if isinstance(item, Conversation) and config.train_on == "last":
+                documents = _last_answer(item, renderer, limit)
+            elif isinstance(item, Conversation):
                 documents = _split_conversation(item, renderer, limit)
             else:
                 documents = split_windows(whole, limit)
@@ -215,6 +217,24 @@ def _split_conversation(conversation: Conversation, renderer: ItemRenderer, limi
             notes.append(_PIECE_DROPPED + piece.reason)
         start = end
     return [replace(piece, notes=(*piece.notes, *notes)) for piece in pieces]
+
+
+def _last_answer(conversation: Conversation, renderer: ItemRenderer, limit: int) -> list[Rendered]:
+    """The last answer of the conversation with as many exchanges before it as fit, for data.train_on=last: nothing is
+    supervised in the rest. Empty if its own exchange is too long."""
+    exchanges = split_exchanges(conversation)
+    while not any(message.role == "assistant" for message in exchanges[-1]):
+        exchanges.pop()
+    longest: list[Rendered] = []
+    low, high = 0, len(exchanges)
+    while low < high:
+        start = (low + high) // 2
+        [piece] = renderer.render_items([join_exchanges(conversation, exchanges[start:])])
+        if isinstance(piece, Rendered) and len(piece.ids) <= limit:
+            longest, high = [piece], start
+        else:
+            low = start + 1
+    return longest
 
 
 def _repeated_tokens(
