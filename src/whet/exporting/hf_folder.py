@@ -17,7 +17,7 @@ from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafete
 from whet.exporting.spec import ExportDtype, ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits, trim_heap
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
-from whet.model.load.pretrained import set_experts_for_dtype
+from whet.model.load.pretrained import prepare_float64_
 
 _ADAPTER_CARD = """
 ## Trained over a base in 4 bits
@@ -152,7 +152,7 @@ def _load_back(folder: Path, spec: ExportSpec, size: int, scratch: str) -> Any:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading_info[problem]:
             raise ValueError(f"{problem.replace('_keys', '')} weights: {sorted(map(str, loading_info[problem]))[:3]}")
-    loaded = set_experts_for_dtype(model, spec.dtype.torch_dtype)
+    loaded = prepare_float64_(model, spec.dtype.torch_dtype)
     return loaded if size > spec.shard_size else to_gpu_if_it_fits(loaded)
 
 

@@ -18,7 +18,7 @@ from whet.exporting.hf_folder import (
 )
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
-from whet.model.load.pretrained import set_experts_for_dtype
+from whet.model.load.pretrained import prepare_float64_
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
 from whet.model.quantize import quantize_
 
@@ -71,7 +71,7 @@ def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> 
         from peft import AutoPeftModelForCausalLM
 
         model = unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **options))
-        return set_experts_for_dtype(model, trained.weight_dtype)
+        return prepare_float64_(model, trained.weight_dtype)
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

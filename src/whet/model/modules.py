@@ -86,29 +86,40 @@ def _computes_gated_mlp(small: Any, x: Tensor) -> bool:
 
 # fp64 that stays fp64, for exact comparisons
 #
-# transformers' models convert to fp32 in places (norms, rotary embeddings, softmax), whatever their dtype. In an fp64
-# model that rounds: values that differ by 1e-16 can end up 1e-7 apart (seen: losses 4e-9 apart after six steps).
+# transformers' models convert to fp32 in places (norms, rotary embeddings, softmax, routers), whatever their dtype. In
+# an fp64 model that rounds: values that differ by 1e-16 can end up 1e-7 apart (seen: losses 4e-9 apart after six steps).
 
-_SOFTMAX_FUNCTIONS = (F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
-_MATMUL_FUNCTIONS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_PRODUCTS = (
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.addmm,
+    torch.baddbmm, torch.einsum, F.linear, F.conv1d,
+)  # fmt: skip
+"""Functions that demand one dtype of all tensors. Models keep routers and rotary frequencies in fp32."""
+_FP32_NAMES = {torch.float32, torch.FloatTensor, torch.cuda.FloatTensor, "torch.FloatTensor", "torch.cuda.FloatTensor"}
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Inside this context, conversions of fp64 tensors to fp32 do nothing."""
+    """Inside this context, what is computed from fp64 tensors is fp64, also where the model asks for fp32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.to, Tensor.float) and args[0].dtype == torch.float64:
-            requested = [*args[1:], *kwargs.values()] if func is Tensor.to else [torch.float32]
-            if torch.float32 in [value for value in requested if isinstance(value, torch.dtype)]:
-                return args[0]
-        if func in _SOFTMAX_FUNCTIONS and args[0].dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        if func in _MATMUL_FUNCTIONS and args[0].dtype == torch.float64 and args[0].shape[-1] == 1:
-            args = (args[0], args[1].double())  # rotary frequencies times positions, which are fp32
-        return func(*args, **kwargs)
+        if not any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            return args[0]
+        # x.to(other) and x.type_as(other) take the dtype of other
+        widens_tensors = func in _PRODUCTS or func in (Tensor.to, Tensor.type_as)
+        args = tuple(_widened(value, widens_tensors) for value in args)
+        return func(*args, **{name: _widened(value, widens_tensors) for name, value in kwargs.items()})
+
+
+def _widened(value: Any, widens_tensors: bool) -> Any:
+    """fp64 for a dtype or type name that means fp32, and for fp32 tensors if `widens_tensors`."""
+    if isinstance(value, Tensor):
+        return value.double() if widens_tensors and value.dtype == torch.float32 else value
+    is_name = isinstance(value, torch.dtype | str | type(torch.FloatTensor))
+    return torch.float64 if is_name and value in _FP32_NAMES else value
 
 
 # The decoder layers of a language model, independent of the architecture.

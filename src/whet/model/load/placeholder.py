@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import load_model, set_experts_for_dtype
+from whet.model.load.pretrained import load_model, prepare_float64_
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
 
@@ -77,7 +77,7 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
     """
     files = None if is_random_model(config.path) else SafetensorsSource(_snapshot_folder(config))
     if files is not None and not config.trust_remote_code and not config.add_tokens:
-        model = build_meta_model(config, dtype)
+        model = prepare_float64_(build_meta_model(config, dtype), dtype)
         saved = model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
         named = {**dict(model.named_parameters()), **buffers}
@@ -88,7 +88,7 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
             for name, weight in list(model.named_parameters()):
                 if weight.numel() == 1:
                     _replace_parameter(model, weight, files.read(name).to(dtype))
-            return set_experts_for_dtype(replace_with_placeholders_(model), dtype), files
+            return replace_with_placeholders_(model), files
     model = load_model(config, dtype, torch.device("cpu"))
     held = InMemorySource(model)
     return replace_with_placeholders_(model), held

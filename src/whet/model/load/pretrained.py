@@ -18,7 +18,7 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.devi
     """The model in `dtype` (`auto`: as saved), with rows for added tokens. Weights are read directly onto `device`."""
     model = _load_pretrained(config, dtype, device)
     add_token_rows_(model, config)
-    return set_experts_for_dtype(model, dtype)
+    return prepare_float64_(model, dtype)
 
 
 def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None) -> nn.Module:
@@ -66,8 +66,12 @@ def _init_random_model(config: ModelConfig, dtype: torch.dtype | str, device: to
     return model.eval()
 
 
-def set_experts_for_dtype(model: nn.Module, dtype: torch.dtype | str) -> nn.Module:
-    """Compute experts one by one in fp64, which torch's grouped matmul does not support."""
+def prepare_float64_(model: nn.Module, dtype: torch.dtype | str) -> nn.Module:
+    """In fp64, make every weight fp64, also those that an architecture keeps in fp32 (routers), and compute experts one
+    by one: torch's grouped matmul does not support fp64."""
     if dtype == torch.float64:
+        for weight in model.parameters():
+            if weight.dtype == torch.float32:
+                weight.data = weight.data.double()
         model.set_experts_implementation("eager")  # type: ignore[operator]
     return model
