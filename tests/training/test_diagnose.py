@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.core.distributed import Ranks
-from whet.core.seeds import derive_seed
+from whet.core.distributed import Ranks, derive_seed
 from whet.data.batch import BatchShape
 from whet.data.loader import ReplayLoader, SavedDocument
 from whet.model.loss.loss_model import LossSum

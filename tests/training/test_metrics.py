@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from whet.core.smoothing import ExponentialAverage
+from whet.core.console import ExponentialAverage
 from whet.data.loader import StepTotals
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import metrics

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from whet.core.display import is_valid_text
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
-from whet.core.text import is_valid_text
 from whet.core.yaml import Expand, Node, Template, parse_yaml, read_yaml
 
 ConfigPath = tuple[str | int, ...]

@@ -1,4 +1,4 @@
-"""Text for people: control characters are shown escaped, secrets are masked. No torch.
+"""Text for people: control characters are shown escaped, secrets are masked; and what counts as text. No torch.
 
 `escape_controls` is for everything that is shown, whatever its origin: data, answers, file names, messages.
 `mask_secrets` is for messages, logs and reports, never for data or answers.
@@ -109,3 +109,16 @@ def _print_exception(kind: type[BaseException], error: BaseException | None, pla
 
 def _filter(text: str) -> str:
     return escape_controls(mask_secrets(text))
+
+
+def is_valid_text(text: str) -> bool:
+    """False for NUL and for lone surrogates (`\\ud800` in JSON), which break tokenizers."""
+    if "\0" in text:
+        return False
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Ranks and process groups: initialisation, collectives, and a barrier without a deadline.
+"""Ranks and process groups: initialisation, collectives, a barrier without a deadline, seeds that all ranks share.
 
 One process runs the same code: its collectives return its own values.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,3 +204,9 @@ def store_barrier(
         time.sleep(pause)
         pause = min(_MAX_POLL_S, 1.5 * pause)
     PHASE.end_wait()
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed of 63 bits from, for example, (seed, step, row): the same after a restart and on every rank."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

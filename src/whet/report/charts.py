@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
 
+from whet.core.console import ExponentialAverage
 from whet.core.display import escape_controls
-from whet.core.smoothing import ExponentialAverage
 from whet.report.formatting import format_number
 from whet.report.run_view import Series
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.console import progress
-from whet.core.distributed import Ranks
-from whet.core.seeds import derive_seed
+from whet.core.distributed import Ranks, derive_seed
 from whet.data.batch import PackedBatch
 from whet.data.loader import Loader, ReplayLoader
 from whet.model.loss.loss_model import LossModel

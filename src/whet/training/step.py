@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.compat.torch_private import foreach_norm
-from whet.core.distributed import Ranks
+from whet.core.distributed import Ranks, derive_seed
 from whet.core.heartbeat import PHASE
-from whet.core.seeds import derive_seed
 from whet.data.loader import Loader, ReplayLoader
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel

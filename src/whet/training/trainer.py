@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from whet.core.console import info, progress
+from whet.core.console import ExponentialAverage, info, progress
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
-from whet.core.smoothing import ExponentialAverage
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError
-from whet.core.text import is_valid_text
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.record_fields import (
     decode_list,

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError
-from whet.core.text import is_valid_text
 
 _TYPE_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
 _NUMBERS = (int, float)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.core.seeds import derive_seed
+from whet.core.distributed import derive_seed
 from whet.parallel.dtensor import local_tensor, shard_like
 
 # Blockwise 8-bit quantization: a code from a table × the absolute maximum of its block.
