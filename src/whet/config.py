@@ -68,7 +68,9 @@ class Config(Section):
             )
         if self.train.batch.tokens is not None and self.train.batch.tokens < self.row_length:
             raise config_error(
-                "train.batch.tokens", f"{self.train.batch.tokens} is less than one row of {self.row_length} tokens"
+                "train.batch.tokens",
+                f"{self.train.batch.tokens} is less than one row of {self.row_length} tokens. "
+                "Raise it, or lower train.row_length and data.max_length",
             )
         if self.export.at_end == "adapter" and self.adapter is None:
             raise config_error("export.at_end", "adapter, but without an adapter section every weight is trained")
@@ -178,6 +180,12 @@ class Config(Section):
     @property
     def row_length(self) -> int:
         return self.train.row_length or self.data.max_length
+
+    @property
+    def rows_per_step(self) -> int | None:
+        """None: a step has a number of conversations, in as many rows as they need."""
+        batch = self.train.batch
+        return batch.tokens // self.row_length if batch.tokens is not None else batch.rows
 
     @property
     def shards_weights(self) -> bool:

@@ -96,7 +96,7 @@ def test_packing_that_leaves_few_steps(check: Any, write: Any) -> None:
     write()
     check("train.batch={conversations: 1}").passed()
     found = check("train.batch={rows: 1}")
-    found.warning("steps", "optimizer steps; unpacked, with 1 conversations a step, it would be 40", "conversations")
+    found.warning("steps", "optimizer steps, each of 1 row", "; unpacked, with 1 conversations a step, it would be 40")
     check("train.batch={rows: 1}", "data.packing=none").passed()
     check("train.batch={rows: 1}", "train.steps=30").passed()
     check("train.batch={rows: 1}", "train.epochs=20").passed()
@@ -104,7 +104,8 @@ def test_packing_that_leaves_few_steps(check: Any, write: Any) -> None:
 
 def test_packing_with_batches_in_tokens(check: Any, write: Any) -> None:
     write()
-    check("train.batch={tokens: 1024}").warning("steps", "with 2 conversations a step, it would be 20")
+    found = check("train.batch={tokens: 1100}")
+    found.warning("steps", "each of 2 rows of 512 tokens, together ", "with 2 conversations a step, it would be 20")
 
 
 @pytest.mark.parametrize(("file", "check_name"), [("tokens.bin", "ids"), ("loss.bin", "mask")])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from whet.core.config import load_config
 from whet.core.errors import WhetError
-from whet.data.config import DataConfig
+from whet.data.config import DataConfig, common_records
 
 
 def load(*overrides: str) -> DataConfig:
@@ -16,8 +18,50 @@ def load(*overrides: str) -> DataConfig:
 
 
 def test_a_training_source_cannot_be_a_validation_source() -> None:
-    with pytest.raises(WhetError, match=r"validation: a\.jsonl is a training source too.*validation\.fraction"):
+    message = r"validation\.sources\.1: a\.jsonl is a training source too, and both read all records.*\.fraction"
+    with pytest.raises(WhetError, match=message):
         load("validation={sources: [{path: b.jsonl}, {path: a.jsonl}]}")
+
+
+@pytest.mark.parametrize(
+    ("train", "held", "overlap"),
+    [
+        ("stop: 90", "start: 90", None),
+        ("stop: 90", "start: 90, stop: 100", None),
+        ("start: 100", "max_samples: 100", None),
+        ("step: 2", "start: 1, step: 2", None),
+        ("start: 6, step: 9", "start: 1, step: 6", None),
+        ("stop: 90", "start: 89", "record 89"),
+        ("stop: 90", "start: 80", "records 80 to 89"),
+        ("start: 7", "step: 1", "all records from 7 on"),
+        ("max_samples: 10, step: 3", "start: 1, step: 2", "records 3, 9, 15, …"),
+        ("max_samples: 4, step: 3", "start: 1, step: 2", "records 3, 9 (counted"),
+        (f"start: {2**62}, step: {2**62}, max_samples: 9", f"stop: {2**62}", None),
+    ],
+)
+def test_slices_of_one_file_may_not_share_a_record(train: str, held: str, overlap: str | None) -> None:
+    settings = (f"sources=[{{path: a.jsonl, {train}}}]", f"validation={{sources: [{{path: ./a.jsonl, {held}}}]}}")
+    if overlap is None:
+        assert load(*settings).validation
+    else:
+        with pytest.raises(WhetError) as caught:
+            load(*settings)
+        assert f"both read {overlap}" in str(caught.value)
+
+
+RANGES = st.builds(range, st.integers(0, 12), st.integers(0, 60), st.integers(1, 9))
+
+
+@given(RANGES, RANGES)
+def test_common_records_are_the_intersection(one: range, other: range) -> None:
+    assert [*common_records(one, other)] == sorted({*one} & {*other})
+
+
+def test_slices_of_a_builtin_dataset_begin_after_its_default_number() -> None:
+    train, held = "sources=[{path: 'builtin:orders'}]", "validation={sources: [{path: 'builtin:orders', start: %d}]}"
+    assert load_config(DataConfig, None, [train, held % 1000]).validation
+    with pytest.raises(WhetError, match="both read record 999 "):
+        load_config(DataConfig, None, [train, held % 999])
 
 
 def test_another_split_of_a_builtin_dataset_can() -> None:

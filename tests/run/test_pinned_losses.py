@@ -127,5 +127,7 @@ def test_the_resolved_config_repeats_the_run(
     ended = whet("train", tiny_run / "config.yaml", f"run.dir={tmp_path / 'again'}")
     assert ended.code == 0, ended.err
     assert exact_of(tmp_path / "again") == exact_of(tiny_run)
+    trained = [entry for entry in exact_of(tiny_run) if "tokens" in entry]
+    assert f"together {trained[-1]['tokens'] / len(trained):,.0f} tokens on average" in ended.err
     weights = "exports/merged/model.safetensors"
     assert (tmp_path / "again" / weights).read_bytes() == (tiny_run / weights).read_bytes()

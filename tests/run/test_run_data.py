@@ -12,9 +12,10 @@ import pytest
 
 from whet.config import Config
 from whet.core.errors import WhetError
+from whet.data.loader import Loader
 from whet.data.prepare.build import PreparedStore
 from whet.model.load.builtin_models import builtin_folder
-from whet.run.data import RunData, make_plan, prepare_data, read_ledger
+from whet.run.data import RunData, describe_step, make_plan, prepare_data, read_ledger
 
 Go = Callable[..., RunData]
 
@@ -124,6 +125,35 @@ def test_the_same_content_elsewhere_is_the_same_store_under_its_new_names(go: Go
         ("train", 0, f"{folder}/two/b.jsonl", 2, "kept", "duplicate", f"{same}:1"),
         ("train", 0, f"{folder}/two/b.jsonl", 3, "kept", "duplicate", f"{same}:2"),
     ]
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("batch", [{"tokens": 250}, {"rows": 3}, {"conversations": 4}])
+def test_what_is_announced_of_a_step_is_what_its_batches_hold(
+    settings: Callable[..., Config], batch: dict[str, int], packing: str
+) -> None:
+    config = settings(train={"batch": batch, "row_length": 80}, packing=packing)
+    data = prepare_data(config)
+    plan, held = make_plan(config, data), 0
+    for rank in range(2):  # the second may have no row: its batch is padding without a document
+        loader = Loader(data.train.store, plan, micro_rows=2, rank=rank, world=2)
+        batches = [found for step in range(len(plan)) for _, found in loader.micro_batches(step)]
+        held += sum(len(found.tokens) for found in batches if len(found.documents))
+    announced = describe_step(config, plan)
+    assert announced.endswith(f"together {held / len(plan):,.0f} tokens on average")
+    assert announced.startswith("4 conversations, " if "conversations" in batch else "3 rows of 80 tokens, ")
+
+
+def test_filters_of_one_file_may_not_share_a_record(go: Go, folder: Path) -> None:
+    file = folder / "train.jsonl"
+    records = [json.loads(conversation_of(number)) | {"split": "ab"[number % 4 == 3]} for number in range(10)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    held = {"sources": [{"path": str(file), "where": "split == 'b'"}]}
+    data = go({"where": "split == 'a'"}, validation=held)
+    assert (len(data.train_documents), len(data.validation_documents)) == (8, 2)
+    message = rf"data\.validation\.sources\.0: 1 records of .*, first {file}:8, so validation would measure memor"
+    with pytest.raises(WhetError, match=message):
+        go({"start": 4}, validation=held)
 
 
 def test_the_lines_of_training_and_validation_data_are_listed_with_their_use(go: Go, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +16,9 @@ Format = Literal[
     "tokens",
 ]  # fmt: skip
 _Pair = Annotated[tuple[int, int], Field(strict=False)]
+
+DEFAULT_BUILTIN_SAMPLES = 1000
+"""Conversations of a built-in dataset when neither max_samples nor stop is set."""
 
 
 class MaskRules(Section):
@@ -84,11 +89,43 @@ class Source(Section):
     def is_builtin(self) -> bool:
         return self.path.startswith("builtin:")
 
-    def identity(self) -> tuple[str, str]:
-        """(resolved path, split): equal for two spellings of the same path."""
+    @property
+    def selection(self) -> range:
+        """The numbers of the records that are read, from 0, as if the source were endless; `where` applies later."""
+        chosen = range(self.start or 0, sys.maxsize if self.stop is None else self.stop, self.step or 1)
+        limit = self.max_samples
+        if limit is None and self.stop is None and self.is_builtin:
+            limit = DEFAULT_BUILTIN_SAMPLES
+        return chosen if limit is None else chosen[:limit]
+
+    def identity(self) -> tuple[str, str, str]:
+        """(resolved path, split, subset): equal for two spellings of the same path."""
         named = self.path == "-" or self.path.startswith(("builtin:", "hub:"))
         path = self.path if named else str(resolve_path(user_path(self.path)))
-        return path, self.split or ("train" if self.is_builtin else "")
+        return path, self.split or ("train" if self.is_builtin else ""), self.subset or ""
+
+
+def common_records(one: range, other: range) -> range:
+    """The numbers in both of two selections: they recur every least common multiple of the steps."""
+    shared = math.gcd(one.step, other.step)
+    first = max(one.start, other.start)
+    if (other.start - one.start) % shared:
+        return range(0)
+    turns = (other.start - one.start) // shared * pow(one.step // shared, -1, other.step // shared)
+    period = math.lcm(one.step, other.step)
+    first += (one.start + turns * one.step - first) % period
+    return range(first, min(one.stop, other.stop), period)
+
+
+def describe_records(numbers: range) -> str:
+    """`record 7`, `records 90 to 99`, `all records from 90 on`, `records 5, 15, 25, …`."""
+    if not numbers[1:]:
+        return f"record {numbers[0]}"
+    if numbers.step > 1:
+        return f"records {', '.join(map(str, numbers[:3]))}{', …' if numbers[3:] else ''}"
+    if numbers.stop >= sys.maxsize:
+        return f"all records from {numbers[0]} on" if numbers[0] else "all records"
+    return f"records {numbers[0]} to {numbers[-1]}"
 
 
 class Validation(Section):
@@ -159,15 +196,18 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _no_overlap(self) -> DataConfig:
-        held = (self.validation.sources or []) if self.validation else []
-        train = {source.identity() for source in self.sources}
-        for source in held:
-            if source.identity() in train:
-                raise config_error(
-                    "validation",
-                    f"{source.path} is a training source too, so validation would measure memorization. "
-                    "Give another file, or use validation.fraction",
-                )
+        for number, source in enumerate((self.validation.sources or []) if self.validation else []):
+            for other in self.sources:
+                common = common_records(other.selection, source.selection)
+                if source.identity() != other.identity() or not common:
+                    continue
+                if source.where is None and other.where is None:  # with a filter, the records decide: see run/data.py
+                    raise config_error(
+                        f"validation.sources.{number}",
+                        f"{source.path} is a training source too, and both read {describe_records(common)} (counted "
+                        "from 0), so validation would measure memorization. Select different records with start, stop "
+                        "or step, give another file, or use validation.fraction",
+                    )
         return self
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from whet.data.render.renderer import (
     Rendered,
     Renderer,
 )
-from whet.run.data import RunData, make_plan
+from whet.run.data import RunData, describe_step, make_plan
 
 Level = Literal["ok", "warning", "fault"]
 
@@ -282,18 +282,19 @@ def check_step_count(config: Config, data: RunData) -> Iterator[Finding]:
     """With batches counted in rows or tokens, packing reduces the number of steps: a recipe tuned without trains
     less."""
     plan = make_plan(config, data)
+    steps = f"{len(plan):,} optimizer steps, each of {describe_step(config, plan)}"
     batch = config.train.batch
     if batch.conversations is not None or config.data.packing == "none":
-        yield Finding("steps", "ok", f"{len(plan):,} optimizer steps; packing does not change their number")
+        text = f"{steps}; packing does not change their number"
+        yield Finding("steps", "ok", text)
         return
-    rows = batch.rows or (batch.tokens or 0) // config.row_length
+    rows = config.rows_per_step or 1
     if config.train.steps is not None:
         each = len(plan.documents) / len(plan)
-        text = f"{len(plan):,} optimizer steps (train.steps); packed, each has about {each:.0f} conversations"
-        yield Finding("steps", "ok", f"{text} in {rows} rows")
+        yield Finding("steps", "ok", f"{steps} (train.steps), in about {each:.0f} conversations")
         return
     unpacked = -(-len(plan.documents) // rows)
-    text = f"{len(plan):,} optimizer steps; unpacked, with {rows} conversations a step, it would be {unpacked:,}"
+    text = f"{steps}; unpacked, with {rows} conversations a step, it would be {unpacked:,}"
     if len(plan) < _FEW_STEPS and unpacked >= 2 * len(plan):
         remedy = "Count batches in train.batch.conversations, make them smaller, or train longer"
         yield Finding("steps", "warning", f"{text}. Packing leaves few steps. {remedy}")

@@ -199,7 +199,9 @@ def _row_layout(store: Store, documents: Iterable[int]) -> dict[str, Any]:
 
 def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length: int) -> None:
     console = SafeConsole()
-    console.print(_render_title(f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens"))
+    tokens = sum(row["tokens"] for row in rows)
+    title = f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens · together {tokens:,} tokens"
+    console.print(_render_title(title))
     for number, row in enumerate(rows):
         bar = Text(f"{number:4} ")
         for i, document in enumerate(row["documents"]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
@@ -114,7 +114,29 @@ def prepare_data(config: Config, today: str | None = None) -> RunData:
     train = prepare_store(config.data, config.data.sources, "train", tokenizer)
     sources = config.data.validation.sources if config.data.validation else None
     validation = None if sources is None else prepare_store(config.data, sources, "validation", tokenizer).store
+    if sources is not None and validation is not None:
+        _require_disjoint_filters(config.data.sources, train.store, sources, validation)
     return _select_documents(config, tokenizer, train, validation)
+
+
+def _require_disjoint_filters(
+    train: Sequence[Source], train_store: Store, held: Sequence[Source], held_store: Store
+) -> None:
+    """Raise a WhetError if a record of a source with a filter (`where`) is in training and in validation. What sources
+    without one share is known from the configuration, which refuses it."""
+    for number, source in enumerate(held):
+        for other, one in enumerate(train):
+            if one.identity() != source.identity() or (one.where is None and source.where is None):
+                continue
+            lines = train_store.lines_of_source(other)
+            for file, mine in held_store.lines_of_source(number).items():
+                common = np.intersect1d(mine, lines.get(file, []))
+                if len(common):
+                    raise WhetError(
+                        f"data.validation.sources.{number}: {len(common):,} records of {source.path} are in the "
+                        f"training data too, first {file}:{int(common[0])}, so validation would measure memorization. "
+                        "Change where, start, stop or step so that the two share no record"
+                    )
 
 
 def read_ledger(file: Path) -> dict[str, Any]:
@@ -304,7 +326,15 @@ def make_plan(config: Config, data: RunData) -> Plan:
     mixture = make_mixture(numbers, store.sources[numbers], config.data.sources)
     _require_memory_for_plan(config, length, store.lengths[numbers], max(1, len(mixture)))
     common = (length, config.row_length, config.data.packing, config.data.bins, config.run.seed)
-    if train.batch.conversations is not None:
-        return plan_by_conversations(store.lengths, mixture, train.batch.conversations, *common)
-    rows = train.batch.rows or (train.batch.tokens or 0) // config.row_length
-    return plan_by_rows(store.lengths, mixture, rows, *common)
+    if config.rows_per_step is None:
+        return plan_by_conversations(store.lengths, mixture, train.batch.conversations or 0, *common)
+    return plan_by_rows(store.lengths, mixture, config.rows_per_step, *common)
+
+
+def describe_step(config: Config, plan: Plan) -> str:
+    """What a step holds: `4 rows of 512 tokens, together 1,985 tokens on average`."""
+    tokens = f"together {plan.mean_step_tokens:,.0f} tokens on average"
+    if config.rows_per_step is None:
+        return f"{config.train.batch.conversations} conversations, {tokens}"
+    rows = "1 row" if config.rows_per_step == 1 else f"{config.rows_per_step} rows"
+    return f"{rows} of {config.row_length:,} tokens, {tokens}"

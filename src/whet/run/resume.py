@@ -194,6 +194,12 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     ledger = data.ledger()
     if any(map(has_changes, ledger["sources"])) and (path / LEDGER_LINES).exists():
         info(f"{path / LEDGER_LINES} names every line of the data that was dropped or changed")
+    if shared := ledger["overlap"]["conversations"]:
+        first = ", ".join(ledger["overlap"]["first"][:3])
+        warn(
+            f"data.validation: {shared:,} conversations are in the training data too, first {first}, so validation "
+            "measures memorization. Remove them from one of the two, or use validation.fraction"
+        )
     write_hashed_json(path / "ledger.json", ledger)
     if not (path / "plan").exists():
         with atomic_dir(path / "plan") as temporary:

@@ -16,8 +16,12 @@ from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model
 from whet.model.peak_flops import device_name, device_peak_flops
 from whet.model.quantize import MIN_QUANTIZED_SHARE, count_weights, quantized_share
+from whet.run.data import describe_step
 from whet.training.run_state import Run
 from whet.training.schedule import end_position, warmup_fills_run
+
+_FULL_STEP = 0.9
+"""A step with less than this share of train.batch.tokens is announced with a warning."""
 
 
 def describe_run(run: Run) -> dict[str, Any]:
@@ -38,6 +42,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "micro_rows": config.train.micro_rows,
         "world": run.ranks.world_size,
         "batch": config.train.batch.model_dump(exclude_none=True),
+        "tokens_per_step": plan.mean_step_tokens,
         "packing": config.data.packing,
         "parameters": sum(map(count_weights, parameters)),
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -91,10 +96,16 @@ def print_summary(run: Run) -> None:
     device = run.ranks.device
     if run.peak_flops is None and device.type != "cpu":
         info(f"MFU is not reported: the peak FLOP/s of {device_name(device)} in {run.precision.name} is unknown")
-    batch = ", ".join(f"{n} {unit}" for unit, n in config.train.batch.model_dump(exclude_none=True).items())
+    wanted = config.train.batch.tokens
+    if wanted is not None and plan.mean_step_tokens < _FULL_STEP * wanted:
+        warn(
+            f"train.batch.tokens: {wanted:,}, but a step has {describe_step(config, plan)}. Raise it, pack tighter "
+            "(data.packing=best-fit), or give the batch size in train.batch.conversations"
+        )
     info(
         f"{len(plan)} {'step' if len(plan) == 1 else 'steps'} on {run.ranks.world_size} × {device.type}, "
-        f"{run.precision.name}: {batch} a step, {plan.stats.per_epoch} conversations an epoch"
+        f"{run.precision.name}: a step has {describe_step(config, plan)}; an epoch has {plan.stats.per_epoch} "
+        "conversations"
     )
 
 

@@ -19,7 +19,10 @@ class BatchConfig(Section):
     )
     rows: int | None = Field(default=None, ge=1, description="Alternative: packed rows per step.")
     tokens: int | None = Field(
-        default=None, ge=1, description="Alternative: tokens per step, rounded down to whole rows."
+        default=None,
+        ge=1,
+        description="Alternative: room for tokens, as whole rows: 10000 with rows of 4096 is 2 rows. Rows are rarely "
+        "full, so a step holds fewer tokens; `whet train` and `whet check` say how many.",
     )
 
     @model_validator(mode="after")

@@ -15,16 +15,9 @@ from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
 from whet.data.builtin import BUILTIN_GENERATORS, GeneratedSample, generate_orders
-from whet.data.config import Source
+from whet.data.config import DEFAULT_BUILTIN_SAMPLES, Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Message, ParsedRecord
-from whet.data.read.sources import (
-    DEFAULT_BUILTIN_SAMPLES,
-    SourceReader,
-    expected_records,
-    read_source,
-    source_bytes,
-    source_fingerprint,
-)
+from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line
 

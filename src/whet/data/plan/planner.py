@@ -52,6 +52,11 @@ class Plan:
         """The number of steps."""
         return len(self.steps) - 1
 
+    @property
+    def mean_step_tokens(self) -> float:
+        """Tokens of a step, without padding, on average."""
+        return self.stats.tokens / len(self)
+
     def row_count(self, step: int) -> int:
         """The number of rows of a step."""
         return int(self.steps[step + 1] - self.steps[step])

@@ -127,7 +127,7 @@ class SavedChunk:
         return found
 
     def ledger_with(self, more: Sequence[tuple[int, int, bytes]]) -> bytes:
-        """Its lines of ledger.jsonl with `more` (file of the chunk, line, text) among them, in the order of the data."""
+        """Its lines of ledger.jsonl with `more` (number of the file, line, text) among them, in the data's order."""
         own = self["ledger"].tobytes()
         if not more:
             return own

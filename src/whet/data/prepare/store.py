@@ -18,6 +18,7 @@ import numpy as np
 
 from whet.core.checksums import FileRecords, hash_files, read_hashed_json, write_hashed_json
 from whet.core.errors import WhetError, os_error
+from whet.core.files import resolve_path, user_path
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
 from whet.data.prepare.ledger import LEDGER_LINES, has_changes, with_use
@@ -150,6 +151,14 @@ class Store:
         """The file and line that a document was read from."""
         file, line = self._origins[document]
         return Origin(self.manifest["files"]["name"][int(file)], int(line))
+
+    def lines_of_source(self, source: int) -> dict[str, NDArray[np.int64]]:
+        """The lines that the documents of a source come from, by file."""
+        files = self.manifest["files"]
+        numbers = [number for number, owner in enumerate(files["source"]) if owner == source]
+        return {
+            str(resolve_path(user_path(files["name"][i]))): self._origins[self._origins[:, 0] == i, 1] for i in numbers
+        }
 
     def find(self, origin: Origin) -> NDArray[np.int64]:
         """The documents of a line: none, one, or several if it was split."""

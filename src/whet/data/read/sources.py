@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ from whet.data.read.locate import locate_containers
 from whet.data.read.record_filter import RecordFilter
 from whet.data.read.token_files import describe_mask_rules
 
-DEFAULT_BUILTIN_SAMPLES = 1000
-"""Conversations of a built-in dataset when neither max_samples nor stop is set."""
 _CONTENT_OPTIONS = {
     "format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask",
 }  # fmt: skip
@@ -65,7 +64,9 @@ class SourceReader:
 
     def records(self) -> Iterator[RawRecord]:
         """The selected records (start, stop, step, max_samples), undecoded."""
-        return _slice_records(itertools.chain.from_iterable(each.records() for each in self._containers), self.source)
+        chosen = self.source.selection
+        records = itertools.chain.from_iterable(each.records() for each in self._containers)
+        return itertools.islice(records, chosen.start, min(chosen.stop, sys.maxsize), chosen.step)
 
     def parse(self, raw: RawRecord) -> ParsedRecord:
         """Decode, filter and parse a record. Bad content is returned as a BadRecord, never raised."""
@@ -111,22 +112,14 @@ def source_bytes(source: Source) -> int:
 def expected_records(source: Source) -> int:
     """The number of records, for the progress bar; an estimate for some files."""
     if source.is_builtin:
-        return len([*_slice_records(itertools.count(), source)])
+        return len(source.selection)
     total = sum(each.count() for each in _open_containers(source))
-    selected = len(range(total)[source.start : source.stop : source.step])
-    return min(selected, source.max_samples or selected)
+    chosen = source.selection
+    return len(range(chosen.start, min(chosen.stop, total), chosen.step))
 
 
 def _open_containers(source: Source) -> list[Container]:
     return [BuiltinDataset(source)] if source.is_builtin else locate_containers(source)
-
-
-def _slice_records(records: Iterator[Any], source: Source) -> Iterator[Any]:
-    """start, stop and step as in a Python slice, then max_samples."""
-    limit = source.max_samples
-    if source.is_builtin and limit is None and source.stop is None:
-        limit = DEFAULT_BUILTIN_SAMPLES
-    return itertools.islice(itertools.islice(records, source.start, source.stop, source.step), limit)
 
 
 def _is_pretokenized(containers: list[Container], source: Source) -> bool:
