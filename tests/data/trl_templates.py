@@ -42,6 +42,11 @@ class TrlTemplate:
     def eos(self) -> str | None:
         return next((eos for eos in _EOS if eos in self.source), None)
 
+    @property
+    def stops(self) -> list[str]:
+        found = [stop for stop in _STOPS if stop in self.markers]
+        return [stop for stop in found if stop != "<|end|>"] if "<|return|>" in found else found  # as in gpt-oss
+
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return _tokenizer(self)
 
@@ -58,7 +63,7 @@ class TrlTemplate:
         self, train_on: str = "assistant", cached: bool = True, tokenizer: PreTrainedTokenizerFast | None = None
     ) -> Renderer:
         tokenizer = tokenizer or self.tokenizer()
-        stops = [tokenizer.convert_tokens_to_ids(stop) for stop in _STOPS if stop in self.markers]
+        stops = [tokenizer.convert_tokens_to_ids(stop) for stop in self.stops]
         return Renderer(tokenizer, train_on, stops, cached=cached)
 
 

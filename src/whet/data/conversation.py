@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ class ToolCall:
     """A function call by the assistant."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str
     id: str | None = None
+    written: str | None = field(default=None, compare=False)
+    """The arguments as the record has them, where that is a string."""
 
     def as_dict(self) -> dict[str, Any]:
         call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
@@ -74,6 +77,22 @@ class Conversation:
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[dict[str, Any], ...] = ()
+
+    def with_text_arguments(self) -> Conversation:
+        """Itself with the arguments of tool calls as text: as they were written, else as JSON."""
+
+        def as_text(call: ToolCall) -> ToolCall:
+            written = call.written
+            return replace(
+                call, arguments=json.dumps(call.arguments, ensure_ascii=False) if written is None else written
+            )
+
+        return replace(
+            self,
+            messages=tuple(
+                replace(message, tool_calls=tuple(map(as_text, message.tool_calls))) for message in self.messages
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

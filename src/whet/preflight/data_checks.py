@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from whet.config import Config
 from whet.core.errors import BadRecordError
 from whet.data.config import DataConfig, Source
-from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, TokenizedDocument
+from whet.data.conversation import Conversation, MarkedText, PlainText, TokenizedDocument
 from whet.data.prepare.store import Store
 from whet.data.prepare.tokenize import EXCHANGE_TOO_LONG
 from whet.data.read.sources import SourceReader, expected_records
@@ -20,6 +20,9 @@ from whet.data.render.marked_text import MARKER_LOOK_ALIKE
 from whet.data.render.renderer import (
     CONTROL_TOKENS_IN_TEXT,
     NO_SUPERVISED_TOKENS,
+    PREFILL_MISSING,
+    PROBE,
+    PROBE_TOOL,
     REASONING_DROPPED,
     TOOLS_DROPPED,
     Rendered,
@@ -67,6 +70,12 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
         "fault",
         "the record has tools, but the template does not render them, so the model never sees them",
         "Use a template with tools (data.template), or remove them",
+    ),
+    PREFILL_MISSING: (
+        "warning",
+        "the generation prompt ends with a reasoning tag such as <think> that the answer does not begin with, so the "
+        "model is asked for answers in another way than it learns them",
+        "Add the reasoning, or use a template whose prompt has no such tag (data.template)",
     ),
     EXCHANGE_TOO_LONG: (
         "warning",
@@ -186,9 +195,6 @@ def check_duplicates(data: RunData, accounts: Sequence[dict[str, Any]]) -> Itera
 
 # The store and the template
 
-_PROBE_CONVERSATION = Conversation(
-    (Message("user", "How are you today?"), Message("assistant", "Very well, thank you.")), Origin("probe", 1)
-)
 _SAMPLED = 1000
 
 
@@ -249,8 +255,18 @@ def check_template(
     if data is not None:
         yield from _double_bos_findings(data)
     rendering = conversation_tokenizer.make_renderer(cached=False)
-    probe, end = rendering.render_items([_PROBE_CONVERSATION])[0], rendering.end_of_turn()
+    probe, end = rendering.render_items([PROBE])[0], rendering.end_of_turn()
     remedy = "Use the model's own template, or fix it: data.template=FILE.jinja"
+    if isinstance(probe, BadRecordError) and end is not None:
+        yield Finding("template", "warning", f"it requires tools, in chat and eval too; without any, {probe}")
+        probe = rendering.render_items([replace(PROBE, tools=(PROBE_TOOL,))])[0]
+    if header := rendering.supervised_header():
+        text = (
+            f"it has no generation prompt, so the model learns to write {header!r}, and its answers begin with that. "
+            f"Append {{%- if add_generation_prompt %}}{{{{ {header!r} }}}}{{% endif %}} to a copy of the template, and "
+            "use that: data.template=COPY.jinja"
+        )
+        yield Finding("template", "warning", text)
     if isinstance(probe, BadRecordError):
         text = f"it cannot render a plain question and answer for training: {probe}. {remedy}"
         yield Finding("template", "fault" if data is None else "warning", text)

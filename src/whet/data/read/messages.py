@@ -257,9 +257,11 @@ def parse_tool_call(call: Any, place: str) -> ToolCall:
             "bad tool call", f"{place}: the type of a call must be function, not {shorten(call['type'])}"
         )
     name, call_id = require_text(function["name"], f"{place}: the name of a call"), call.get("id")
+    arguments = function.get("arguments")
     return ToolCall(
-        name, _parse_arguments(function.get("arguments"), f"{place}: the arguments of {name}"),
+        name, _parse_arguments(arguments, f"{place}: the arguments of {name}"),
         None if call_id is None else require_text(call_id, f"{place}: the id of a call"),
+        written=arguments if isinstance(arguments, str) else None,
     )  # fmt: skip
 
 

@@ -32,6 +32,11 @@ from whet.tokenizer.traced_strings import TracedStr, TraceGuards
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+REASONING_TAG = re.compile(
+    r"[<\[][^<>\[\]]*(?:think|thought|reason)[^<>\[\]]*[>\]]|<\|channel>thought|<channel\|>", re.IGNORECASE
+)
+"""What opens or closes reasoning: `<think>`, `[/THINK]`, `<|START_THINKING|>`, Gemma 4's `<|channel>thought`."""
+
 _VERIFY_EVERY = 256  # hits
 _MAX_ENTRIES = 4096  # conversations of hundreds of turns have a structure each
 
@@ -52,6 +57,8 @@ class Layout:
     """Everything is supervised except `spans`."""
     reasoning_dropped: bool = False
     tools_dropped: bool = False
+    missing_prefills: tuple[str, ...] = ()
+    """What generation prompts open, such as `<think>`, and the turns have not."""
     template_special_tokens: int | None = None
     """How many special tokens the template writes; any more come from the messages. None: unknown."""
     fast_mask: FastMask | None = field(default=None, compare=False)
@@ -163,6 +170,7 @@ def build_fast_mask(
 class _CacheEntry:
     layout: CachedLayout
     template_special_tokens: int
+    missing_prefills: tuple[str, ...]
     fast_mask: FastMask | None
     is_safe: Callable[[str], bool]
     """Whether the template treats a text like those that the entry was made of."""
@@ -195,7 +203,7 @@ class LayoutCache:
         text, spans = entry.layout.fill(texts)
         return Layout(
             text, spans, self._supervise_all, template_special_tokens=entry.template_special_tokens,
-            fast_mask=entry.fast_mask,
+            missing_prefills=entry.missing_prefills, fast_mask=entry.fast_mask,
         )  # fmt: skip
 
     def should_verify(self, conversation: Conversation) -> bool:
@@ -216,6 +224,7 @@ class LayoutCache:
         if not all(map(guards.predicate(), texts)):
             return
         reusable = self._is_reusable(conversation, layout.text, guards)
+        guards.searched.update(tag for prefill in layout.missing_prefills for tag in REASONING_TAG.findall(prefill))
         is_safe = guards.predicate()
         if not all(map(is_safe, texts)):
             return
@@ -227,7 +236,9 @@ class LayoutCache:
             return
         fast_mask = None if self._supervise_all else build_fast_mask(cached, self._special, self._encode)
         assert layout.template_special_tokens is not None
-        self._entries[key] = _CacheEntry(cached, layout.template_special_tokens, fast_mask, is_safe)
+        self._entries[key] = _CacheEntry(
+            cached, layout.template_special_tokens, layout.missing_prefills, fast_mask, is_safe
+        )
 
     def _is_reusable(self, conversation: Conversation, text: str, guards: TraceGuards) -> bool:
         """Whether `guards` describe all that the template does with the texts, in each rendering that the layout was

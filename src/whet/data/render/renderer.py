@@ -15,10 +15,12 @@ Instead, *sentinel rendering* traces each character of the output to where it ca
 
 2. Start of an assistant turn: where its generation prompt ends. Render the messages before it with
    `add_generation_prompt=True`. What follows their last sentinel there and in the whole rendering has a common prefix:
-   the header. What comes after it, the model has to produce.
+   the header. What comes after it, the model has to produce. All of the prompt must be there, except a reasoning
+   prefill such as `<think>` that the turn has not; no marker is cut in two.
 3. End of the turn: render the messages up to and including it. What follows the turn there and in the whole rendering
    has a common prefix, too. The first stop token in it, else the last marker, is the end-of-turn marker. It is
-   supervised, because the model must learn to stop; whitespace after it is not.
+   supervised, because the model must learn to stop; whitespace after it is not. Where the template always appends a
+   generation prompt, the first marker is taken, and one more question must leave it in place.
 4. Encode the rendered text once and map the spans of characters to tokens by the tokenizer's offsets.
 5. Cache the layout by the structure of the conversation (`whet.data.render.layout_cache`), because rendering costs as
    much as encoding.
@@ -33,14 +35,13 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
-from whet.data.render.layout_cache import Layout, LayoutCache, Span
+from whet.data.render.layout_cache import REASONING_TAG, Layout, LayoutCache, Span
 from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder, common_prefix_length
 from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
@@ -52,8 +53,26 @@ if TYPE_CHECKING:
 NO_SUPERVISED_TOKENS = "nothing to learn"
 """The ledger's reason for a conversation without supervised tokens: dropped, and not an error."""
 CONTROL_TOKENS_IN_TEXT, REASONING_DROPPED = "control tokens in the text", "reasoning left out by the template"
-TOOLS_DROPPED = "tools left out by the template"
+TOOLS_DROPPED, PREFILL_MISSING = "tools left out by the template", "reasoning tag only in the prompt"
 """The ledger's notes on conversations that are kept."""
+
+
+PROBE = Conversation(
+    (Message("user", "How are you today?"), Message("assistant", "Very well, thank you.")), Origin("probe", 1)
+)
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+"""A plain question and answer, and a tool, to find out what a template does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +127,7 @@ class Renderer:
         self._marker_pattern = _match_any(self._markers)
         stops = {tokenizer.eos_token_id, *stop_ids} - {None}
         self.stop_markers = sorted(text for text, i in self._markers.items() if i in stops)
+        self._stop_pattern = _match_any(self.stop_markers)
         special = [text for text, i in self._markers.items() if added[i].special]
         self._special_pattern = _match_any(special)
         self._is_special = np.zeros(max([len(tokenizer), *(i + 1 for i in self._markers.values())]), dtype=bool)
@@ -116,6 +136,8 @@ class Renderer:
         self._prefix_encoder = SharedPrefixEncoder(
             self._backend, _isolating_special_tokens(tokenizer) if cached else ()
         )
+        self._end_of_turn_markers: dict[bool, str | None] = {}
+        self._question = PROBE.messages[0].as_dict(self._content_parts)
         self._layout_cache = None
         if cached:
             self._layout_cache = LayoutCache(
@@ -184,6 +206,7 @@ class Renderer:
 
     def reference_ids(self, conversation: Conversation) -> list[int]:
         """The ids that transformers gives for the whole conversation."""
+        conversation, _ = self._render_text(conversation)
         messages = [message.as_dict(self._content_parts) for message in conversation.messages]
         with template_limits():
             return list(
@@ -192,19 +215,32 @@ class Renderer:
                 )
             )
 
+    def supervised_header(self) -> str:
+        """What the template writes before an answer and the model learns, for want of a generation prompt."""
+        try:
+            if not self._ignores_prompt_flag([self._question], ()):
+                return ""
+            layout = self._compute_layout(PROBE, "assistant")
+        except BadRecordError:
+            return ""
+        header = layout.text[layout.spans[0][0] :].partition(PROBE.messages[1].content)[0]
+        return header if header.strip() else ""
+
     def end_of_turn(self) -> int | None:
         """The id that ends an answer in this template; None if there is no exact one."""
-        return None if self._end_of_turn_marker is None else self._markers[self._end_of_turn_marker]
+        marker = self._end_of_turn_marker(()) or self._end_of_turn_marker((PROBE_TOOL,))
+        return None if marker is None else self._markers[marker]
 
-    @cached_property
-    def _end_of_turn_marker(self) -> str | None:
-        probe = Conversation((Message("user", "Hi"), Message("assistant", "Yes")), Origin("probe", 1))
-        try:
-            layout = self._compute_layout(probe, "assistant")
-        except BadRecordError:
-            return None
-        _, start, end = layout.spans[0]
-        return layout.text[start:end]
+    def _end_of_turn_marker(self, tools: Sequence[dict[str, Any]]) -> str | None:
+        """What ends a plain answer; found once without tools and once with some, since templates may require them."""
+        if bool(tools) not in self._end_of_turn_markers:
+            try:
+                layout = self._compute_layout(replace(PROBE, tools=tuple(tools)), "assistant")
+                _, start, end = layout.spans[0]
+                self._end_of_turn_markers[bool(tools)] = layout.text[start:end] or None
+            except BadRecordError:
+                self._end_of_turn_markers[bool(tools)] = None
+        return self._end_of_turn_markers[bool(tools)]
 
     # Steps 1 to 3 and 5: the rendered text and its supervised spans of characters.
 
@@ -230,9 +266,8 @@ class Renderer:
         return np.array_equal(fast.ids, full.ids) and np.array_equal(fast.loss, full.loss)
 
     def _compute_layout(self, conversation: Conversation, train_on: str) -> Layout:
+        conversation, text = self._render_text(conversation)
         messages, tools = conversation.messages, list(conversation.tools)
-        dicts = [message.as_dict(self._content_parts) for message in messages]
-        text = self.apply_chat_template(dicts, tools=tools)
         excluded = [i for i, message in enumerate(messages) if message.train is False]
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if train_on != "all" and not turns:
@@ -243,26 +278,69 @@ class Renderer:
             if train_on == "all" and not excluded:
                 return Layout(text, (), supervise_all=True)
             raise
+        missing_prefills: tuple[str, ...] = ()
         if train_on == "all":
             spans = tuple((start, end, end) for start, end in map(rendering.message_span, excluded))
         else:
             supervised = [i for i in (turns[-1:] if train_on == "last" else turns) if i not in excluded]
             if not supervised:
                 raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is excluded from training")
-            spans = tuple(self._supervised_span(sentinels, rendering, turn, tools) for turn in supervised)
+            found = [self._supervised_span(sentinels, rendering, text, turn, tools) for turn in supervised]
+            spans = tuple(span for span, _ in found)
+            missing_prefills = tuple(sorted({prefill for _, prefill in found if prefill}))
         from_messages = sentinels.count_unreplaced(self._special_pattern)
         layout = Layout(
             text,
             spans,
             supervise_all=train_on == "all",
             reasoning_dropped=rendering.reasoning_dropped,
-            tools_dropped=bool(tools) and self._chat_template.render(dicts) == text,
+            missing_prefills=missing_prefills,
+            tools_dropped=bool(tools) and self._ignores_tools(messages, text),
             template_special_tokens=len(self._special_pattern.findall(rendering.text)) - from_messages,
         )
         dropped = layout.reasoning_dropped or layout.tools_dropped
         if self._layout_cache is not None and train_on == self.train_on and not dropped:
             self._layout_cache.add(conversation, layout, sentinels.text_spans(rendering))
         return layout
+
+    def _render_text(self, conversation: Conversation) -> tuple[Conversation, str]:
+        """The conversation as the template takes it, and its text.
+
+        Some templates concatenate or print the arguments of tool calls, which are objects: these get text.
+        """
+
+        def render(given: Conversation) -> str:
+            messages = [message.as_dict(self._content_parts) for message in given.messages]
+            return self.apply_chat_template(messages, tools=given.tools)
+
+        try:
+            text = render(conversation)
+            if not _prints_python(conversation, text):
+                return conversation, text
+            error = BadRecordError("template rewrites", "the chat template prints the arguments of a call as Python")
+        except BadRecordError as refused:
+            error = refused
+        try:
+            if any(message.tool_calls for message in conversation.messages):
+                with_text = conversation.with_text_arguments()
+                return with_text, render(with_text)
+        except BadRecordError:  # it is not the arguments
+            pass
+        raise error
+
+    def _ignores_tools(self, messages: Sequence[Message], text: str) -> bool:
+        return self._render_or_none([message.as_dict(self._content_parts) for message in messages]) == text
+
+    def _ignores_prompt_flag(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the template always appends a generation prompt, or never."""
+        return self._render_or_none(messages, tools) == self._chat_template.render(messages, tools, prompt=True)
+
+    def _render_or_none(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        """The rendered messages; None where the template refuses them, as some do without tools."""
+        try:
+            return self._chat_template.render(messages, tools)
+        except BadRecordError:
+            return None
 
     def _render_sentinels(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
@@ -277,9 +355,15 @@ class Renderer:
             return sentinels, sentinels.verify(text, self._chat_template.render(sentinels.messages, tools))
 
     def _supervised_span(
-        self, sentinels: SentinelMessages, rendering: SentinelRendering, turn: int, tools: Sequence[dict[str, Any]]
-    ) -> Span:
-        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker."""
+        self,
+        sentinels: SentinelMessages,
+        rendering: SentinelRendering,
+        text: str,
+        turn: int,
+        tools: Sequence[dict[str, Any]],
+    ) -> tuple[Span, str]:
+        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker, and the
+        reasoning prefill of its generation prompt that it has not."""
         if turn == 0:
             raise BadRecordError(
                 "starts with the assistant", "message 1 is the assistant's, so there is no prompt before it"
@@ -287,37 +371,71 @@ class Renderer:
         first, last = rendering.message_span(turn)
         previous = rendering.end_of_previous_sentinel(first)
 
-        # The header. What the turn has beyond it must be its own text, unless the generation prompt ends there.
-        prompt = self._chat_template.render(sentinels.messages[:turn], tools, prompt=True)
-        prompt = prompt[sentinels.end_of_last_sentinel(prompt) :]
-        opening = rendering.text[previous:first]
-        header = common_prefix_length(prompt, opening)
-        is_own = header == len(prompt) or sentinels.content_of(turn).startswith(opening[header:])
-        cuts_marker = any(marker.start() < header < marker.end() for marker in self._marker_pattern.finditer(opening))
-        if header == 0 or not (is_own or _is_in_prefill(prompt, header)) or cuts_marker:
+        prompt = sentinels.tail(self._chat_template.render(sentinels.messages[:turn], tools, prompt=True))
+        header = self._header_length(prompt, text[previous:last], turn)
+        start = previous + header
+        marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
+        return (start, last + marker, last + end), prompt[header:].strip()
+
+    def _header_length(self, prompt: str, text: str, turn: int) -> int:
+        """How many characters the generation prompt and a turn have in common, both from the text before them on.
+
+        All that the prompt has must be in the turn, except a reasoning prefill, of which no tag is cut in two.
+        """
+        header = same = common_prefix_length(prompt, text)
+        if header < len(prompt):
+            prefill = _REASONING_PREFILL.search(prompt)
+            whole = [*self._marker_pattern.finditer(text), *REASONING_TAG.finditer(prompt)]
+            header = min([header, *(each.start() for each in whole if each.start() < header < each.end())])
+            header = header if prefill and header >= prefill.start() else 0
+        if not header:
             raise BadRecordError(
                 "no common header",
-                f"the chat template starts message {turn + 1} differently from its generation prompt",
+                f"the chat template starts message {turn + 1} differently from its generation prompt, which has "
+                f"{prompt[same : same + _SHOWN]!r} where the message has {text[same : same + _SHOWN]!r}",
             )
-        start = previous + header
+        return header
 
-        # The end-of-turn marker.
-        alone = self._chat_template.render(sentinels.messages[: turn + 1], tools)
-        tail, following = alone[sentinels.end_of_last_sentinel(alone) :], rendering.text[last:]
-        markers = list(self._marker_pattern.finditer(tail[: common_prefix_length(tail, following)]))
-        ends = [marker for marker in markers if marker.group() in self.stop_markers] or markers[-1:]
-        if "tool_calls" in sentinels.messages[turn]:  # the marker that closes a call does not end the turn
-            ends = [marker for marker in ends if marker.group() in (*self.stop_markers, self._end_of_turn_marker)]
-        if ends:
-            return start, last + ends[0].start(), last + ends[0].end()
-        own_end, end = self._marker_pattern.match(tail), self._marker_pattern.match(following)
-        if own_end and end and own_end.group() != end.group():  # the template rewrites the ends of earlier turns
-            return start, last, last
+    def _end_of_turn(
+        self, sentinels: SentinelMessages, turn: int, tools: Sequence[dict[str, Any]], following: str
+    ) -> tuple[int, int]:
+        """Step 3: (start, end) of the end-of-turn marker in `following`, what comes after the turn."""
+        messages = sentinels.messages[: turn + 1]
+        tail = sentinels.tail(self._chat_template.render(messages, tools))
+        own, met = self._stop_pattern.search(tail), self._stop_pattern.search(following)
+        if met and following[: met.start()] == tail[: own.start() if own else None]:
+            return met.span()
+        shared = tail[: common_prefix_length(tail, following)]
+        may_prompt = self._ignores_prompt_flag(messages[:turn], tools)
+        if may_prompt:
+            answered = self._render_or_none([*messages, self._question], tools)
+            shared = shared if answered is None else shared[: common_prefix_length(shared, sentinels.tail(answered))]
+        markers = list(self._marker_pattern.finditer(shared))
+        if "tool_calls" in messages[turn]:  # the marker that closes a call does not end the turn
+            markers = [marker for marker in markers if marker.group() == self._end_of_turn_marker(tools)]
+        if markers:
+            return markers[0 if may_prompt else -1].span()
+        own, met = self._marker_pattern.match(tail), self._marker_pattern.match(following)
+        if own and met and own.group() != met.group() and not may_prompt:
+            return 0, 0  # the template rewrites the ends of earlier turns
         raise BadRecordError(
             "no end of turn",
             f"the chat template writes no end-of-turn token after message {turn + 1}, so the model could not learn to "
-            "stop",
+            f"stop. {self._end_of_turn_remedy(tools)}",
         )
+
+    def _end_of_turn_remedy(self, tools: Sequence[dict[str, Any]]) -> str:
+        question, answer = (message.as_dict(self._content_parts) for message in PROBE.messages)
+        alone, answered = (
+            (self._render_or_none(messages, tools) or "").partition(PROBE.messages[1].content)[2]
+            for messages in ([question, answer], [question, answer, question])
+        )
+        stop = self._stop_pattern.search(answered)
+        if stop and answered[: stop.start()] == alone:
+            line = f"{{%- if not add_generation_prompt %}}{{{{ {stop.group()!r} }}}}{{% endif %}}"
+            return f"Append {line} to a copy of the template, and use that: data.template=COPY.jinja"
+        token = self.tokenizer.eos_token or "an end-of-turn token"
+        return f"Write {token} after each answer in a copy of the template, and use that: data.template=COPY.jinja"
 
     # Step 4: characters to tokens.
 
@@ -340,7 +458,8 @@ class Renderer:
         loss = layout.fast_mask.compute(ids, self._is_special)
         if loss is None:
             return self._mask_from_offsets(layout, self._prefix_encoder.encode([layout.text])[0])
-        return Rendered(ids, loss, supervises_end=all(span.supervises_end for span in layout.fast_mask.spans))
+        supervises_end = all(span.supervises_end for span in layout.fast_mask.spans)
+        return Rendered(ids, loss, supervises_end, tuple(_layout_notes(layout)))
 
     def _mask_from_offsets(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
@@ -358,13 +477,23 @@ class Renderer:
         if layout.supervise_all:
             loss[:1] = 0  # the first token has no context to be predicted from
             supervises_end = layout.text.rstrip().endswith(tuple(self.stop_markers))
-        notes = [REASONING_DROPPED] if layout.reasoning_dropped else []
-        if layout.tools_dropped:
-            notes.append(TOOLS_DROPPED)
+        notes = _layout_notes(layout)
         from_template = layout.template_special_tokens
         if from_template is not None and np.count_nonzero(self._is_special[ids]) > from_template:
             notes.append(CONTROL_TOKENS_IN_TEXT)
         return Rendered(ids, loss, supervises_end, tuple(notes))
+
+
+def _prints_python(conversation: Conversation, text: str) -> bool:
+    """Whether the text has the arguments of a tool call as Python prints a dict, and not because a message has."""
+    contents = [message.content for message in conversation.messages]
+    calls = [str(call.arguments) for message in conversation.messages for call in message.tool_calls if call.arguments]
+    return any(call in text and not any(call in content for content in contents) for call in calls)
+
+
+def _layout_notes(layout: Layout) -> list[str]:
+    dropped = {REASONING_DROPPED: layout.reasoning_dropped, TOOLS_DROPPED: layout.tools_dropped}
+    return [note for note, applies in {**dropped, PREFILL_MISSING: layout.missing_prefills}.items() if applies]
 
 
 def _token_span(
@@ -390,14 +519,9 @@ def _token_span(
     return first + straddles, last + (marker < end)
 
 
-_REASONING_PREFILL = re.compile(r"\s*([<\[][^<>\[\]]*think[^<>\[\]]*[>\]]\s*)+$", re.IGNORECASE)
-
-
-def _is_in_prefill(prompt: str, position: int) -> bool:
-    """Whether the position is inside a reasoning prefill such as `<think>⏎` at the end of a generation prompt, which a
-    turn without reasoning does not have."""
-    prefill = _REASONING_PREFILL.search(prompt)
-    return prefill is not None and position >= prefill.start()
+_REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
+"""What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
+_SHOWN = 40  # characters of a text in a message
 
 
 def _match_any(texts: Sequence[str] | dict[str, int]) -> re.Pattern[str]:
@@ -434,10 +558,10 @@ def _with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _needs_content_parts(template: ChatTemplate) -> bool:
     """Whether the template prints content only as a list of parts, as those of vision models do."""
 
-    def prints(content_parts: bool) -> bool:
+    def prints(content_parts: bool, tools: Sequence[dict[str, Any]] = ()) -> bool:
         try:
-            return "Hello" in template.render([Message("user", "Hello").as_dict(content_parts)])
-        except BadRecordError:
-            return False
+            return "Hello" in template.render([Message("user", "Hello").as_dict(content_parts)], tools)
+        except BadRecordError:  # perhaps it requires tools
+            return not tools and prints(content_parts, [PROBE_TOOL])
 
     return not prints(False) and prints(True)

@@ -123,8 +123,9 @@ class SentinelMessages:
             self._may_repeat[start : start + len(slot.text)] = slot.may_repeat
         self._texts = [_from_code_points(sentinels[a:b]) for a, b in itertools.pairwise(self._starts)]
         replacements = iter(self._texts)
-        self._messages = [map_texts(message, lambda *_: next(replacements)) for message in messages]
-        self.messages = [message.as_dict(content_parts) for message in self._messages]
+        self.messages = [
+            map_texts(message, lambda *_: next(replacements)).as_dict(content_parts) for message in messages
+        ]
 
     def verify(self, text: str, sentinel_text: str) -> SentinelRendering:
         """Prove that `sentinel_text`, the rendering of the sentinels, has the characters of `text` in the same places.
@@ -171,13 +172,11 @@ class SentinelMessages:
             len(pattern.findall(text, slot.droppable)) for slot, text in zip(self._slots, self._texts, strict=True)
         )
 
-    def content_of(self, message: int) -> str:
-        return self._messages[message].content
-
-    def end_of_last_sentinel(self, sentinel_text: str) -> int:
-        """The position after the last sentinel that occurs for the first time; 0 if there is none."""
+    @staticmethod
+    def tail(sentinel_text: str) -> str:
+        """What follows the last sentinel that occurs for the first time."""
         positions = _first_occurrences(_to_code_points(sentinel_text))
-        return int(positions[-1]) + 1 if len(positions) else 0
+        return sentinel_text[int(positions[-1]) + 1 :] if len(positions) else sentinel_text
 
     def text_spans(self, rendering: SentinelRendering) -> list[tuple[int, int, int]] | None:
         """(start, end, slot) of every text in order of appearance; None unless each is printed whole and unbroken."""

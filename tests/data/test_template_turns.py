@@ -1,0 +1,293 @@
+"""Where an answer starts and ends in templates of awkward kinds, and what a refusal tells to do.
+
+Kinds: a prompt that is always or never appended, one that goes on beyond the conversation or prefills reasoning, no end
+after the last answer, tools that are required, arguments of calls that are concatenated.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from whet.core.errors import BadRecordError
+from whet.data.conversation import Conversation, Message, Origin, ToolCall
+from whet.data.read.messages import parse_messages
+from whet.data.render.renderer import PREFILL_MISSING, PROBE_TOOL, Rendered, Renderer
+
+from .render_helpers import conversation_of, supervised_text
+from .template_families import CHATML_TEMPLATE, small_tokenizer
+
+TURNS = [("user", "Hi"), ("assistant", "Yes"), ("user", "More?"), ("assistant", "No.")]
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TURNS_ONLY = CHATML_TEMPLATE.removesuffix(PROMPT)
+assert TURNS_ONLY != CHATML_TEMPLATE
+
+
+def tokenizer_with(template: str, *markers: str, eos: str | None = "<|im_end|>") -> PreTrainedTokenizerFast:
+    return small_tokenizer(template, ("<|im_start|>", "<|im_end|>", *markers), eos=eos)
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, stops: tuple[str, ...] = ()) -> Rendered:
+    renderer = Renderer(tokenizer, "assistant", [tokenizer.convert_tokens_to_ids(stop) for stop in stops])
+    first, second = renderer.render_items([conversation, conversation])
+    if isinstance(first, BadRecordError):
+        raise first
+    assert isinstance(second, Rendered)
+    assert second.loss.tolist() == first.loss.tolist(), "the cache changes the mask"
+    assert first.ids.tolist() == renderer.reference_ids(conversation)
+    assert second.notes == first.notes
+    return first
+
+
+def learned(tokenizer: PreTrainedTokenizerFast, *turns: tuple[str, str], stops: tuple[str, ...] = ()) -> str:
+    return supervised_text(tokenizer, rendered(tokenizer, conversation_of(*turns), stops))
+
+
+def refusal(tokenizer: PreTrainedTokenizerFast, *turns: tuple[str, str], stops: tuple[str, ...] = ()) -> BadRecordError:
+    with pytest.raises(BadRecordError) as caught:
+        learned(tokenizer, *turns, stops=stops)
+    return caught.value
+
+
+# The generation prompt is always appended, or never
+
+
+@pytest.mark.parametrize("system", ["", "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}"], ids=["plain", "system"])
+@pytest.mark.parametrize("eos", ["<|im_end|>", None], ids=["known", "unknown"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_prompt_that_is_always_appended_is_not_learned(system: str, eos: str | None, count: int) -> None:
+    tokenizer = tokenizer_with(system + TURNS_ONLY + "{{ '<|im_start|>assistant\n' }}", eos=eos)
+    assert learned(tokenizer, *TURNS[:count]) == "¦".join(["Yes<|im_end|>", "No.<|im_end|>"][: count // 2])
+    assert Renderer(tokenizer, "assistant").end_of_turn() == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_a_prompt_that_is_always_appended_is_no_end_of_turn() -> None:
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ '<|assistant|>' }}"
+    tokenizer = tokenizer_with(template, "<|user|>", "<|assistant|>")
+    for count in (2, 4):
+        assert refusal(tokenizer, *TURNS[:count]).reason == "no end of turn"
+
+
+def test_without_a_generation_prompt_the_model_writes_the_header_and_the_renderer_says_so() -> None:
+    tokenizer = tokenizer_with(TURNS_ONLY)
+    header = "<|im_start|>assistant\n"
+    assert learned(tokenizer, *TURNS) == f"{header}Yes<|im_end|>¦{header}No.<|im_end|>"
+    assert Renderer(tokenizer, "assistant").supervised_header() == header
+    assert Renderer(tokenizer_with(CHATML_TEMPLATE), "assistant").supervised_header() == ""
+    always = tokenizer_with(TURNS_ONLY + "{{ '<|im_start|>assistant\n' }}")
+    assert Renderer(always, "assistant").supervised_header() == ""
+
+
+# The prompt goes on beyond the conversation
+
+
+@pytest.mark.parametrize("more", ["Answer: ", "\n", "<|b|>", "Let me think:\n"])
+def test_a_prompt_that_goes_on_beyond_the_conversation_is_refused(more: str) -> None:
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", f"assistant\n{more}' }}}}"), "<|b|>")
+    error = refusal(tokenizer, *TURNS)
+    assert error.reason == "no common header"
+    assert f"which has {more!r} where the message has 'Yes'" in str(error)
+
+
+def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\nAnswer: ' }}"))
+    assert learned(tokenizer, ("user", "Hi"), ("assistant", "Answer: 42")) == "42<|im_end|>"
+
+
+# The prompt prefills reasoning
+
+THINKING = CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+
+
+@pytest.mark.parametrize("marker", [(), ("<think>", "</think>")], ids=["text", "tokens"])
+def test_reasoning_that_the_prompt_opens_is_learned_without_its_tag(marker: tuple[str, ...]) -> None:
+    tokenizer = tokenizer_with(THINKING, *marker)
+    turns = [("user", "Hi"), ("assistant", "<think>\nhm\n</think>\n\nFour.")]
+    assert learned(tokenizer, *turns) == "hm\n</think>\n\nFour.<|im_end|>"
+    assert PREFILL_MISSING not in rendered(tokenizer, conversation_of(*turns)).notes
+
+
+def test_the_cache_knows_answers_that_begin_with_the_prefill() -> None:
+    tokenizer = tokenizer_with(THINKING)
+    renderer = Renderer(tokenizer, "assistant")
+    plain, thinks = conversation_of(*TURNS[:2]), conversation_of(TURNS[0], ("assistant", "<think>\nhm</think>Yes"))
+    for conversation, wanted, noted in [(plain, "Yes", True), (thinks, "hm</think>Yes", False), (plain, "Yes", True)]:
+        [result] = renderer.render_items([conversation])
+        assert isinstance(result, Rendered)
+        assert supervised_text(tokenizer, result) == f"{wanted}<|im_end|>"
+        assert (PREFILL_MISSING in result.notes) == noted
+
+
+CALL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("markers", [(), ("<think>", "<tool_call>", "</tool_call>")], ids=["text", "tokens"])
+def test_a_call_begins_where_the_prefill_does(markers: tuple[str, ...]) -> None:
+    """`<think>` of the prompt and `<tool_call>` have `<t` in common."""
+    tokenizer = tokenizer_with(CALL, *markers)
+    call = Message("assistant", "", tool_calls=(ToolCall("look", {}),))
+    result = rendered(tokenizer, Conversation((Message("user", "Hi"), call), Origin("here", 1)))
+    assert supervised_text(tokenizer, result) == "<tool_call>look</tool_call><|im_end|>"
+    assert result.notes == (PREFILL_MISSING,)
+
+
+@pytest.mark.parametrize("prefill", ["<think>", "<|START_THINKING|><|END_THINKING|>", "<|channel>thought\n<channel|>"])
+def test_a_turn_that_begins_with_another_marker_than_the_prefill_is_learned_from_there(prefill: str) -> None:
+    template = CHATML_TEMPLATE.replace("assistant\n' }}", f"assistant\n{prefill}' }}}}")
+    template = template.replace("m['content']", "('<|START_TEXT|>' if m.role == 'assistant' else '') + m['content']")
+    markers = ("<think>", "</think>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|channel>")
+    tokenizer = tokenizer_with(template, *markers)
+    assert learned(tokenizer, *TURNS[:2]) == "<|START_TEXT|>Yes<|im_end|>"
+
+
+# No end after the last answer: the refusal tells what to do, and that works
+
+GLM = (
+    "{% for m in messages %}{{ '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '</tool_call>' }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}\n"
+)
+GLM_MARKERS = ("<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>", "</tool_call>", "<|endoftext|>")
+GLM_STOPS = ("<|user|>", "<|observation|>")
+APERTUS = (
+    "{% for m in messages %}{{ ('<|end|>' if m.role == 'user' and loop.index0 else '') + '<|' + m.role + '|>' }}"
+    "{{ m.content + ('<|end_user|>' if m.role == 'user' else '') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def appended(error: BadRecordError) -> str:
+    [line] = re.findall(r"Append (.*) to a copy of the template, and use that: data\.template=COPY\.jinja", str(error))
+    return str(line)
+
+
+@pytest.mark.parametrize(
+    ("template", "markers", "eos", "stops", "end"),
+    [
+        (GLM, GLM_MARKERS, "<|endoftext|>", GLM_STOPS, "<|user|>"),
+        (APERTUS, ("<|user|>", "<|assistant|>", "<|end|>", "<|end_user|>"), "<|end|>", (), "<|end|>"),
+    ],
+    ids=["glm", "apertus"],
+)
+def test_the_remedy_for_a_last_answer_without_end_works(
+    template: str, markers: tuple[str, ...], eos: str, stops: tuple[str, ...], end: str
+) -> None:
+    before = tokenizer_with(template, *markers, eos=eos)
+    for count in (2, 4):
+        error = refusal(before, *TURNS[:count], stops=stops)
+        assert error.reason == "no end of turn"
+        assert f"after message {count}" in str(error)
+        after = tokenizer_with(template + appended(error), *markers, eos=eos)
+        answers = ["Yes", "No."][: count // 2]
+        assert learned(after, *TURNS[:count], stops=stops) == "¦".join(answer + end for answer in answers)
+        messages = [{"role": role, "content": text} for role, text in TURNS[:1]]
+        prompts = [Renderer(each, "assistant").prompt_ids(messages) for each in (before, after)]
+        assert prompts[0] == prompts[1]
+
+
+def test_with_that_remedy_a_call_ends_with_the_stop_token_that_follows_it() -> None:
+    tokenizer = tokenizer_with(GLM + "{%- if not add_generation_prompt %}{{ '<|user|>' }}{% endif %}", *GLM_MARKERS)
+    messages = (
+        Message("user", "Hi"), Message("assistant", "", tool_calls=(ToolCall("look", {}),)),
+        Message("tool", "7"), Message("assistant", "Seven."),
+    )  # fmt: skip
+    result = rendered(tokenizer, Conversation(messages, Origin("here", 1)), GLM_STOPS)
+    assert supervised_text(tokenizer, result) == "<tool_call>look</tool_call><|observation|>¦Seven.<|user|>"
+    assert result.supervises_end
+
+
+def test_the_remedy_for_answers_without_any_end_works() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    error = refusal(tokenizer_with(template), *TURNS)
+    assert "Write <|im_end|> after each answer in a copy of the template" in str(error)
+    better = template.replace("m.content", "m.content + ('<|im_end|>' if m.role == 'assistant' else '')")
+    assert [part.strip() for part in learned(tokenizer_with(better), *TURNS).split("¦")] == [
+        "Yes<|im_end|>", "No.<|im_end|>",
+    ]  # fmt: skip
+
+
+# Tools that the template requires
+
+NEEDS_TOOLS = "{{ '<|im_start|>system\n' + (tools | length) | string + ' tools<|im_end|>\n' }}" + CALL.replace(
+    "<think>\n", ""
+)
+
+
+def test_a_template_that_requires_tools_is_tried_with_those_of_the_conversation() -> None:
+    tokenizer = tokenizer_with(NEEDS_TOOLS, "<tool_call>", "</tool_call>", eos=None)
+    call = Message("assistant", "", tool_calls=(ToolCall("look", {}),))
+    messages = (Message("user", "Hi"), call, Message("tool", "7"), Message("assistant", "Seven."))
+    result = rendered(tokenizer, Conversation(messages, Origin("here", 1), (PROBE_TOOL,)))
+    assert supervised_text(tokenizer, result) == "<tool_call>look</tool_call><|im_end|>¦Seven.<|im_end|>"
+    assert result.notes == ()
+    assert Renderer(tokenizer, "assistant").end_of_turn() == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert refusal(tokenizer, *TURNS).reason == "template refuses"
+
+
+def test_content_parts_are_found_out_with_tools_where_the_template_requires_them() -> None:
+    template = "{{ (tools | length) | string }}" + CHATML_TEMPLATE.replace("m['content']", "m['content'][0]['text']")
+    tokenizer = tokenizer_with(template)
+    result = rendered(tokenizer, Conversation(conversation_of(*TURNS).messages, Origin("here", 1), (PROBE_TOOL,)))
+    assert supervised_text(tokenizer, result) == "Yes<|im_end|>¦No.<|im_end|>"
+
+
+# Arguments of calls as text
+
+WRITTEN = '{"city":"Rīga \\"x\\"", "days": 3}'
+
+
+def call_record(arguments: Any) -> Conversation:
+    call = {"function": {"name": "look", "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    names = {"messages": "messages", "role": "role", "content": "content", "tools": "tools"}
+    return parse_messages({"messages": messages}, names, Origin("here", 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (WRITTEN, WRITTEN),
+        ({"city": 'Rīga "x"', "days": 3}, '{"city": "Rīga \\"x\\"", "days": 3}'),
+        ('{"days":3}', '{"days":3}'),
+        ({}, "{}"),
+        ("", ""),
+    ],
+    ids=["written", "object", "number", "none", "blank"],
+)
+@pytest.mark.parametrize(
+    "printed", ["c.function.name + c.function.arguments", "c.function.name ~ c.function.arguments"]
+)
+def test_a_template_that_prints_arguments_gets_them_as_written(printed: str, arguments: Any, text: str) -> None:
+    tokenizer = tokenizer_with(CALL.replace("c.function.name", printed).replace("<think>\n", ""), "<tool_call>")
+    if text == "" and "~" in printed:
+        text = "{}"  # an object without arguments is printed the same in Python and JSON
+    result = rendered(tokenizer, call_record(arguments))
+    assert supervised_text(tokenizer, result) == f"<tool_call>look{text}</tool_call><|im_end|>"
+
+
+def test_a_template_that_takes_objects_still_gets_them() -> None:
+    source = CALL.replace("c.function.name", "c.function.name ~ c.function.arguments | tojson").replace("<think>\n", "")
+    tokenizer = tokenizer_with(source, "<tool_call>")
+    result = rendered(tokenizer, call_record(WRITTEN))
+    wanted = '<tool_call>look{"city": "Rīga \\"x\\"", "days": 3}</tool_call><|im_end|>'
+    assert supervised_text(tokenizer, result) == wanted
+    quoted = call_record({"days": 3})
+    messages = (Message("user", "Is it {'days': 3}?"), quoted.messages[1])
+    result = rendered(tokenizer, Conversation(messages, Origin("here", 1)))
+    assert supervised_text(tokenizer, result) == '<tool_call>look{"days": 3}</tool_call><|im_end|>'
+
+
+def test_the_first_error_is_told_where_text_does_not_help() -> None:
+    source = CALL.replace("c.function.name", "c.function.name + m.nothing").replace("<think>\n", "")
+    with pytest.raises(BadRecordError, match="nothing"):
+        rendered(tokenizer_with(source), call_record(WRITTEN))
