@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,3 +56,26 @@ def test_compiled_graphs_are_counted_and_too_many_are_an_error(private: ModuleTy
 def test_the_default_cache_is_a_temporary_folder(private: ModuleType) -> None:
     assert os.path.isabs(private.default_inductor_cache())  # noqa: PTH117
     private.import_inductor()
+
+
+def test_the_lock_of_inductors_cache_is_dropped(private: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.caching import memoizers
+
+    cache = memoizers.should_pad_memoizer._disk_cache
+    monkeypatch.setattr(cache, "_flock", cache._flock)  # put back after the test
+    private.drop_cache_lock()
+    assert not hasattr(cache, "_flock")
+    private.drop_cache_lock()
+
+
+@pytest.mark.slow
+def test_a_compiled_run_ends_without_a_word_of_filelock(real_python: str, shipped_recipe: str, tmp_path: Path) -> None:
+    """filelock is imported after torch._inductor.utils, as with transformers 5.17: the interpreter clears it first."""
+    options = ["train", shipped_recipe, f"run.dir={tmp_path}/run", "train.steps=1", "model.compile=true"]
+    code = (
+        "import sys, torch._inductor.utils; assert 'filelock' not in sys.modules; from whet.cli.app import main; main()"
+    )
+    command = [real_python, "-c", code, *options, "eval.at_start=false", "export.at_end=none"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Exception ignored" not in ended.stderr

@@ -71,9 +71,38 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert found[2] == pytest.approx(0.5 + 0.5 * (1 + math.cos(math.pi * 0.2)) / 2)
 
 
-def test_wsd_is_flat_and_then_falls() -> None:
-    assert factors(10, name="wsd", warmup=2, decay=4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+def test_wsd_is_flat_and_then_falls_in_every_step() -> None:
+    assert factors(10, name="wsd", warmup=2, decay=4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
     assert factors(10, name="wsd", warmup=0, decay=0.4) == factors(10, name="wsd", warmup=0, decay=4)
+    assert factors(3, name="wsd", warmup=0, decay=1, min_frac=0.5) == pytest.approx([1, 1, 0.75])
+
+
+@given(
+    name=st.sampled_from(["constant", "linear", "cosine", "wsd"]), steps=st.integers(1, 60), warmup=st.integers(0, 60),
+    decay=st.integers(0, 60), start=FRACTIONS, end=FRACTIONS,
+)  # fmt: skip
+def test_each_schedule_has_the_formula_of_the_docs(
+    name: Any, steps: int, warmup: int, decay: int, start: float, end: float
+) -> None:
+    """docs/training.md, with N and k counted in whole steps."""
+    expected = []
+    for step in range(steps):
+        constant = warmup if name != "wsd" else max(warmup, steps - decay)
+        k, n = step - constant + 1, steps - constant
+        if step < warmup:
+            factor = start + (1 - start) * (step + 1) / warmup
+        elif name == "constant" or step < constant:
+            factor = 1
+        else:
+            down = {
+                "linear": 1 - (k - 1) / n,
+                "cosine": (1 + math.cos(math.pi * (k - 1) / n)) / 2,
+                "wsd": 1 - k / (n + 1),
+            }[name]
+            factor = end + (1 - end) * down
+        expected.append(factor)
+    settings = {"name": name, "warmup": warmup, "decay": decay, "init_frac": start, "min_frac": end}
+    assert factors(steps, **settings) == pytest.approx(expected)
 
 
 def test_a_fraction_is_a_part_of_the_run_and_a_whole_number_counts_steps() -> None:
@@ -98,7 +127,7 @@ def test_steps_of_equal_size_have_the_rates_of_steps(schedule: ScheduleConfig, s
     )
 
 
-@given(cuts=st.sets(st.integers(1, 99)), warmup=st.integers(0, 30), name=st.sampled_from(["linear", "cosine", "wsd"]))
+@given(cuts=st.sets(st.integers(1, 99)), warmup=st.integers(0, 30), name=st.sampled_from(["linear", "cosine"]))
 def test_the_same_place_has_the_same_rate_however_the_way_there_is_cut(cuts: set[int], warmup: int, name: Any) -> None:
     """After the warm-up the factor depends on where the step begins, and on nothing else."""
     edges = sorted({0, 100} | cuts)
@@ -107,6 +136,17 @@ def test_the_same_place_has_the_same_rate_however_the_way_there_is_cut(cuts: set
     for start, found in zip(edges, of_sizes([b - a for a, b in itertools.pairwise(edges)], **schedule), strict=False):
         if start >= warmup:
             assert found == pytest.approx(fine[start])
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), decay=st.integers(1, 1000), end=FRACTIONS)
+def test_wsd_falls_in_every_step_of_any_size_and_never_to_the_end(sizes: list[int], decay: int, end: float) -> None:
+    found = of_sizes(sizes, name="wsd", warmup=0, decay=decay, min_frac=end, by="token")
+    constant = max(0, sum(sizes) - decay)
+    last = 1.0
+    for start, factor in zip(itertools.accumulate([0, *sizes]), found, strict=False):
+        if start >= constant and end < 0.9:
+            assert end < factor < last
+        last = factor
 
 
 def test_the_warm_up_counts_what_the_schedule_counts() -> None:
@@ -118,8 +158,8 @@ def test_the_warm_up_counts_what_the_schedule_counts() -> None:
 def test_by_epoch_fractions_are_epochs() -> None:
     """Steps of half an epoch in a run of three, then of a quarter in a run of one and a half."""
     schedule = {"name": "wsd", "warmup": 1.5, "decay": 0.5, "by": "epoch"}
-    assert of_sizes([5] * 6, 10, **schedule) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
-    assert of_sizes([5] * 6, 20, **schedule | {"warmup": 0.25}) == pytest.approx([1, 1, 1, 1, 1, 0.5])
+    assert of_sizes([5] * 6, 10, **schedule) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 0.5])
+    assert of_sizes([5] * 6, 20, **schedule | {"warmup": 0.25}) == pytest.approx([1, 1, 1, 1, 2 / 3, 1 / 3])
 
 
 def test_a_fraction_above_one_is_neither_units_nor_a_part() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import sys
 
 import torch
@@ -52,3 +54,12 @@ def enable_autograd_cache() -> None:
 def import_inductor() -> None:
     """`torch._inductor.compile_fx`: what the first compilation would import, which takes a second or two."""
     import torch._inductor.compile_fx  # noqa: F401
+
+
+@atexit.register
+def drop_cache_lock() -> None:
+    """`torch._inductor.runtime.caching.memoizers.should_pad_memoizer` holds a file lock for as long as the process
+    lives. Its finalizer fails, with "Exception ignored in BaseFileLock", if the interpreter clears filelock first."""
+    memoizers = sys.modules.get("torch._inductor.runtime.caching.memoizers")
+    with contextlib.suppress(AttributeError):  # another version of torch may have no such lock
+        del memoizers.should_pad_memoizer._disk_cache._flock  # type: ignore[union-attr]

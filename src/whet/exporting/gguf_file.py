@@ -19,6 +19,7 @@ from whet.core.errors import WhetError, first_line
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_tokenizers
+from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -316,14 +317,13 @@ def _verify_tokenizer(
     probes: Sequence[Sequence[int]],
     findings: ExportFindings,
 ) -> None:
-    """transformers loads tokens, merges and template; pre-tokenizer and stop tokens are read from the file's fields."""
+    """transformers loads tokens, merges and template; pre-tokenizer and special tokens are read from the file's
+    fields."""
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(**source)
     set_pre_tokenizer(loaded, str(fields["tokenizer.ggml.pre"].contents()))
-    for kind in ("bos", "eos"):  # transformers 5.17 swaps the two
-        number = fields.get(f"tokenizer.ggml.{kind}_token_id")
-        setattr(loaded, f"{kind}_token", loaded.convert_ids_to_tokens(number.contents()) if number else None)
+    set_gguf_special_tokens(loaded, fields)
     texts = [settings.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in probes]
     compare_tokenizers(settings, loaded, texts, findings)
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

