@@ -98,6 +98,20 @@ def test_multiple_choice_in_parquet(tmp_path: Path) -> None:
     assert (found.choices, found.expected) == (4, "B")
 
 
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": "1+1?", "answer": "2"}, {"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}, ARC,
+     {"question": "1+1?", "answer": "2\n#### 2"}],
+)  # fmt: skip
+def test_the_system_prompt_of_a_record_replaces_that_of_the_task(write: Write, record: Any) -> None:
+    path = write({**record, "system_prompt": "Be brief."}, record)
+    found = read(path, system="Be kind.").examples(9)
+    assert [each.messages[0] for each in found] == [
+        {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."},
+    ]  # fmt: skip
+    assert [len(each.messages) for each in found] == [2, 2]
+
+
 def test_gsm8k_is_scored_by_number(write: Write) -> None:
     task = read(write({"question": "Half of 48?", "answer": "It is 48/2=<<48/2=24>>24.\n#### 24"}))
     (found,) = task.examples(9)

@@ -12,8 +12,8 @@ from whet.core.config import Section, config_error
 from whet.core.files import resolve_path, user_path
 
 Format = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt-completion", "marked", "text", "gsm8k", "multiple-choice",
-    "tokens",
+    "auto", "messages", "sharegpt", "alpaca", "prompt-completion", "transcript", "marked", "text", "gsm8k",
+    "multiple-choice", "tokens",
 ]  # fmt: skip
 _Pair = Annotated[tuple[int, int], Field(strict=False)]
 

@@ -90,13 +90,13 @@ def test_sharegpt_fields_can_have_other_names() -> None:
         ({"conversations": [{"value": "a"}]}, "no role", "message 1"),
         (sharegpt(("alien", "a")), "unknown role", "'alien'"),
         (sharegpt((3, "a")), "unknown role", "3"),  # type: ignore[arg-type]
-        (sharegpt(("human", "a"), ("gpt", " ")), "empty text", "message 2"),
+        (sharegpt(("human", "a"), ("gpt", " ")), "empty turn", "message 2"),
         (sharegpt(("human", None)), "bad content", "message 1"),
         (sharegpt(("function_call", "f()")), "broken JSON", "message 1"),
         (sharegpt(("function_call", "[]")), "bad tool call", "message 1"),
         (sharegpt(("function_call", {"name": "f"})), "bad content", "message 1"),
         (sharegpt(("observation", "a")), "result without a call", "message 1"),
-        (sharegpt(("system", "a"), ("human", "b"), system="c"), "two system messages", "message 2"),
+        (sharegpt(("system", "a"), ("human", "b"), system="c"), "two system messages", "'system' is 'c' and message 1"),
     ],
 )
 def test_sharegpt_rejects(record: Any, reason: str, message: str) -> None:

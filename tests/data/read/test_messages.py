@@ -13,6 +13,7 @@ from whet.core.errors import BadRecordError
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.formats import FORMATS
 from whet.data.read.messages import parse_messages
+from whet.data.read.shapes import reject_unsupported
 
 HERE = Origin("a.jsonl", 7)
 NAMES = FORMATS["messages"].resolve_names({})
@@ -53,7 +54,9 @@ NEAR = st.recursive(  # JSON that resembles a record
 
 
 def parse_record(record: Any, _origin: Origin = HERE) -> Conversation:
-    return parse_messages(record, NAMES, HERE)
+    parsed = parse_messages(record, NAMES, HERE)
+    reject_unsupported(record, parsed, NAMES)
+    return parsed
 
 
 def talk(*turns: dict[str, Any], **more: Any) -> Conversation:

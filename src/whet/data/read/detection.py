@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
 from whet.data.read.container import Container, RawRecord, open_bytes
-from whet.data.read.formats import FORMATS, has_chat_markers
-from whet.data.read.record_fields import present_names
+from whet.data.read.formats import FORMATS, find_chat_marker
+from whet.data.read.record_fields import find_optional, present_names
+from whet.data.read.shapes import name_preference, name_separate_answer, name_shape
 
-_WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "text"}
+_WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
 _SUPERSEDES = {
     "messages": _WEAKER_THAN_TURNS, "sharegpt": _WEAKER_THAN_TURNS, "multiple-choice": {"prompt-completion"},
-    "gsm8k": {"prompt-completion"}, "alpaca": {"text"},
+    "gsm8k": {"prompt-completion"}, "alpaca": {"transcript", "text"}, "transcript": {"text"},
 }  # fmt: skip
 """If a record matches the key, the matches in the set are dropped: a list of turns beats the fields derived from it, a
 gsm8k answer is more specific than any answer, and Stanford Alpaca repeats its prompt as `text`."""
+_TURN_LISTS = ("messages", "conversations")
+_ANSWER_FIELDS = {"messages", "conversations", "completion", "output", "answer", "text"}
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
@@ -85,6 +88,8 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         return DetectedFormat(
             "messages", FORMATS["messages"].resolve_names(fields), "messages (assumed: no record is readable)"
         )
+    if fields.keys().isdisjoint(_ANSWER_FIELDS) and (shape := name_preference(sample)):
+        raise WhetError(f"data.sources: {source.path}: {shape}")
     candidates = [name for name in _DETECTABLE if fields.keys() <= FORMATS[name].fields.keys()]
     each = [_match_formats(record, candidates, fields) for record in sample]
     found = _common_matches(each)
@@ -95,11 +100,20 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
             f"data.sources: {places[odd]}: the format or the field names of this record ({this}) differ from those "
             f"before it ({before}). Make one source per format, or set format and fields"
         )
-    chosen = _require_one_match(_drop_superseded(found), sample, source)
-    if chosen[0] == "text" and any(has_chat_markers(record, dict(chosen[1])["text"]) for record in sample):
+    found = _drop_superseded(found)
+    if {form for form, _ in found} <= {"text"} and (shape := name_shape(sample, bool(found))):
+        unknown = "" if found else "the format is not recognised: "
+        raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
+    chosen = _require_one_match(found, sample, source)
+    turns = next((name for field, name in chosen[1] if field in _TURN_LISTS), None)
+    if turns is not None and (shape := name_separate_answer(sample, turns)):
+        raise WhetError(f"data.sources: {source.path}: {shape}")
+    marks = [find_chat_marker(record, dict(chosen[1])["text"]) for record in sample] if chosen[0] == "text" else []
+    if any(marks):
         raise WhetError(
-            f"data.sources: {source.path}: the texts contain chat markers. Set format: marked and data.markers to "
-            "train on the assistant's turns, or format: text to train on every token"
+            f"data.sources: {source.path}: the texts are chats with {next(filter(None, marks))}. To train on the "
+            "assistant's turns, write them as messages, or set format: marked and data.markers; to train on every "
+            "token, set format: text"
         )
     return _make_detected(chosen, sample, source)
 
@@ -151,7 +165,7 @@ def _make_detected(match: FormatMatch, sample: Sequence[Any], source: Source) ->
     form, fields = match[0], source.fields or {}
     records = [record for record in sample if isinstance(record, dict)]
     found = dict(match[1])
-    for field, known in FORMATS[form].fields.items():
+    for field, known in FORMATS[form].required.items():
         present = {name for record in records for name in present_names(record, field, known, fields)}
         if field not in found and len(present) > 1:
             raise WhetError(
@@ -159,19 +173,27 @@ def _make_detected(match: FormatMatch, sample: Sequence[Any], source: Source) ->
                 f"Choose one: fields: {{{field}: NAME}}"
             )
         found.setdefault(field, next(iter(present), fields.get(field, known[0])))
-    names = FORMATS[form].resolve_names(found)
+    names = FORMATS[form].resolve_names({**fields, **found})
+    for record, (field, known) in itertools.product(records, FORMATS[form].optional.items()):
+        try:
+            find_optional(record, field, known, names)
+        except BadRecordError as error:
+            raise WhetError(f"data.sources: {source.path}: {error}") from None
     return DetectedFormat(form, names, _describe_format(form, names, _record_keys(sample)))
 
 
 def _describe_format(form: str, names: Mapping[str, str], keys: Sequence[str]) -> str:
     """For example: sharegpt (conversations: from, value); not used: id."""
     inner = FORMATS[form].turn_fields
-    outer = {field: name for field, name in names.items() if field not in inner and name in keys}
-    used = [name if name == field or inner else f"{name} as {field}" for field, name in outer.items()]
+    outer = {name: field for field, name in names.items() if field not in inner and name in keys}
+    for field, known in FORMATS[form].optional.items():
+        outer |= {name: field for name in known if field not in names and name in keys}
+    order = sorted(outer, key=lambda name: (outer[name] not in _TURN_LISTS, keys.index(name)))
+    used = [name if outer[name] in (name, *_TURN_LISTS) else f"{name} as {outer[name]}" for name in order]
     if inner:
         turns = ", ".join(names[field] for field in inner)
         used[:1] = [f"{used[0]}: {turns}" if used else turns]
-    unused = [key for key in keys if key not in outer.values()]
+    unused = [key for key in keys if key not in outer]
     description = form + (f" ({', '.join(used)})" if used else "")
     if unused:
         more = len(unused) - _MAX_SHOWN_KEYS

@@ -13,18 +13,22 @@ from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_m
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
 from whet.data.read.messages import (
     MESSAGES_FIELDS,
+    RECORD_FIELDS,
     check_message_order,
     is_turn_list,
+    make_conversation,
+    parse_message,
     parse_message_list,
     parse_messages,
     parse_tool_call,
-    parse_tools,
     parse_train_flag,
     recognise_messages,
 )
 from whet.data.read.record_fields import (
+    EMPTY_VALUES,
     decode_list,
     describe_type,
+    find_optional,
     match_fields,
     parse_json,
     require_field,
@@ -40,16 +44,14 @@ SHAREGPT_FIELDS = {
     "conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),
     "from": ("from",),
     "value": ("value",),
-    "system": ("system",),
-    "tools": ("tools",),
 }
 _SHAREGPT_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "system": "system", "observation": "tool", "tool": "tool",
-    "function_response": "tool",
+    "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-_SHAREGPT_CALL = "function_call"
+_SHAREGPT_CALLS = ("function_call", "tool_call")
 
 
 def recognise_sharegpt(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -69,10 +71,8 @@ def parse_sharegpt(record: Any, names: Mapping[str, str], origin: Origin) -> Con
     if not isinstance(turns, list) or not turns:
         raise BadRecordError("no messages", f"'{name}' must be a list of at least one turn, not {describe_type(turns)}")
     messages = [_parse_sharegpt_turn(turn, number, names) for number, turn in enumerate(turns, 1)]
-    if system := record.get(names["system"]):
-        messages.insert(0, Message("system", require_text(system, f"'{names['system']}'")))
     check_message_order(messages)
-    return Conversation(tuple(messages), origin, parse_tools(record.get(names["tools"])))
+    return make_conversation(messages, record, names, origin)
 
 
 def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Message:
@@ -82,7 +82,7 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
     speaker, value = turn.get(names["from"]), turn.get(names["value"])
     if speaker is None:
         raise BadRecordError("no role", f"{place} has no '{names['from']}'; set it to human or gpt")
-    if speaker == _SHAREGPT_CALL:
+    if speaker in _SHAREGPT_CALLS:
         calls = parse_json(require_text(value, f"{place}: '{names['value']}'"), place)
         parsed = tuple(parse_tool_call(call, place) for call in (calls if isinstance(calls, list) else [calls]))
         if not parsed:
@@ -90,11 +90,9 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
         return Message("assistant", "", tool_calls=parsed, train=parse_train_flag(turn, "assistant", place))
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        known = ", ".join((*_SHAREGPT_ROLES, _SHAREGPT_CALL))
+        known = ", ".join((*_SHAREGPT_ROLES, *_SHAREGPT_CALLS))
         raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known: {known}")
-    where = f"{place}: '{names['value']}'"
-    text = require_nonempty(value, where) if role in ("user", "assistant") else require_text(value, where)
-    return Message(role, text, train=parse_train_flag(turn, role, place))
+    return parse_message({**turn, names["from"]: role}, number, names["from"], names["value"])
 
 
 # alpaca: {"instruction": "…", "input": "…", "output": "…"}.
@@ -102,13 +100,8 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
 # The user turn is the instruction and, after a blank line, the input. `history` is a list of earlier [question, answer]
 # pairs.
 
-ALPACA_FIELDS = {
-    "instruction": ("instruction",),
-    "input": ("input", "context"),
-    "output": ("output", "response"),
-    "system": ("system",),
-    "history": ("history",),
-}
+ALPACA_FIELDS = {"instruction": ("instruction",), "output": ("output", "response")}
+_ALPACA_OPTIONAL = {"input": ("input", "context"), "history": ("history",)}
 _ALPACA_EXAMPLE = '{"instruction": "…", "input": "…", "output": "…"}'
 
 
@@ -121,25 +114,20 @@ def parse_alpaca(record: Any, names: Mapping[str, str], origin: Origin) -> Conve
     """Parse a record; raises BadRecordError."""
     record = require_object(record, _ALPACA_EXAMPLE)
     instruction = require_text(require_field(record, names["instruction"]), f"'{names['instruction']}'")
-    value = record.get(names["input"])
-    context = "" if value is None else require_text(value, f"'{names['input']}'")
+    name, value = find_optional(record, "input", _ALPACA_OPTIONAL["input"], names)
+    context = "" if value is None else require_text(value, f"'{name}'")
     prompt = "\n\n".join(text for text in (instruction, context) if text.strip())
     messages = [
-        *_alpaca_system(record.get(names["system"]), names["system"]),
-        *_alpaca_history(record.get(names["history"]), names["history"]),
+        *_alpaca_history(*find_optional(record, "history", _ALPACA_OPTIONAL["history"], names)),
         Message("user", require_nonempty(prompt, f"'{names['instruction']}'")),
         Message("assistant", require_nonempty(require_field(record, names["output"]), f"'{names['output']}'")),
     ]
-    return Conversation(tuple(messages), origin)
+    return make_conversation(messages, record, names, origin)
 
 
-def _alpaca_system(system: Any, name: str) -> list[Message]:
-    return [Message("system", require_text(system, f"'{name}'"))] if system else []
-
-
-def _alpaca_history(history: Any, name: str) -> list[Message]:
+def _alpaca_history(name: str, history: Any) -> list[Message]:
     pairs = decode_list(history, f"'{name}'")
-    if pairs in (None, "", []):
+    if pairs in EMPTY_VALUES:
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadRecordError(
@@ -152,20 +140,16 @@ def _alpaca_history(history: Any, name: str) -> list[Message]:
     return messages
 
 
-# prompt-completion: {"prompt": "…", "completion": "…"}; both may be lists of messages.
+# prompt-completion: {"prompt": "…", "completion": "…"}; both may be messages, or turns of sharegpt.
 #
 # Strings become a user and an assistant turn. Assistant turns of a prompt that is a list are context: not supervised.
 
 PROMPT_COMPLETION_FIELDS = {
     "prompt": ("prompt", "question", "query", "input", "problem"),
     "completion": ("completion", "answer", "response", "output", "solution"),
-    "system": ("system",),
-    "tools": ("tools",),
 }
 _PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
-_MORE_THAN_A_PROMPT = (
-    "instruction", "context", "passage", "document", "choices", "options", "history", "chosen", "rejected",
-)  # fmt: skip
+MORE_THAN_A_PROMPT = ("instruction", "context", "passage", "document", "choices", "options", "history")
 """Fields that add to the question, so that the record is more than a prompt and a completion."""
 
 
@@ -174,7 +158,7 @@ def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[
     if not isinstance(record, dict):
         return []
     more = [
-        name for name in _MORE_THAN_A_PROMPT if record.get(name) not in (None, "", []) and name not in fields.values()
+        name for name in MORE_THAN_A_PROMPT if record.get(name) not in (None, "", []) and name not in fields.values()
     ]
     return [] if more else match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
 
@@ -183,18 +167,28 @@ def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origi
     """Parse a record; raises BadRecordError."""
     record = require_object(record, _PROMPT_COMPLETION_EXAMPLE)
     prompt = _as_messages(require_field(record, names["prompt"]), names["prompt"], "user")
-    if system := record.get(names["system"]):
-        prompt.insert(0, {"role": "system", "content": require_text(system, f"'{names['system']}'")})
     completion = _as_messages(require_field(record, names["completion"]), names["completion"], "assistant")
     messages = parse_message_list(prompt + completion)
+    if messages[len(prompt)].role == "user":
+        raise BadRecordError(
+            "bad completion",
+            f"'{names['completion']}' begins with a question: it is a whole conversation. Set format: messages and "
+            f"fields: {{messages: {names['completion']}}}",
+        )
     context = [replace(turn, train=False) if turn.role == "assistant" else turn for turn in messages[: len(prompt)]]
-    return Conversation((*context, *messages[len(prompt) :]), origin, parse_tools(record.get(names["tools"])))
+    return make_conversation((*context, *messages[len(prompt) :]), record, names, origin)
 
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:
-    if isinstance(value, list) and value:
-        return list(value)
+    if isinstance(value, (list, dict)) and value:
+        return [_as_message(turn) for turn in (value if isinstance(value, list) else [value])]
     return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]
+
+
+def _as_message(turn: Any) -> Any:
+    if not isinstance(turn, dict) or "from" not in turn or "role" in turn:
+        return turn
+    return {**turn, "role": _SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
 
 
 # gsm8k: a question, and an answer with calculations such as <<48/2=24>> that ends with a line `#### 24`.
@@ -214,14 +208,13 @@ def recognise_gsm8k(record: Any, fields: Mapping[str, str]) -> list[dict[str, st
 def parse_gsm8k(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
     """The answer as plain text, without the <<…>> annotations."""
     question, answer = _gsm8k_question_and_answer(record, names)
-    return Conversation((Message("user", question), Message("assistant", _GSM8K_CALCULATION.sub("", answer))), origin)
+    messages = Message("user", question), Message("assistant", _GSM8K_CALCULATION.sub("", answer))
+    return make_conversation(messages, record, names, origin)
 
 
 def parse_gsm8k_calls(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
     """Each calculation becomes a call of the calculator tool, followed by its result."""
     question, answer = _gsm8k_question_and_answer(record, names)
-    if "<<" not in answer:
-        return Conversation((Message("user", question), Message("assistant", answer)), origin, (CALCULATOR_SCHEMA,))
     steps, place = [], 0
     for found in _GSM8K_CALCULATION.finditer(answer):
         expression, equals, result = found.group(1).rpartition("=")
@@ -229,9 +222,8 @@ def parse_gsm8k_calls(record: Any, names: Mapping[str, str], origin: Origin) -> 
             raise BadRecordError("bad sum", f"{shorten(found.group())} is not a calculation such as <<48/2=24>>")
         steps.append(CalculatorStep(answer[place : found.start()], expression, result))
         place = found.end()
-    return Conversation(
-        (Message("user", question), *calculator_messages(steps, answer[place:])), origin, (CALCULATOR_SCHEMA,)
-    )
+    messages = Message("user", question), *calculator_messages(steps, answer[place:])
+    return replace(make_conversation(messages, record, names, origin), tools=(CALCULATOR_SCHEMA,))
 
 
 def _gsm8k_question_and_answer(record: Any, names: Mapping[str, str]) -> tuple[str, str]:
@@ -271,10 +263,8 @@ def recognise_multiple_choice(record: Any, fields: Mapping[str, str]) -> list[di
 def parse_multiple_choice(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
     """Parse a record; raises BadRecordError."""
     question, texts, correct = read_multiple_choice(record, names)
-    return Conversation(
-        (Message("user", multiple_choice_prompt(question, texts)), Message("assistant", ascii_uppercase[correct])),
-        origin,
-    )
+    messages = Message("user", multiple_choice_prompt(question, texts)), Message("assistant", ascii_uppercase[correct])
+    return make_conversation(messages, record, names, origin)
 
 
 def read_multiple_choice(record: Any, names: Mapping[str, str]) -> tuple[str, list[str], int]:
@@ -321,7 +311,15 @@ def _correct_choice(answer: Any, labels: list[str] | None, choices: int, name: s
 # text and marked: {"text": "…"}, or a whole .txt file.
 
 TEXT_FIELDS = {"text": ("text",)}
-_CHAT_MARKERS = re.compile(r"<\|(?:user|assistant|system|im_start|start_header_id)\|>|\[INST\]")
+_CHAT_MARKERS = re.compile(
+    r"<\|(?:user|human|prompter|assistant|bot|model|system|im_start|start_header_id|start)\|>|\[INST\]|<start_of_turn>"
+)
+_USER_LABEL, _ASSISTANT_LABEL = (
+    re.compile(
+        rf"(?:^[<\[| ]{{0,3}}|#{{2,3}} ?)(?:{names})[>\]|]{{0,2}} ?:|(?-i:\b{loud}:)", re.IGNORECASE | re.MULTILINE
+    )
+    for names, loud in (("human|user|prompter|instruction", "USER"), ("assistant|response|bot|ai|gpt", "ASSISTANT"))
+)
 
 
 def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -335,10 +333,13 @@ def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str
     ]
 
 
-def has_chat_markers(record: Any, name: str) -> bool:
-    """Whether the text contains turns, so that training on every token may not be intended."""
+def find_chat_marker(record: Any, name: str) -> str | None:
+    """A marker or label of a turn, if the text has turns, so that training on every token may not be intended."""
     text = record.get(name) if isinstance(record, dict) else record
-    return isinstance(text, str) and _CHAT_MARKERS.search(text) is not None
+    if not isinstance(text, str):
+        return None
+    found = _CHAT_MARKERS.search(text) or (_ASSISTANT_LABEL.search(text) and _USER_LABEL.search(text))
+    return found.group().strip() if found else None
 
 
 def parse_text(record: Any, names: Mapping[str, str], origin: Origin) -> PlainText:
@@ -357,33 +358,92 @@ def _require_document(record: Any, name: str) -> str:
     return require_nonempty(require_field(require_object(record, '{"text": "…"}'), name), f"'{name}'")
 
 
+# transcript: {"text": "### Human: …### Assistant: …"}, or with `Human:` and `Assistant:` after blank lines (HH-RLHF).
+
+_TRANSCRIPT_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant", "System": "system"}
+_TRANSCRIPT_LABELS = (
+    re.compile(r"###\s*(Human|User|Assistant|System)\s*:"),
+    re.compile(r"(?:\A\s*|\n[ \t]*\n)(Human|User|Assistant|System):"),
+)
+
+
+def recognise_transcript(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """Every set of field names under which the record matches."""
+    found = recognise_text(record, fields)
+    texts = [record[names["text"]] if isinstance(record, dict) else record for names in found]
+    roles = [{role for role, _ in _split_transcript(text)} for text in texts]
+    return [names for names, spoken in zip(found, roles, strict=True) if {"user", "assistant"} <= spoken]
+
+
+def parse_transcript(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """Parse a record; raises BadRecordError."""
+    turns = _split_transcript(_require_document(record, names["text"]))
+    if not turns:
+        raise BadRecordError(
+            "bad transcript", f"'{names['text']}' does not begin with a label of a turn such as ### Human: or Human:"
+        )
+    spoken = turns[1:] if turns[0][0] == "system" else turns
+    for number, (role, _) in enumerate(spoken):
+        expected = ("user", "assistant")[number % 2]
+        if role != expected:
+            raise BadRecordError(
+                "bad transcript",
+                f"'{names['text']}': turn {number + 1} is the {role}'s, not the {expected}'s. Turns must alternate; a "
+                "label inside a text begins a turn",
+            )
+    messages = parse_message_list([{"role": role, "content": content} for role, content in turns])
+    return make_conversation(messages, record, names, origin)
+
+
+def _split_transcript(text: str) -> list[tuple[str, str]]:
+    """(role, text) of every turn; none if the text does not begin with a label."""
+    for labels in _TRANSCRIPT_LABELS:
+        found = [*labels.finditer(text)]
+        if found and not text[: found[0].start()].strip():
+            ends = [each.start() for each in found[1:]] + [len(text)]
+            return [
+                (_TRANSCRIPT_ROLES[each[1]], text[each.end() : end].strip())
+                for each, end in zip(found, ends, strict=True)
+            ]
+    return []
+
+
 RecordParser = Callable[[Any, Mapping[str, str], Origin], Conversation | PlainText | MarkedText]
 
 
 class RecordFormat(NamedTuple):
     """How records of a format are recognised and parsed."""
 
-    fields: Mapping[str, Sequence[str]]
-    """Its fields, each with its known names; the first is the canonical one."""
+    required: Mapping[str, Sequence[str]]
+    """The fields it needs, each with its known names; the first is the canonical one."""
     recognise: Callable[[Any, Mapping[str, str]], list[dict[str, str]]]
     parse: RecordParser
+    optional: Mapping[str, Sequence[str]] = RECORD_FIELDS
+    """The fields a record may have, under any of their known names unless the user gives one."""
     turn_fields: Sequence[str] = ()
     """Fields of a turn, not of the record."""
 
+    @property
+    def fields(self) -> dict[str, Sequence[str]]:
+        """Every field, with its known names."""
+        return {**self.required, **self.optional}
+
     def resolve_names(self, found: Mapping[str, str]) -> dict[str, str]:
-        """The name of every field: the one found, else the canonical one."""
-        return {field: found.get(field, names[0]) for field, names in self.fields.items()}
+        """The name of every required field, the one found or else the canonical one, and of optional ones if found."""
+        needed = {field: names[0] for field, names in self.required.items()}
+        return needed | {field: name for field, name in found.items() if field in self.fields}
 
 
 FORMATS: dict[str, RecordFormat] = {
-    "messages": RecordFormat(MESSAGES_FIELDS, recognise_messages, parse_messages, ("role", "content")),
-    "sharegpt": RecordFormat(SHAREGPT_FIELDS, recognise_sharegpt, parse_sharegpt, ("from", "value")),
+    "messages": RecordFormat(MESSAGES_FIELDS, recognise_messages, parse_messages, turn_fields=("role", "content")),
+    "sharegpt": RecordFormat(SHAREGPT_FIELDS, recognise_sharegpt, parse_sharegpt, turn_fields=("from", "value")),
     "multiple-choice": RecordFormat(MULTIPLE_CHOICE_FIELDS, recognise_multiple_choice, parse_multiple_choice),
     "gsm8k": RecordFormat(GSM8K_FIELDS, recognise_gsm8k, parse_gsm8k),
-    "alpaca": RecordFormat(ALPACA_FIELDS, recognise_alpaca, parse_alpaca),
+    "alpaca": RecordFormat(ALPACA_FIELDS, recognise_alpaca, parse_alpaca, {**_ALPACA_OPTIONAL, **RECORD_FIELDS}),
     "prompt-completion": RecordFormat(PROMPT_COMPLETION_FIELDS, recognise_prompt_completion, parse_prompt_completion),
-    "text": RecordFormat(TEXT_FIELDS, recognise_text, parse_text),
-    "marked": RecordFormat(TEXT_FIELDS, recognise_text, parse_marked_text),
+    "transcript": RecordFormat(TEXT_FIELDS, recognise_transcript, parse_transcript),
+    "text": RecordFormat(TEXT_FIELDS, recognise_text, parse_text, {}),
+    "marked": RecordFormat(TEXT_FIELDS, recognise_text, parse_marked_text, {}),
 }
 
 

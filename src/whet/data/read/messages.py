@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.record_fields import (
+    EMPTY_VALUES,
     decode_list,
     describe_type,
+    find_optional,
     parse_json,
     require_json_value,
     require_text,
@@ -23,14 +26,9 @@ MESSAGES_FIELDS = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
     "role": ("role",),
     "content": ("content",),
-    "tools": ("tools",),
 }
 _MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 _CHAT_ROLES = ("user", "assistant")
-
-_UNSUPPORTED_KEYS = {"images", "image", "videos", "video", "audio", "audios", "chat_template_kwargs"}
-_MEANINGFUL_KEYS = frozenset({"tools", "functions", "weight", "train", *_UNSUPPORTED_KEYS})
-"""Keys of a record, besides the messages, that change what to train on."""
 
 
 def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -57,12 +55,10 @@ def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Con
     """Parse a record; raises BadRecordError."""
     if isinstance(record, dict):
         turns: Any = record.get(names["messages"])
-        more = len(record) > 1 and (names["tools"] in record or not _MEANINGFUL_KEYS.isdisjoint(record))
-        tools = _parse_record_keys(record, names["tools"]) if more else ()
     else:
-        turns, tools = record, ()
+        turns = record
     messages = parse_message_list(_require_messages(turns, record, names["messages"]), names["role"], names["content"])
-    return Conversation(messages, origin, tools)
+    return make_conversation(messages, record, names, origin)
 
 
 def parse_message_list(
@@ -103,22 +99,80 @@ def _require_messages(turns: Any, record: Any, name: str) -> list[Any]:
     raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {describe_type(turns)}")
 
 
-def _parse_record_keys(record: Mapping[str, Any], tools_name: str) -> tuple[dict[str, Any], ...]:
-    for key in _UNSUPPORTED_KEYS & record.keys():
-        if record[key] not in (None, [], {}, ""):
-            raise BadRecordError("unsupported key", f"the record has '{key}', but whet trains on text only; remove it")
-    if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
+# Beside the turns, in every format of conversations: a system prompt, the reasoning before the answer, tools.
+
+_REASONING_KEYS = (
+    "reasoning", "reasoning_content", "thinking", "thought", "thoughts", "chain_of_thought", "cot", "rationale",
+)  # fmt: skip
+RECORD_FIELDS = {
+    "system": ("system", "system_prompt", "system_message", "sys", "sys_prompt"),
+    "reasoning": _REASONING_KEYS,
+    "tools": ("tools", "functions"),
+    "label": ("label", "kto_tag"),
+}
+"""`label` is KTO's mark; `shapes.py` rejects records whose answer it calls bad."""
+_RECORD_KEYS = frozenset(name for known in RECORD_FIELDS.values() for name in known)
+_SWITCHES = ("on", "off", "yes", "no", "true", "false")
+
+
+def make_conversation(
+    messages: Sequence[Message], record: Any, names: Mapping[str, str], origin: Origin
+) -> Conversation:
+    """The conversation of some messages and of what their record has beside them."""
+    if not isinstance(record, dict) or (_RECORD_KEYS.isdisjoint(record) and RECORD_FIELDS.keys().isdisjoint(names)):
+        return Conversation(tuple(messages), origin)
+    name, tools = find_optional(record, "tools", RECORD_FIELDS["tools"], names)
+    messages = _add_reasoning(messages, *find_optional(record, "reasoning", RECORD_FIELDS["reasoning"], names))
+    return Conversation(tuple(add_system_prompt(messages, record, names)), origin, parse_tools(tools, name))
+
+
+def add_system_prompt(
+    messages: Sequence[Message], record: Mapping[str, Any], names: Mapping[str, str]
+) -> Sequence[Message]:
+    """With the system prompt that the record has beside them, if it has one."""
+    name, system = find_optional(record, "system", RECORD_FIELDS["system"], names)
+    if system is None or not require_text(system, f"'{name}'").strip():
+        return messages
+    first = messages[0]
+    if first.role not in ("system", "developer"):
+        return [Message("system", system), *messages]
+    if system.strip() != first.content.strip():
         raise BadRecordError(
-            "bad weight",
-            "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
+            "two system messages",
+            f"'{name}' is {shorten(system)} and message 1 is another system message ({shorten(first.content)}); "
+            "keep one",
         )
-    return parse_tools(record.get(tools_name)) or parse_tools(record.get("functions"))
+    return messages
+
+
+def _add_reasoning(messages: Sequence[Message], name: str, reasoning: Any) -> Sequence[Message]:
+    """With the reasoning in the answer it belongs to, the only one that may be supervised."""
+    if reasoning is None:
+        return messages
+    if isinstance(reasoning, (bool, int, float)) or (isinstance(reasoning, str) and reasoning.lower() in _SWITCHES):
+        raise BadRecordError(
+            "bad reasoning",
+            f"'{name}' is {shorten(reasoning)}, a switch and not reasoning. Leave it out: fields: {{reasoning: \"\"}}",
+        )
+    text = require_text(reasoning, f"'{name}'")
+    answers = [n for n, each in enumerate(messages) if each.role == "assistant" and each.train is not False]
+    if len(answers) != 1:
+        raise BadRecordError(
+            "bad reasoning",
+            f"the record has '{name}' and {len(answers) or 'no'} answers. Move it into the message it belongs to, or "
+            'leave it out: fields: {reasoning: ""}',
+        )
+    answer = messages[answers[0]]
+    if answer.reasoning not in ("", text):
+        raise BadRecordError("bad reasoning", f"'{name}' differs from the reasoning of the answer; keep one")
+    return [*messages[: answers[0]], replace(answer, reasoning=text), *messages[answers[0] + 1 :]]
 
 
 # One message: content or content parts, tool calls, reasoning, weight.
 
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_EMPTY_VALUES: tuple[Any, ...] = (None, [], {}, "")
+MEDIA_KEYS = frozenset(
+    {"image", "images", "img", "image_path", "image_url", "video", "videos", "audio", "audios", "pixel_values"}
+)
 
 
 def parse_message(turn: Any, number: int, role_name: str = "role", content_name: str = "content") -> Message:
@@ -128,10 +182,13 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
         raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
     role = _parse_role(turn.get(role_name), place, role_name)
     tool_calls, reasoning = _parse_message_calls(turn, role, place), _parse_reasoning(turn, role, place)
-    content = _parse_content(turn.get(content_name), place, bool(tool_calls or reasoning))
+    content = _parse_content(turn.get(content_name), f"{place}: '{content_name}'", bool(tool_calls or reasoning))
     if role in ("user", "assistant") and not (tool_calls or reasoning) and not content.strip():
         raise BadRecordError("empty turn", f"{place} (role {role!r}) is empty; remove it")
-    if turn.get("tools") not in _EMPTY_VALUES:
+    for key in sorted(MEDIA_KEYS & turn.keys()):
+        if turn[key] not in EMPTY_VALUES:
+            raise BadRecordError("unsupported key", f"{place} has '{key}', but whet trains on text only; remove it")
+    if turn.get("tools") not in EMPTY_VALUES:
         raise BadRecordError("unsupported key", f"{place} has 'tools'; move them into the record, next to the messages")
     train = parse_train_flag(turn, role, place)
     if role != "tool":
@@ -156,25 +213,27 @@ def _parse_content(content: Any, place: str, optional: bool) -> str:
     if content is None and optional:
         return ""
     if not isinstance(content, list):
-        return require_text(content, f"{place}: 'content'")
+        return require_text(content, place)
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise BadRecordError("bad content", f"{place}: only content parts of type 'text' are supported")
-    return require_text("".join(map(str, texts)), f"{place}: 'content'")
+        kinds = sorted({str(part["type"]) for part in content if isinstance(part, dict) and "type" in part} - {"text"})
+        found = f", not {', '.join(kinds)[:60]}" if kinds else ""
+        raise BadRecordError("bad content", f"{place}: whet trains on content parts of type 'text'{found}")
+    return require_text("".join(map(str, texts)), place)
 
 
 def _parse_message_calls(turn: Mapping[str, Any], role: str, place: str) -> tuple[ToolCall, ...]:
     many, one = decode_list(turn.get("tool_calls"), f"{place}: 'tool_calls'"), turn.get("function_call")
-    if many in _EMPTY_VALUES and one in _EMPTY_VALUES:
+    if many in EMPTY_VALUES and one in EMPTY_VALUES:
         return ()
     if role != "assistant":
         raise BadRecordError("bad tool call", f"{place} (role {role!r}) calls a tool; only the assistant can")
-    calls = () if many in _EMPTY_VALUES else parse_tool_calls(many, place)
-    return calls if one in _EMPTY_VALUES else (*calls, parse_tool_call(one, place))
+    calls = () if many in EMPTY_VALUES else parse_tool_calls(many, place)
+    return calls if one in EMPTY_VALUES else (*calls, parse_tool_call(one, place))
 
 
 def _parse_reasoning(turn: Mapping[str, Any], role: str, place: str) -> str:
-    given = {key: turn[key] for key in _REASONING_KEYS if turn.get(key) not in _EMPTY_VALUES}
+    given = {key: turn[key] for key in _REASONING_KEYS if turn.get(key) not in EMPTY_VALUES}
     if not given:
         return ""
     if role != "assistant":
@@ -214,14 +273,14 @@ def _optional_text(value: Any, place: str) -> str | None:
 # Tools: schemas, calls by the assistant, results.
 
 
-def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+def parse_tools(tools: Any, name: str = "tools") -> tuple[dict[str, Any], ...]:
     """The tools of a record in OpenAI's schema; a bare function is wrapped."""
-    tools = decode_list(tools, "'tools'")
+    tools = decode_list(tools, f"'{name}'")
     if tools is None or tools in ("", [], {}):
         return ()
     if not isinstance(tools, list):
         raise BadRecordError(
-            "bad tools", f"'tools' must be a list of tools or a JSON string of one, not {describe_type(tools)}"
+            "bad tools", f"'{name}' must be a list of tools or a JSON string of one, not {describe_type(tools)}"
         )
     return tuple(_parse_tool(tool, number) for number, tool in enumerate(tools, 1))
 

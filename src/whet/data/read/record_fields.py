@@ -13,6 +13,8 @@ from whet.core.errors import BadRecordError
 
 _TYPE_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
 _NUMBERS = (int, float)
+EMPTY_VALUES: tuple[Any, ...] = (None, [], {}, "")
+"""Values that mean the same as an absent field."""
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -101,6 +103,22 @@ def require_field(record: Mapping[str, Any], name: str, reason: str = "missing f
 
 
 # Fields under the names that datasets give them.
+
+
+def find_optional(
+    record: Mapping[str, Any], field: str, known: Sequence[str], names: Mapping[str, str]
+) -> tuple[str, Any]:
+    """(name, value) of an optional field, under the user's name for it (`names`) or any known one; the value is None if
+    the record has none or an empty one."""
+    candidates = (names[field],) if field in names else known
+    found = {name: record[name] for name in candidates if record.get(name) not in EMPTY_VALUES}
+    first = next(iter(found.items()), ("", None))
+    if any(value != first[1] for value in found.values()):
+        raise BadRecordError(
+            "ambiguous field",
+            f"{' and '.join(sorted(found))} may each be the field {field}. Choose one: fields: {{{field}: NAME}}",
+        )
+    return first
 
 
 def present_names(record: Mapping[str, Any], field: str, names: Sequence[str], fields: Mapping[str, str]) -> list[str]:

@@ -27,12 +27,14 @@ from whet.data.read.detection import detect_source_format
 from whet.data.read.formats import parser_of
 from whet.data.read.locate import locate_containers
 from whet.data.read.record_filter import RecordFilter
+from whet.data.read.shapes import reject_unsupported
 from whet.data.read.token_files import describe_mask_rules
 
 _CONTENT_OPTIONS = {
     "format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask",
 }  # fmt: skip
 """Options of a source that change what is read; part of its fingerprint."""
+_READING_VERSION = 2  # raise it when the same records would become other conversations
 
 
 class SourceReader:
@@ -72,14 +74,15 @@ class SourceReader:
         """Decode, filter and parse a record. Bad content is returned as a BadRecord, never raised."""
         origin, where = Origin(raw.file, raw.line), self._where
         try:
-            record = raw.decode()
-            if where is None:
-                return self._parse(record, self._names, origin)
-            row = raw.value.decode_with_nulls() if isinstance(raw.value, TableRow) else record
-            parsed = self._parse(record, self._names, origin) if where.needs_parsed_record else None
-            if not where(row, *_turns_and_characters(parsed)):
-                return FilteredRecord(origin, "filter")
-            return self._parse(record, self._names, origin) if parsed is None else parsed
+            record, parsed = raw.decode(), None
+            if where is not None:
+                row = raw.value.decode_with_nulls() if isinstance(raw.value, TableRow) else record
+                parsed = self._parse(record, self._names, origin) if where.needs_parsed_record else None
+                if not where(row, *_turns_and_characters(parsed)):
+                    return FilteredRecord(origin, "filter")
+            parsed = self._parse(record, self._names, origin) if parsed is None else parsed
+            reject_unsupported(record, parsed, self._names)
+            return parsed
         except BadRecordError as error:
             return BadRecord(origin, error.reason, str(error))
         except RecursionError:
@@ -98,7 +101,9 @@ def source_fingerprint(source: Source) -> dict[str, object]:
     if source.is_builtin:
         samples = itertools.islice(BuiltinDataset(source).records(), 9)
         return {**options, "path": source.path, "start": [_sample_key(raw.decode()) for raw in samples]}
-    return {**options, "content": [each.content_key() for each in _open_containers(source)]}
+    containers = _open_containers(source)
+    reading = {} if _is_pretokenized(containers, source) else {"reading": _READING_VERSION}
+    return {**options, **reading, "content": [each.content_key() for each in containers]}
 
 
 def source_bytes(source: Source) -> int:

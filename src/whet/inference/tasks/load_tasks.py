@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
@@ -18,11 +18,11 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import user_path
 from whet.data.builtin import BUILTIN_GENERATORS
 from whet.data.config import Source
-from whet.data.conversation import BadRecord, Conversation, Origin
+from whet.data.conversation import BadRecord, Conversation, Message, Origin
 from whet.data.read import formats
 from whet.data.read.container import DecodedRecord, RawRecord
 from whet.data.read.locate import locate_containers
-from whet.data.read.messages import parse_message_list
+from whet.data.read.messages import add_system_prompt, parse_message_list
 from whet.data.read.record_fields import decode_list, describe_type, require_field, require_nonempty
 from whet.data.read.sources import SourceReader
 from whet.inference.config import EvalConfig, TaskConfig
@@ -282,18 +282,24 @@ def normalize_choices(record: Any) -> Any:
 
 
 def _parse_multiple_choice(record: Any, origin: Origin, opening: Messages) -> Example:
-    record = normalize_choices(record)
-    names = formats.recognise_multiple_choice(record, {})
+    listed = normalize_choices(record)
+    names = formats.recognise_multiple_choice(listed, {})
     question, choices, right = formats.read_multiple_choice(
-        record, names[0] if names else {"question": "question", "choices": "choices", "answer": "answer"}
+        listed, names[0] if names else {"question": "question", "choices": "choices", "answer": "answer"}
     )
-    message = {"role": "user", "content": formats.multiple_choice_prompt(question, choices)}
-    return Example((*opening, message), (ascii_uppercase[right],), str(origin), len(choices))
+    messages = _open([Message("user", formats.multiple_choice_prompt(question, choices))], record, opening)
+    return Example(messages, (ascii_uppercase[right],), str(origin), len(choices))
 
 
 def _parse_gsm8k(record: Any, origin: Origin, opening: Messages) -> Example:
-    question, answer = formats.parse_gsm8k(record, {"question": "question", "answer": "answer"}, origin).messages
-    return Example((*opening, question.as_dict()), (answer.content,), str(origin))
+    *question, answer = formats.parse_gsm8k(record, {"question": "question", "answer": "answer"}, origin).messages
+    return Example(_open(question, record, opening), (answer.content,), str(origin))
+
+
+def _open(messages: Sequence[Message], record: Mapping[str, Any], opening: Messages) -> Messages:
+    """The messages, after the record's own system prompt or else the task's."""
+    whole = tuple(message.as_dict() for message in add_system_prompt(messages, record, {}))
+    return whole if whole[0]["role"] == "system" else (*opening, *whole)
 
 
 def _parse_human_eval(record: Any, origin: Origin, opening: Messages) -> Example:
@@ -315,17 +321,16 @@ def _question_parser(fields: Mapping[str, str]) -> ParseRecord:
             turns = decode_list(record[key], f"'{key}'")
             if not isinstance(turns, list) or not turns:
                 raise BadRecordError("bad messages", f"'{key}' must be a list of messages, not {describe_type(turns)}")
-            messages = tuple(each.as_dict() for each in parse_message_list(turns))
-            if messages[-1]["role"] == "assistant":
+            messages = parse_message_list(turns)
+            if messages[-1].role == "assistant":
                 raise BadRecordError(
                     "bad messages", f"the last message of '{key}' is the assistant's; end with a question"
                 )
         else:
             key = _find_key(record, "prompt", _PROMPT_KEYS, fields) or fields.get("prompt", "prompt")
-            messages = ({"role": "user", "content": require_nonempty(require_field(record, key), f"'{key}'")},)
+            messages = (Message("user", require_nonempty(require_field(record, key), f"'{key}'")),)
         extra = {"schema": record["schema"]} if isinstance(record.get("schema"), (dict, bool)) else {}
-        before = () if messages[0]["role"] == "system" else opening
-        return Example((*before, *messages), _correct_answers(record, fields), str(origin), extra=extra)
+        return Example(_open(messages, record, opening), _correct_answers(record, fields), str(origin), extra=extra)
 
     return parse
 

@@ -1,0 +1,223 @@
+"""Shapes of records that cannot be trained on as they are: each is refused by name, with a remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from whet.core.errors import BadRecordError
+from whet.data.conversation import Conversation, Origin, ParsedRecord
+from whet.data.read.formats import FORMATS, MORE_THAN_A_PROMPT
+from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS, is_turn_list
+from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
+
+Record = Mapping[str, Any]
+
+# One record: images, a bad label, a weight.
+
+_UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
+_CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *RECORD_FIELDS["label"]}
+_NEGATIVE_LABELS = (False, -1, "false", "0", "-1")  # False equals 0
+_MEDIA_TAG = re.compile(r"<\|?(?:image|img|video|audio)\|?>", re.IGNORECASE)
+_MEDIA_MARK = re.compile(
+    rf"\A\s*{_MEDIA_TAG.pattern}|^(?:\w+[ -]?\d*: ?)?(?:{_MEDIA_TAG.pattern}[ ,]*)+$", re.IGNORECASE | re.MULTILINE
+)
+"""LLaVA's `<image>` at the start of a turn, or alone on a line; inside a sentence it is a word like any other."""
+
+
+def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
+    """Raise a BadRecordError if the record has what whet cannot train on, such as images."""
+    if isinstance(record, dict) and ("label" in names or not _CHECKED_KEYS.isdisjoint(record)):
+        _reject_keys(record, parsed, names)
+    if isinstance(parsed, Conversation):
+        for number, message in enumerate(parsed.messages, 1):
+            if message.role != "user" or "<" not in message.content or not _MEDIA_TAG.search(message.content):
+                continue
+            if mark := _MEDIA_MARK.search(message.content):
+                raise BadRecordError(
+                    "image mark",
+                    f"message {number} has the mark {mark.group().strip()}, but whet trains on text only; remove the "
+                    "record, or reword it",
+                )
+
+
+def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
+    for key in sorted(_UNSUPPORTED_KEYS & record.keys()):
+        if record[key] not in EMPTY_VALUES and key not in names.values():
+            raise BadRecordError("unsupported key", f"the record has '{key}', but whet trains on text only; remove it")
+    if not isinstance(parsed, Conversation):
+        return
+    if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
+        raise BadRecordError(
+            "bad weight",
+            "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
+        )
+    name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
+    if (label.lower() if isinstance(label, str) else label) in _NEGATIVE_LABELS:
+        raise BadRecordError(
+            "negative label",
+            f"'{name}' is {shorten(label)}, which marks a bad answer (KTO). Keep the good ones with where: "
+            f'{name} != {label!r}; if it means something else, ignore it with fields: {{label: ""}}',
+        )
+
+
+# All records of a source, from a sample.
+
+_REJECTED_WORDS, _CHOSEN_WORDS = {"rejected", "dispreferred"}, ("chosen", "preferred", "accepted")
+_ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
+_SPEAKERS = {"user", "human", "prompter", "assistant", "gpt", "bot", "system", "tool", "chatgpt", "model"}
+_TEXT_KEYS = ("text", "content", "value", "message", "body")
+_ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
+_PAIR = re.compile(
+    r"(response|answer|completion|output|generation|conversation|chat|summary|human_ref)_?([012abjk])", re.I
+)
+_TURN_LISTS = (*FORMATS["messages"].required["messages"], "data", "utterances")
+_PROMPTS, _COMPLETIONS = (FORMATS["prompt-completion"].required[field] for field in ("prompt", "completion"))
+
+
+def name_preference(sample: Sequence[Any]) -> str | None:
+    """What preference data (chosen and rejected answers) are, and how to train on the chosen ones."""
+    records = [record for record in sample if isinstance(record, dict)]
+    rejected = next((key for record in records for key in _find_answers(record, _REJECTED_WORDS)), None)
+    if rejected is None:
+        return None
+    found = [key for word in _CHOSEN_WORDS for record in records for key in _find_answers(record, {word})]
+    chosen = next(iter(found), None) or next((key for key in _COMPLETIONS if key in records[0]), "CHOSEN")
+    return _describe_preference(records, chosen, rejected)
+
+
+def _find_answers(record: Record, words: set[str]) -> list[str]:
+    """The keys made of one of these words whose values are answers, the plain word first, then the longest answer."""
+    keys = [
+        key
+        for key, value in record.items()
+        if isinstance(value, (str, list, dict))
+        and value
+        and not words.isdisjoint(re.split(r"[_\W]+", str(key).lower()))
+    ]
+    return sorted(keys, key=lambda key: (key not in words, -len(str(record[key]))))
+
+
+def name_separate_answer(sample: Sequence[Any], turns: str) -> str | None:
+    """Messages that all end with a question, whose answer is in a field of its own."""
+    records = [record for record in sample if isinstance(record, dict) and isinstance(record.get(turns), list)]
+    answer = next((key for key in _COMPLETIONS if records and all(record.get(key) for record in records)), None)
+    fields = {"prompt": turns, "completion": str(answer)}
+    if answer is None or any(_last_speaker(record[turns]) not in ("user", "human") for record in records):
+        return None
+    if not all(_is_question_and_answer(record, "prompt-completion", fields) for record in records):
+        return None
+    return (
+        f"{turns!r} ends with a question, and {answer!r} is its answer. Set format: prompt-completion and "
+        f"fields: {{prompt: {turns}, completion: {answer}}}"
+    )
+
+
+def _last_speaker(turns: Sequence[Any]) -> Any:
+    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    return last.get("role", last.get("from"))
+
+
+def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
+    """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
+    records = [record for record in sample if isinstance(record, dict)]
+    for record in records:
+        if name := _name_single_message(record) or (None if recognised else _name_record(record, records)):
+            return name
+    return None
+
+
+def _name_single_message(record: Record) -> str | None:
+    role = next((key for key in _ROLE_KEYS if str(record.get(key)).lower() in _SPEAKERS), None)
+    text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
+    if role is None or text is None:
+        return None
+    tree = " of a tree of replies, as in OASST" if "parent_id" in record else ""
+    return (
+        f"each record is one message ({role!r} and {text!r}){tree}. whet reads a conversation per record: join its "
+        'messages, in order, as {"messages": [{"role": "user", "content": "…"}, …]} (docs/data.md has a script)'
+    )
+
+
+def _name_record(record: Record, records: Sequence[Record]) -> str | None:
+    keys = record.keys()
+    for key, value in record.items():
+        if isinstance(value, dict) and any(
+            is_turn_list(value.get(name), role) for name in _TURN_LISTS for role in ("role", "from")
+        ):
+            return (
+                f"the messages are inside {key!r}. Write what is inside as the record: jq -c '.{key}' FILE > NEW.jsonl"
+            )
+        if isinstance(value, dict) and "replies" in value:
+            return (
+                f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
+                'from the root to a leaf as {"messages": […]}'
+            )
+    for key in _TURN_LISTS:
+        turns = record.get(key)
+        if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
+            shape = "texts without speakers" if isinstance(turns[0], str) else f"objects with {', '.join(turns[0])}"
+            return (
+                f"{key!r} is a list of {shape[:80]}, not of messages. Write it as "
+                '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, or set '
+                f"fields: {{messages: {key}, role: NAME, content: NAME}}"
+            )
+    if "input_ids" in keys:
+        return (
+            "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
+        )
+    pairs = [found for key in keys if (found := _PAIR.fullmatch(str(key)))]
+    if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
+        return _describe_preference(records, pairs[0][0], pairs[1][0])
+    if several := next((key for key in _ANSWER_LISTS if isinstance(record.get(key), (list, dict))), None):
+        return (
+            f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
+            '{"prompt": "…", "completion": "…"}'
+        )
+    prompt, completion = (next((key for key in known if key in keys), None) for known in (_PROMPTS, _COMPLETIONS))
+    context = next((key for key in MORE_THAN_A_PROMPT if isinstance(record.get(key), str) and record[key]), None)
+    if prompt and completion and context:
+        return (
+            f"a question, an answer and {context!r}, which belongs to the question. Set fields: "
+            f"{{instruction: {prompt}, input: {context}, output: {completion}}}"
+        )
+    if prompt and not completion:
+        return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
+    return None
+
+
+def _describe_preference(records: Sequence[Record], one: str, other: str) -> str:
+    return (
+        f"preference data ({one!r} and {other!r}). whet trains on answers, not on comparisons; to train on {one!r}, "
+        f"set {_suggest_answer(records, one)}"
+    )
+
+
+def _suggest_answer(records: Sequence[Record], answer: str) -> str:
+    """Options under which every sampled record with `answer` is a question and that answer."""
+    records = [record for record in records if record.get(answer)]
+    for form, fields in _candidates(records[0], answer) if records else ():
+        if all(_is_question_and_answer(record, form, fields) for record in records):
+            return f"format: {form} and fields: {{{', '.join(f'{field}: {name}' for field, name in fields.items())}}}"
+    return f"fields: {{prompt: NAME, completion: {answer}}}"
+
+
+def _candidates(record: Record, answer: str) -> Iterator[tuple[str, dict[str, str]]]:
+    yield "messages", {"messages": answer}
+    yield "sharegpt", {"conversations": answer}
+    yield "transcript", {"text": answer}
+    if "instruction" in record:
+        yield "alpaca", {"instruction": "instruction", "output": answer}
+    for prompt in (*_PROMPTS, *_TURN_LISTS):
+        if prompt in record:
+            yield "prompt-completion", {"prompt": prompt, "completion": answer}
+
+
+def _is_question_and_answer(record: Record, form: str, fields: Mapping[str, str]) -> bool:
+    try:
+        parsed = FORMATS[form].parse(record, FORMATS[form].resolve_names(fields), Origin("", 0))
+    except BadRecordError:
+        return False
+    roles = [message.role for message in parsed.messages] if isinstance(parsed, Conversation) else []
+    return [role for role in roles if role != "system"][:1] == ["user"] and roles[-1] == "assistant"

@@ -1,0 +1,361 @@
+"""Shapes of datasets found on the hub: each is read as it is meant, or refused by name with a remedy that works."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from whet.core.errors import WhetError
+from whet.data.config import Source
+from whet.data.conversation import BadRecord, Conversation, FilteredRecord, PlainText
+from whet.data.read.sources import SourceReader, read_source
+
+Jsonl = Callable[..., Path]
+USER, ANSWER = {"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}
+HUMAN, GPT = {"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.fixture
+def read(jsonl: Jsonl) -> Callable[..., list[Any]]:
+    def records(*records: Any, **options: Any) -> list[Any]:
+        return list(read_source(Source(path=str(jsonl(*map(json.dumps, records))), **options)))
+
+    return records
+
+
+def turns(parsed: Any) -> list[tuple[str, str]]:
+    assert isinstance(parsed, Conversation), parsed
+    return [(message.role, message.content) for message in parsed.messages]
+
+
+def refusal(read: Callable[..., list[Any]], *records: Any, **options: Any) -> str:
+    with pytest.raises(WhetError) as caught:
+        read(*records, **options)
+    return str(caught.value)
+
+
+def remedy(message: str) -> dict[str, Any]:
+    """The options that a message tells the user to set."""
+    options = dict(re.findall(r"(format): ([\w-]+)(?= and fields)", message))
+    return {**options, "fields": yaml.safe_load(re.findall(r"fields: (\{[^}]*\})", message)[-1])}
+
+
+# A system prompt, reasoning and tools beside the turns
+
+PLAIN = [
+    {"messages": [USER, ANSWER]},
+    {"conversations": [HUMAN, GPT]},
+    {"conversation": [USER, ANSWER]},
+    {"instruction": "Q?", "output": "A."},
+    {"prompt": "Q?", "completion": "A."},
+    {"prompt": [USER], "completion": [ANSWER]},
+    {"question": "Q?", "answer": "A."},
+    {"text": "### Human: Q?### Assistant: A."},
+]
+
+
+@pytest.mark.parametrize("key", ["system", "system_prompt", "system_message", "sys"])
+@pytest.mark.parametrize("record", PLAIN, ids=lambda record: "-".join(record))
+def test_a_system_prompt_beside_the_turns_is_the_system_message(read: Any, record: Any, key: str) -> None:
+    several = read(record, {**record, key: "S."}, {**record, key: ""}, {**record, key: None})
+    plain = [("user", "Q?"), ("assistant", "A.")]
+    assert [turns(each) for each in several] == [plain, [("system", "S."), *plain], plain, plain]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_two_system_prompts_must_be_equal(read: Any, role: str) -> None:
+    messages = [{"role": role, "content": "S."}, USER, ANSWER]
+    same, other = read({"messages": messages, "system": "S."}, {"messages": messages, "system": "T."})
+    assert turns(same)[0] == (role, "S.")
+    assert len(same.messages) == 3
+    assert (other.reason, other.explanation) == (
+        "two system messages", "'system' is 'T.' and message 1 is another system message ('S.'); keep one",
+    )  # fmt: skip
+
+
+def test_a_system_prompt_under_two_names_is_ambiguous_and_fields_choose(read: Any) -> None:
+    record = {"messages": [USER, ANSWER], "system": "S.", "system_prompt": "T."}
+    assert "system and system_prompt may each be the field system" in refusal(read, record)
+    late = read({"messages": [USER, ANSWER]}, *[{"messages": [USER, ANSWER]}] * 20, record)[-1]
+    assert late.reason == "ambiguous field"
+    for name, expected in (("system", "S."), ("system_prompt", "T.")):
+        assert turns(read(record, fields={"system": name})[0])[0] == ("system", expected)
+    assert turns(read(record, fields={"system": ""})[0]) == [("user", "Q?"), ("assistant", "A.")]
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking", "cot", "rationale"])
+@pytest.mark.parametrize("record", PLAIN, ids=lambda record: "-".join(record))
+def test_reasoning_beside_the_answer_is_its_reasoning(read: Any, record: Any, key: str) -> None:
+    [parsed] = read({**record, key: "Hm."})
+    assert [message.reasoning for message in parsed.messages] == ["", "Hm."]
+    assert turns(parsed) == [("user", "Q?"), ("assistant", "A.")]
+
+
+def test_reasoning_that_belongs_to_no_one_answer_is_refused(read: Any) -> None:
+    two, none, switch = read(
+        {"messages": [USER, ANSWER, USER, ANSWER], "reasoning": "Hm."},
+        {"messages": [USER], "reasoning": "Hm."},
+        {"messages": [USER, ANSWER], "reasoning": "off"},
+    )
+    assert "'reasoning' and 2 answers" in two.explanation
+    assert "'reasoning' and no answers" in none.explanation
+    assert "'off', a switch" in switch.explanation
+    [left_out] = read({"messages": [USER, ANSWER], "reasoning": "off"}, **remedy(switch.explanation))
+    assert left_out.messages[1].reasoning == ""
+    [context] = read({"prompt": [USER, ANSWER, USER], "completion": "A.", "reasoning": "Hm."})
+    assert [message.reasoning for message in context.messages] == ["", "", "", "Hm."]
+
+
+def test_reasoning_and_calls_in_sharegpt_turns(read: Any) -> None:
+    [parsed] = read({"conversations": [HUMAN, {**GPT, "reasoning": "Hm.", "tool_calls": [{"name": "f"}]}]})
+    assert parsed.messages[1].reasoning == "Hm."
+    assert parsed.messages[1].tool_calls[0].name == "f"
+    [called] = read(
+        {
+            "conversations": [
+                HUMAN,
+                {"from": "tool_call", "value": '{"name": "f"}'},
+                {"from": "tool_response", "value": "1"},
+            ]
+        }
+    )
+    assert [message.role for message in called.messages] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize("key", ["tools", "functions"])
+@pytest.mark.parametrize("record", PLAIN, ids=lambda record: "-".join(record))
+def test_tools_beside_the_turns(read: Any, record: Any, key: str) -> None:
+    assert read({**record, key: [TOOL]})[0].tools == (TOOL,)
+
+
+def test_alpaca_finds_its_input_in_each_record(read: Any) -> None:
+    parsed = read(*[{"instruction": "I.", "output": "A.", **more} for more in ({}, {"input": "X."}, {"context": "Y."})])
+    assert [turns(each)[0][1] for each in parsed] == ["I.", "I.\n\nX.", "I.\n\nY."]
+
+
+def test_the_description_names_what_is_used(jsonl: Jsonl) -> None:
+    records = [{"messages": [USER, ANSWER], "system_prompt": "S."}, {"messages": [USER, ANSWER], "tools": [], "id": 1}]
+    found = SourceReader(Source(path=str(jsonl(*map(json.dumps, records)))))
+    assert str(found.description).endswith(
+        ": messages (messages: role, content, system_prompt as system, tools); not used: id"
+    )
+
+
+# Images, audio, video
+
+
+@pytest.mark.parametrize("key", ["image", "images", "image_url", "video", "audio"])
+@pytest.mark.parametrize("record", [*PLAIN, {"text": "A cat."}], ids=lambda record: "-".join(record))
+def test_media_beside_the_turns_are_refused(read: Any, record: Any, key: str) -> None:
+    bad, good = read({**record, key: ["cat.jpg"]}, {**record, key: []})
+    assert (bad.reason, f"'{key}'" in bad.explanation) == ("unsupported key", True)
+    assert isinstance(good, Conversation | PlainText)
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["<image>\nWhat is it?", "What is it?\n<image>", "<video>What?", "Image 1: <image>\nImage-2: <image>\nWhich?",
+     "<image> <image>", "What is it?\n<|image|>", "Picture 1: <img>\nWhat?", "<audio>\n"],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [lambda q: {"conversations": [{**HUMAN, "value": q}, GPT]},
+                                  lambda q: {"messages": [{**USER, "content": q}, ANSWER]},
+                                  lambda q: {"instruction": q, "output": "A."}])  # fmt: skip
+def test_marks_of_media_are_refused(read: Any, make: Any, question: str) -> None:
+    [bad] = read(make(question))
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == "image mark"
+
+
+@pytest.mark.parametrize("text", ["What does <image> mean in SVG?", "<image href='a.png'/>", "a <b> c", "Use <audio>."])
+def test_words_that_resemble_marks_are_kept(read: Any, text: str) -> None:
+    [parsed] = read({"messages": [{**USER, "content": text}, {**ANSWER, "content": "<image>"}]})
+    assert turns(parsed)[0] == ("user", text)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video", "image"])
+def test_parts_and_messages_with_media_are_refused(read: Any, kind: str) -> None:
+    parts = [{"type": kind, kind: {"url": "a"}}, {"type": "text", "text": "Q?"}]
+    in_part, in_message, in_turn = read(
+        {"messages": [{"role": "user", "content": parts}, ANSWER]},
+        {"messages": [{**USER, "images": ["a.png"]}, ANSWER]},
+        {"messages": [USER, ANSWER, {**USER, "audio": "a.wav"}]},
+    )
+    assert f"parts of type 'text', not {kind}" in in_part.explanation
+    assert "message 1 has 'images'" in in_message.explanation
+    assert "message 3 has 'audio'" in in_turn.explanation
+
+
+# KTO
+
+
+@pytest.mark.parametrize("record", PLAIN, ids=lambda record: "-".join(record))
+@pytest.mark.parametrize(("good", "bad"), [(True, False), (1, 0), ("True", "False")])
+def test_a_negative_label_is_refused_and_the_filter_keeps_the_good(read: Any, record: Any, good: Any, bad: Any) -> None:
+    records = [{**record, "label": good}, {**record, "label": bad}]
+    kept, refused = read(*records)
+    assert isinstance(kept, Conversation)
+    assert refused.reason == "negative label"
+    where = refused.explanation.partition("where: ")[2].partition(";")[0]
+    for filtered in (where, f"turns < 9 and {where}"):
+        assert [type(each) for each in read(*records, where=filtered)] == [Conversation, FilteredRecord]
+    assert all(isinstance(each, Conversation) for each in read(*records, **remedy(refused.explanation)))
+
+
+def test_weights_of_whole_records_are_refused_in_every_format(read: Any) -> None:
+    for record in PLAIN:
+        for more in ({"weight": 0}, {"train": False}):
+            assert read({**record, **more})[0].reason == "bad weight"
+
+
+# Preference data
+
+PREFERENCES = {
+    "dpo": {"prompt": "Q?", "chosen": "A.", "rejected": "B."},
+    "question": {"system": "S.", "question": "Q?", "chosen": "A.", "rejected": "B."},
+    "alpaca": {"instruction": "Q?", "input": "", "chosen": "A.", "rejected": "B."},
+    "conversational": {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "B."}]},
+    "ultrafeedback": {"prompt": "Q?", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER], "messages": [USER, ANSWER],
+                      "score_chosen": 9.0, "score_rejected": 1.0},
+    "explicit prompt": {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]},
+    "sharegpt": {"chosen": [HUMAN, GPT], "rejected": [HUMAN, GPT]},
+    "llama-factory": {"conversations": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": "B."}},
+    "messages": {"messages": [USER], "chosen": ANSWER, "rejected": ANSWER},
+    "hh-rlhf": {"chosen": "\n\nHuman: Q?\n\nAssistant: A.", "rejected": "\n\nHuman: Q?\n\nAssistant: B."},
+    "affixes": {"prompt": "Q?", "chosen_response": "A.", "rejected_response": "B.", "chosen-model": "x"},
+    "one rejected": {"prompt": "Q?", "completion": "A.", "rejected": "B."},
+    "pairs": {"question": "Q?", "response_j": "A.", "response_k": "B.", "qid": 1},
+    "safe-rlhf": {"prompt": "Q?", "response_0": "A.", "response_1": "B.", "better_response_id": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", PREFERENCES)
+def test_preference_data_are_named_and_the_remedy_trains_on_the_chosen_answers(read: Any, shape: str) -> None:
+    record = PREFERENCES[shape]
+    message = refusal(read, record, record)
+    assert ": preference data ('" in message
+    parsed = read(record, record, **remedy(message))
+    system = [("system", "S.")] if "system" in record else []
+    assert [turns(each) for each in parsed] == [[*system, ("user", "Q?"), ("assistant", "A.")]] * 2
+
+
+@pytest.mark.parametrize("shape", ["dpo", "question", "alpaca", "conversational", "sharegpt", "hh-rlhf"])
+def test_fields_alone_choose_an_answer_too(read: Any, shape: str) -> None:
+    fields = remedy(refusal(read, PREFERENCES[shape]))["fields"]
+    assert turns(read(PREFERENCES[shape], fields=fields)[0])[-1] == ("assistant", "A.")
+
+
+def test_a_completion_that_repeats_the_question_is_refused(read: Any) -> None:
+    record = PREFERENCES["ultrafeedback"]
+    [bad] = read(record, format="prompt-completion", fields={"prompt": "prompt", "completion": "chosen"})
+    assert bad.reason == "bad completion"
+    assert turns(read(record, **remedy(bad.explanation))[0]) == [("user", "Q?"), ("assistant", "A.")]
+
+
+# Texts with turns
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["### Human: Q?### Assistant: A.", "### Human: Q?\n### Assistant: A.\n", "\n\nHuman: Q?\n\nAssistant: A.",
+     "Human: Q?\n\nAssistant: A.", "###Human: Q? ### Assistant:\nA."],
+)  # fmt: skip
+def test_a_transcript_becomes_turns(read: Any, text: str) -> None:
+    again = text + "### Human: C?" if "###" in text else text + "\n\nHuman: C?"
+    first, second = read({"text": text}, {"text": again})
+    assert turns(first) == [("user", "Q?"), ("assistant", "A.")]
+    assert turns(second) == [*turns(first), ("user", "C?")]
+
+
+def test_a_transcript_must_alternate(read: Any) -> None:
+    good = {"text": "### Human: Q?### Assistant: A."}
+    texts = (
+        "### Human: a### Human: b### Assistant: c",
+        "### Assistant: a### Human: b",
+        "Hello",
+        "### Human: a### Assistant:",
+    )
+    items = read(*[good] * 20, *({"text": text} for text in texts))[20:]
+    assert [item.reason for item in items] == ["bad transcript", "bad transcript", "bad transcript", "empty turn"]
+    assert turns(read({"text": "### System: S.### Human: Q?### Assistant: A."})[0])[0] == ("system", "S.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Below is an instruction.\n\n### Instruction:\nQ?\n\n### Response:\nA.", "A chat. USER: Q? ASSISTANT: A.</s>",
+     "<human>: Q?\n<bot>: A.", "User: Q?\nAssistant: A.", "<start_of_turn>user\nQ?", "<|prompter|>Q?<|assistant|>A.",
+     "Intro\n### Human: Q?### Assistant: A."],
+)  # fmt: skip
+def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
+    assert "the texts are chats with" in refusal(read, {"text": text})
+    assert isinstance(read({"text": text}, format="text")[0], PlainText)
+
+
+@pytest.mark.parametrize(
+    "text", ["### Instructions\n\nMix it.", "The user: nobody.", "An assistant: me.", "Human: it is."]
+)
+def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
+    assert isinstance(read({"text": text})[0], PlainText)
+
+
+# Shapes that no format reads
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"message_id": "b", "parent_id": "a", "role": "prompter", "text": "Q?", "lang": "en"},
+         "each record is one message ('role' and 'text') of a tree of replies, as in OASST"),
+        ({"conversation_id": 3, "role": "user", "content": "Q?"}, "each record is one message ('role' and 'content')"),
+        ({"from": "human", "value": "Q?"}, "each record is one message ('from' and 'value')"),
+        ({"message_tree_id": "a", "prompt": {"text": "Q?", "role": "prompter", "replies": []}}, "a tree of replies"),
+        ({"conversation": {"messages": [USER, ANSWER]}, "id": 1}, "the messages are inside 'conversation'"),
+        ({"custom_id": "1", "body": {"messages": [USER]}}, "the messages are inside 'body'"),
+        ({"data": ["Q?", "A."]}, "'data' is a list of texts without speakers"),
+        ({"conversation": [{"input": "Q?", "output": "A."}]}, "'conversation' is a list of objects with input, output"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenized records ('input_ids')"),
+        ({"instruction": "Q?", "completions": [{"response": "A."}]}, "several answers to a question ('completions')"),
+        ({"question": "Q?", "answers": [{"text": "A.", "pm_score": 3}]}, "several answers to a question ('answers')"),
+        ({"prompt": "Q?", "id": 3}, "a question ('prompt') without a known answer"),
+    ],
+)  # fmt: skip
+def test_a_shape_is_refused_by_name(read: Any, record: Any, name: str) -> None:
+    assert name in refusal(read, record, record)
+
+
+@pytest.mark.parametrize("more", ["context", "passage", "document"])
+def test_a_question_with_a_context_is_read_with_the_fields_named(read: Any, more: str) -> None:
+    record = {"question": "Q?", "answer": "A.", more: "C."}
+    [parsed] = read(record, **remedy(refusal(read, record)))
+    assert turns(parsed) == [("user", "Q?\n\nC."), ("assistant", "A.")]
+
+
+def test_the_answer_beside_messages_that_end_with_a_question(read: Any) -> None:
+    record = {"messages": [USER], "reasoning": "Hm.", "answer": "A."}
+    [parsed] = read(record, **remedy(refusal(read, record)))
+    assert turns(parsed) == [("user", "Q?"), ("assistant", "A.")]
+    assert parsed.messages[1].reasoning == "Hm."
+
+
+def test_the_script_for_oasst_makes_a_conversation_of_each_last_answer(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [("a", None, "prompter"), ("b", "a", "assistant"), ("c", "a", "assistant"), ("d", "b", "prompter"),
+            ("e", "d", "assistant"), ("f", "c", "prompter")]  # fmt: skip
+    written = [{"message_id": own, "parent_id": parent, "role": role, "text": own} for own, parent, role in rows]
+    (tmp_path / "oasst.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    assert "OASST" in refusal(read, *written)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    made = [turns(each) for each in read_source(Source(path="chats.jsonl"))]
+    assert made == [
+        [("user", "a"), ("assistant", "c")],
+        [("user", "a"), ("assistant", "b"), ("user", "d"), ("assistant", "e")],
+    ]  # fmt: skip
