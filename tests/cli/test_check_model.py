@@ -51,12 +51,12 @@ def test_another_model_with_the_same_tokenizer_files_has_a_store_of_its_own(
 
 
 @pytest.mark.parametrize("architecture", STATEFUL)
-def test_a_model_with_state_leaks(check: Any, write: Any, tiny_model: Path, architecture: str) -> None:
+def test_a_model_with_state_is_trained_unpacked(check: Any, write: Any, tiny_model: Path, architecture: str) -> None:
     write()
     make_model(architecture, tiny_model, **STATEFUL[architecture])
     found = check(f"model.path={tiny_model}")
-    found.fault("leak", "model.path", "influence each other", "recurrent layers", "data.packing=none")
-    assert [each["check"] for each in found.checks if each["level"] == "fault"] == ["leak"]
+    found.warning("leak", "trained unpacked", "influence each other", "recurrent layers")
+    assert [each["check"] for each in found.checks if each["level"] == "fault"] == []
 
 
 def test_a_tokenizer_of_a_larger_model(check: Any, write: Any, tiny_model: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_model_that_fails_in_its_forward_pass(check: Any, write: Any, monkeypa
     check().passed()
     monkeypatch.setattr(LlamaModel, "forward", forward)
     found = check()
-    found.fault("leak", "builtin:tiny", "RuntimeError: mat1 and mat2 shapes cannot be multiplied)")
+    found.fault("leak", "LlamaForCausalLM", "RuntimeError: mat1 and mat2 shapes cannot be multiplied)")
     found.texts("positions", "ok")
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tiny_architectures import tiny_model
 from whet.model import attention
 from whet.model.config import AdapterConfig
 from whet.model.flops import AttentionCost, StepFlops, count_step_flops, flops_table
@@ -130,6 +131,14 @@ def test_windows_are_the_models_own(make_model: Callable[..., Any]) -> None:
     assert AttentionCost(8, 0, 0).pairs(np.array([20])) == sum(
         bool(sees(0, 0, q, k)) for q in range(20) for k in range(q + 1)
     )
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("bloom", 2), ("mpt", 2), ("minimax", 1), ("codegen", 2)])
+def test_attention_modules_without_a_configuration_are_counted_and_linear_attention_has_no_pairs(
+    kind: str, layers: int
+) -> None:
+    cost = layers * 4 * 4 * 8
+    assert count_step_flops(tiny_model(kind)).attention == (AttentionCost(None, cost, 2 * cost),)
 
 
 def test_a_million_tokens_in_one_document_do_not_overflow() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.loss.loss_model import LossModel
-from whet.model.packing_check import PackingError, check_packing, check_unpacked
+from whet.model.packing_check import choose_packing
 
 _LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
@@ -46,13 +46,9 @@ def test_with_dynamic_rope_a_long_document_changes_a_short_one_beside_it(
 
 def test_documents_within_the_original_context_are_packed(model: nn.Module) -> None:
     attention.install_backend(model, "sdpa")
-    check_packing(LossModel(model), 64, longest=32)
-
-
-def test_longer_documents_cannot_be_packed(model: nn.Module) -> None:
-    attention.install_backend(model, "sdpa")
-    with pytest.raises(PackingError, match=r"depends on the longest document.*33 tokens.*data\.packing=none"):
-        check_packing(LossModel(model), 64, longest=33)
+    root = LossModel(model)
+    choose_packing(root, 64, longest=32)
+    assert root.unpacked == ""
 
 
 def test_unpacked_a_document_gets_the_rope_of_its_own_length(
@@ -60,8 +56,8 @@ def test_unpacked_a_document_gets_the_rope_of_its_own_length(
 ) -> None:
     model = make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
     root = LossModel(model)
-    root.unpacked = True
-    check_unpacked(root, 64, longest=60)
+    choose_packing(root, 64, longest=60)
+    assert "(longrope) depends on the longest conversation of a row, here 60 tokens" in root.unpacked
     (document,) = make_documents(20)
     plain, padded = pack([document]), pack([document])
     padded.tokens = torch.cat([document, torch.zeros(60, dtype=torch.int64)])
@@ -72,7 +68,5 @@ def test_unpacked_a_document_gets_the_rope_of_its_own_length(
 
 def test_dynamic_rope_is_an_error_even_unpacked(make_model: Callable[..., nn.Module]) -> None:
     model = make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
-    root = LossModel(model)
-    root.unpacked = True
     with pytest.raises(WhetError, match="would not be reproducible"):
-        check_unpacked(root, 64, longest=33)
+        choose_packing(LossModel(model), 64, longest=33)

@@ -67,7 +67,7 @@ MOMENTS = {
     "importing": ("whet.config:read_config", signal.SIGTERM, None),
     "preparing": ("whet.run.lifecycle:prepare_data", signal.SIGUSR1, None),
     "loading": ("whet.run.assemble:build_model", signal.SIGTERM, 0),
-    "checking": ("whet.run.model_builder:check_packing", signal.SIGUSR1, 0),
+    "checking": ("whet.run.model_builder:choose_packing", signal.SIGUSR1, 0),
     "measuring": ("whet.run.assemble:evaluate_run", signal.SIGTERM, 0),
     "first step": ("whet.training.trainer:train_step", signal.SIGTERM, 2),  # all processes hear of it in the next
     "shipping": ("whet.run.lifecycle:export_model", signal.SIGTERM, 12),

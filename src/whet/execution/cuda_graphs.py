@@ -22,7 +22,7 @@ from whet.execution.recompute import has_dropout
 from whet.model.attention import supports_fullgraph
 from whet.model.flops import count_step_flops
 from whet.model.loss.loss_model import LossModel
-from whet.model.modules import decoder_layers
+from whet.model.modules import decoder_layers, model_body
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures a function's kernels in a graph and returns the function that replays it."""
@@ -142,7 +142,7 @@ class GraphedHidden:
     """Captures so far in this process."""
 
     def __init__(self, root: LossModel, gradients: StaticGradients, make_capture: Callable[[], Capture]) -> None:
-        self._base_model = _base_model(root)
+        self._base_model = model_body(root.language_model)
         self._compute = root.hidden
         self._gradients = gradients
         self._tensors = [*root.parameters(), *root.buffers()]
@@ -225,7 +225,7 @@ class StaticGradients:
     def __init__(self, root: LossModel) -> None:
         self._slots = [
             (module, name, weight)
-            for module in _base_model(root).modules()
+            for module in model_body(root.language_model).modules()
             for name, weight in module.named_parameters(recurse=False)
             if weight.requires_grad
         ]
@@ -309,10 +309,3 @@ class _ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         ctx.hidden.backward(ctx.graphs, ctx.generation, grads[0])
         return None, None, None, None
-
-
-def _base_model(root: LossModel) -> nn.Module:
-    """The model without its head."""
-    body = root.language_model.base_model
-    assert isinstance(body, nn.Module)
-    return body

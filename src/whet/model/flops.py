@@ -202,7 +202,11 @@ def attention_costs(model: nn.Module) -> tuple[AttentionCost, ...]:
     begun = first == ""
     for name, module in _attention_modules(model):
         begun = begun or (first is not None and not _is_before_training(model, name, first))
-        window, cost = _attention_window(module), _flops_per_pair(module)
+        config = getattr(module, "config", None) or model.config.get_text_config()  # type: ignore[operator, union-attr]
+        kind = _layer_type(module, config)
+        if kind == "linear_attention":  # has a state instead of pairs of tokens
+            continue
+        window, cost = _attention_window(module, config, kind), _flops_per_pair(module, config)
         forward[window] += cost
         backward[window] += 2 * cost if begun else 0  # four products instead of two
     return tuple(AttentionCost(window, cost, backward[window]) for window, cost in forward.items())
@@ -226,18 +230,21 @@ def _is_before_training(model: nn.Module, attention: str, trained: str) -> bool:
     return trained == f"{attention}.{last}"
 
 
-def _attention_window(module: nn.Module) -> int | None:
-    config: Any = module.config
+def _layer_type(module: Any, config: Any) -> str | None:
+    """Such as full_attention or sliding_attention; None if the configuration does not tell."""
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+    return None if kinds is None else str(kinds[module.layer_idx])
+
+
+def _attention_window(module: nn.Module, config: Any, kind: str | None) -> int | None:
+    if kind not in (None, "sliding_attention"):
         return None
     window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     return int(window) if window else None
 
 
-def _flops_per_pair(module: nn.Module) -> int:
+def _flops_per_pair(module: nn.Module, config: Any) -> int:
     """2 FLOPs for each element of a query and of a value, in every head."""
-    config: Any = module.config
     heads = config.num_attention_heads
     width: Any = getattr(module, "head_dim", None) or config.hidden_size // heads
     query, value = getattr(module, "qk_head_dim", width), getattr(module, "v_head_dim", width)

@@ -86,8 +86,8 @@ def _computes_gated_mlp(small: Any, x: Tensor) -> bool:
 
 # fp64 that stays fp64, for exact comparisons
 #
-# transformers' models convert to fp32 in places (norms, rotary embeddings, softmax, routers), whatever their dtype. In
-# an fp64 model that rounds: values that differ by 1e-16 can end up 1e-7 apart (seen: losses 4e-9 apart after six steps).
+# transformers' models convert to fp32 in places (norms, rotary embeddings, softmax, routers), whatever their dtype. An
+# fp64 model rounds there: values that differ by 1e-16 can end up 1e-7 apart (seen: losses 4e-9 apart after six steps).
 
 _PRODUCTS = (
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.addmm,
@@ -122,7 +122,16 @@ def _widened(value: Any, widens_tensors: bool) -> Any:
     return torch.float64 if is_name and value in _FP32_NAMES else value
 
 
-# The decoder layers of a language model, independent of the architecture.
+# The parts of a language model, independent of the architecture
+
+
+def model_body(language_model: nn.Module) -> nn.Module:
+    """The language model without its output head: returns hidden states."""
+    body: Any = language_model.base_model
+    if body is language_model:  # Llama 4 and Mllama: base_model names a part of the larger, multimodal model
+        body = language_model.model
+    assert isinstance(body, nn.Module)
+    return body
 
 
 def decoder_layers(language_model: nn.Module) -> list[nn.Module]:

@@ -1,8 +1,8 @@
 """Checks before the first step: packed documents do not influence each other, and whet's logits are the model's own.
 
 Some architectures carry state from token to token or have custom attention, so that packed documents would leak into
-each other; some transform their logits in ways that their configuration does not show. Training them would look healthy
-and be wrong.
+each other: they are trained unpacked, one document at a time. Some transform their logits in ways that their
+configuration does not show: they are refused. Training them would look healthy and be wrong.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.core.errors import WhetError
-from whet.model.attention import native_attention, unsupported_attention
+from whet.core.distributed import is_peer_failure
+from whet.core.errors import WhetError, describe_error
+from whet.model.attention import native_attention, unsupported_attention, use_native_attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import OutputHead, read_output_head
 from whet.model.modules import eval_mode
@@ -47,68 +48,76 @@ def _rope_settings(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from (value for value in parameters.values() if isinstance(value, dict))
 
 
-_REMEDY = "Train it unpacked: data.packing=none train.micro_rows=1"
-_PROBE_FAILURES = (AttributeError, KeyError, TypeError, ValueError)
+_PROBE_FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _LARGE_LOGIT = 64.0
 """The largest logit of the second comparison: a soft-cap of 30 hardly changes the small logits of the first."""
 
 
-class PackingError(WhetError):
-    """This model cannot be trained on packed documents."""
+def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
+    """Check that packed documents do not influence each other; where they do, train the model unpacked.
 
-
-def check_packing(root: LossModel, vocabulary: int, longest: int) -> None:
-    """Compare two packed documents with the model's own logits for each of them; raise PackingError if they differ.
-
-    `longest`: the length of the longest document in training.
+    Sets `root.unpacked`. Raises a WhetError if whet's logits are not the model's own either way. `longest`: the length
+    of the longest document in training.
     """
-    root.with_full_weights(functools.partial(_check_packing, root, vocabulary, longest))
+    try:
+        root.with_full_weights(functools.partial(_check_packed, root, vocabulary, longest))
+        return
+    except WhetError as error:
+        root.unpacked = str(error).removeprefix("model.path: ")
+    except _PROBE_FAILURES as error:
+        _raise_if_not_the_model(error)
+        root.unpacked = f"its code fails on packed conversations ({describe_error(error)})"
+    use_native_attention(root.language_model)
+    root.with_full_weights(functools.partial(_check_unpacked, root, vocabulary, longest))
+
+
+def _raise_if_not_the_model(error: Exception) -> None:
+    if is_peer_failure(error) or isinstance(error, torch.OutOfMemoryError):
+        raise error
+
+
+class PackingError(WhetError):
+    """Packed documents of this model would influence each other."""
 
 
 @torch.no_grad()
-def _check_packing(root: LossModel, vocabulary: int, longest: int) -> None:
+def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
+    """Compare two packed documents with the model's own logits for each of them."""
     model = root.language_model
     rope = length_dependent_rope(model, longest)
     if rope is not None:  # the documents below are too short to show it
         raise PackingError(
-            f"model.path: this model's rotary embedding depends on the longest document of a row ({rope}), so packed "
-            f"conversations of {longest:,} tokens would change each other. {_REMEDY}; or lower data.max_length to the "
-            "model's original context length"
+            f"its rotary embedding ({rope}) depends on the longest conversation of a row, here {longest:,} tokens. With "
+            "data.max_length at its original context length it can be packed"
         )
     reason = unsupported_attention(model)
     if reason is not None:  # the documents below are too short to show windows
-        raise PackingError(f"model.path: whet does not support the attention of this model: {reason}. {_REMEDY}")
+        raise PackingError(reason)
     tokens = torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary
     with eval_mode(root):
-        try:
-            head = read_output_head(model)  # raises for heads that are not linear
-            hidden = _hidden_of_two_documents(root, tokens)
-            other = _hidden_of_two_documents(root, torch.cat([tokens[:8].flip(0), tokens[8:]]))
-            largest = _largest_logit(head, hidden)
-            own = {scale: _reference_logits(model, tokens, scale) for scale in (1.0, _LARGE_LOGIT / largest)}
-        except _PROBE_FAILURES as error:
-            raise PackingError(
-                f"model.path: this architecture cannot be trained on packed documents ({error!r}). {_REMEDY}"
-            ) from None
+        head = read_output_head(model)  # raises for heads that are not linear
+        hidden = _hidden_of_two_documents(root, tokens)
+        other = _hidden_of_two_documents(root, torch.cat([tokens[:8].flip(0), tokens[8:]]))
+        largest = _largest_logit(head, hidden)
+        own = {scale: _reference_logits(model, tokens, scale) for scale in (1.0, _LARGE_LOGIT / largest)}
     leak = (
         (head.logits(hidden[8:]) - head.logits(other[8:])).abs().max().item()
     )  # same shapes, so no rounding differences
     if not leak <= 1e-5 * own[1.0].abs().max().item():
         raise PackingError(
-            f"model.path: packed conversations influence each other in this model (logits change by {leak:.3g} when "
-            f"another conversation changes): it has recurrent layers or custom attention. {_REMEDY}"
+            f"packed conversations influence each other (logits change by {leak:.3g} when another conversation "
+            "changes): it has recurrent layers or custom attention"
         )
-    _compare_logits(head, hidden, own, largest)
-
-
-def check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
-    """The comparison of logits for a model that gets one document at a time, with its native attention."""
-    root.with_full_weights(functools.partial(_check_unpacked, root, vocabulary, longest))
+    difference = _logit_difference(head, hidden, own, largest)
+    if difference:
+        raise PackingError(f"packed conversations have other logits than each alone (by {difference:.3g})")
 
 
 @torch.no_grad()
 def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
+    """Compare the logits of one document with the model's own."""
     model = root.language_model
+    name = type(model).__name__
     if length_dependent_rope(model, longest) == "dynamic":
         raise WhetError(
             "model.path: this model's rotary embedding (dynamic) depends on the documents before, so runs would not be "
@@ -122,8 +131,17 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
             largest = _largest_logit(head, hidden)
             own = {scale: _reference_logits(model, tokens, scale, 1) for scale in (1.0, _LARGE_LOGIT / largest)}
         except _PROBE_FAILURES as error:
-            raise WhetError(f"model.path: this architecture cannot be trained ({error!r})") from None
-    _compare_logits(head, hidden, own, largest)
+            _raise_if_not_the_model(error)
+            raise WhetError(
+                f"model.path: {name} cannot be trained: its code fails on a conversation ({describe_error(error)}). "
+                "Use another model"
+            ) from None
+    difference = _logit_difference(head, hidden, own, largest)
+    if difference:
+        raise WhetError(
+            f"model.path: whet's logits differ from those of {name} itself by {difference:.3g}: it transforms its "
+            "logits in a way that whet does not support, and would be trained wrongly. Use another model"
+        )
 
 
 @torch.no_grad()
@@ -148,17 +166,15 @@ def _require_finite(largest: float) -> None:
         )
 
 
-def _compare_logits(head: OutputHead, hidden: Tensor, own: dict[float, Tensor], largest: float) -> None:
+def _logit_difference(head: OutputHead, hidden: Tensor, own: dict[float, Tensor], largest: float) -> float | None:
+    """By how much whet's logits differ from the model's own; None if only by rounding."""
     is_coarse = torch.is_autocast_enabled(hidden.device.type) or hidden.dtype.itemsize < 4
     for scale, expected in own.items():
         difference = (expected - head.logits(hidden * scale).float()).abs().max().item()
         size = max(expected.abs().max().item(), scale * largest)  # logits are rounded before the soft-cap
         if not difference <= (0.05 if is_coarse else 1e-4) * size:
-            raise WhetError(
-                f"model.path: whet's logits differ from this model's own by {difference:.3g}: it transforms its logits "
-                "in a way that whet does not support, or has custom attention, and would be trained wrongly. Use "
-                "another model"
-            )
+            return difference
+    return None
 
 
 def _hidden_of_two_documents(root: LossModel, tokens: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from whet.core.errors import WhetError, describe_error
 from whet.core.heartbeat import PHASE
 from whet.model.attention import native_attention
 from whet.model.loss.loss_model import LossModel
-from whet.model.modules import eval_mode
+from whet.model.modules import eval_mode, model_body
 from whet.parallel.ddp import buckets
 from whet.parallel.dtensor import local_tensor
 
@@ -184,7 +184,7 @@ def _forward_few_tokens(root: LossModel, processes: int) -> None:
     tokens = torch.arange(4, device=next(root.parameters()).device)[None]
     with eval_mode(root), native_attention(root.language_model):
         try:
-            root.language_model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
+            model_body(root.language_model)(input_ids=tokens, use_cache=False)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             if is_peer_failure(error) or isinstance(error, torch.OutOfMemoryError):  # not the model's fault
                 raise

@@ -55,9 +55,11 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     try:
         longest = config.data.max_length if data is None else data.max_document_length
         root = build_loss_model(config, model, precision, device, tokens, longest)
-        unpacked = "this model leaks between packed conversations; data.packing=none keeps them apart"
-        packed = "another conversation in the row changes no logit of this model"
-        yield Finding("leak", "ok", unpacked if root.unpacked else packed)
+        if root.unpacked:
+            text = f"this model is trained unpacked, one conversation at a time, which is slower: {root.unpacked}"
+            yield Finding("leak", "warning", text)
+        else:
+            yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
     except FP8Error as error:
         yield Finding("model", "fault", str(error))
     except WhetError as error:

@@ -83,7 +83,12 @@ def assemble(
     ranks = mesh.ranks
     precision = choose_precision(config, ranks.device)
     plan = Plan.load(config.folder / "plan")
-    model = _build_training_model(config, data, loading, mesh, precision, plan)
+    model = _build_training_model(config, data, loading, mesh, precision)
+    if model.unpacked:
+        plan = plan.unpacked(data.train.store.lengths)
+    most_rows, micro_rows = int(np.diff(plan.steps).max(initial=0)), 1 if model.unpacked else config.train.micro_rows
+    if mesh.fsdp_mesh is None and precision.weights == torch.bfloat16 and most_rows > ranks.data_size * micro_rows:
+        accumulate_in_fp32(model)
     is_offloaded = config.parallel.offload in ("optimizer", "both")
     optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, is_offloaded)
     if is_offloaded:
@@ -118,7 +123,8 @@ def assemble(
             trackers_ = open_trackers(trackers, folder.path, step)
             output = FolderOutput(folder, step, len(plan), restored.prefixes, trackers_)
         stack.enter_context(contextlib.closing(output))
-        loader = stack.enter_context(contextlib.closing(make_loader(config, data.train.store, plan, ranks)))
+        loader = make_loader(config, data.train.store, plan, ranks, bool(model.unpacked))
+        stack.enter_context(contextlib.closing(loader))
         run = Run(
             config=config,
             ranks=ranks,
@@ -152,7 +158,7 @@ def assemble(
 
 
 def _build_training_model(
-    config: Config, data: RunData, loading: BackgroundModelLoader, mesh: Mesh, precision: PrecisionPolicy, plan: Plan
+    config: Config, data: RunData, loading: BackgroundModelLoader, mesh: Mesh, precision: PrecisionPolicy
 ) -> LossModel:
     """The model with its loss, sharded or replicated, with compiled layers, recomputation and CUDA graphs."""
     ranks, device = mesh.ranks, mesh.ranks.device
@@ -171,17 +177,9 @@ def _build_training_model(
         enable_cuda_graphs(model, config.train.micro_rows * config.row_length, peak)
     if mesh.fsdp_mesh is None:
         broadcast_weights(model, ranks)
-        if precision.weights == torch.bfloat16 and _max_micro_batches(config, plan, ranks) > 1:
-            accumulate_in_fp32(model)
     if config.parallel.offload == "weights":  # the host runs the optimizer, and torchrun gives it one thread
         torch.set_num_threads(cores_per_process())
     return model
-
-
-def _max_micro_batches(config: Config, plan: Plan, ranks: Ranks) -> int:
-    """Of one process in one step."""
-    most_rows = int(np.diff(plan.steps).max(initial=0))
-    return -(-most_rows // (ranks.data_size * config.train.micro_rows))
 
 
 def _require_disk_space(

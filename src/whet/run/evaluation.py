@@ -51,7 +51,9 @@ def evaluate_validation(
         data.validation.lengths, data.validation_documents, config.row_length, config.data.packing,
         config.data.bins, config.eval.rows,
     )  # fmt: skip
-    with contextlib.closing(make_loader(config, data.validation, plan, ranks)) as loader:
+    if root.unpacked:
+        plan = plan.unpacked(data.validation.lengths)
+    with contextlib.closing(make_loader(config, data.validation, plan, ranks, bool(root.unpacked))) as loader:
         metrics = validation_loss(root, loader, ranks, autocast, _validation_metadata(data, root))
     if len(plan.documents) < len(data.validation_documents):
         metrics["val_part"] = len(plan.documents) / len(data.validation_documents)

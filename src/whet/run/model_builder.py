@@ -35,7 +35,7 @@ from whet.model.load.resize_embeddings import trainable_token_ids
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
-from whet.model.packing_check import PackingError, check_packing, check_unpacked
+from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
@@ -49,14 +49,15 @@ class VocabularyError(WhetError):
     """The tokenizer has more tokens than the model."""
 
 
-def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks) -> Loader:
-    """This rank's loader of a plan. Rows are padded to a constant length where kernels are compiled for it: one length
-    for packed rows, which are full, and a few for single conversations.
+def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks, unpacked: bool) -> Loader:
+    """This rank's loader of a plan; `unpacked`: one row a micro-batch. Rows are padded to a constant length where
+    kernels are compiled for it: one length for packed rows, which are full, and a few for single conversations.
     """
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
-    lengths = _PADDED_LENGTHS if config.data.packing == "none" else 1
+    lengths = _PADDED_LENGTHS if unpacked or config.data.packing == "none" else 1
+    micro_rows = 1 if unpacked else config.train.micro_rows
     return Loader(
-        store, plan, config.train.micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
+        store, plan, micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
         (ranks.context_rank, ranks.context_size),
     )  # fmt: skip
 
@@ -74,11 +75,11 @@ def build_loss_model(
     """The model with its loss, after a check that packed conversations of up to `longest` tokens do not influence each
     other; `tokens` is the size of the vocabulary.
 
-    A model in which they do is trained unpacked, if the configuration has one conversation per batch. fp8 comes after
-    the check: with one scale for all tokens of a batch, conversations change each other's rounding.
+    A model in which they do is trained unpacked. fp8 comes after the check: with one scale for all tokens of a batch,
+    conversations change each other's rounding.
     """
     root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
-    verify_packing(config, root, precision, device, tokens, longest)
+    verify_packing(root, precision, device, tokens, longest)
     return root
 
 
@@ -97,24 +98,17 @@ def build_sharded_loss_model(
     )
     if _fuses_lora(config, precision, device):
         fuse_lora_(root)
-    verify_packing(config, root, precision, device, tokens, longest)
+    verify_packing(root, precision, device, tokens, longest)
     reshard(root)
     return root
 
 
 def verify_packing(
-    config: Config, root: LossModel, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
+    root: LossModel, precision: PrecisionPolicy, device: torch.device, tokens: int, longest: int
 ) -> None:
     """The check of `build_loss_model`, and what follows from it."""
     with precision.autocast(device):
-        try:
-            check_packing(root, tokens, longest)
-        except PackingError:
-            if config.data.packing != "none" or config.train.micro_rows != 1:
-                raise
-            attention.use_native_attention(root.language_model)
-            root.unpacked = True
-            check_unpacked(root, tokens, longest)
+        choose_packing(root, tokens, longest)
         if precision.name == "fp8":
             convert_to_fp8_(root.language_model)
 

@@ -39,11 +39,11 @@ def describe_run(run: Run) -> dict[str, Any]:
         "supervised_tokens": _supervised_tokens(run),
         "efficiency": packing_efficiency(plan, config.row_length),
         "row_length": config.row_length,
-        "micro_rows": config.train.micro_rows,
+        "micro_rows": 1 if run.model.unpacked else config.train.micro_rows,
         "world": run.ranks.world_size,
         "batch": config.train.batch.model_dump(exclude_none=True),
         "tokens_per_step": plan.mean_step_tokens,
-        "packing": config.data.packing,
+        "packing": "none" if run.model.unpacked else config.data.packing,
         "parameters": sum(map(count_weights, parameters)),
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "device": device.type,
@@ -65,7 +65,7 @@ def print_summary(run: Run) -> None:
     if is_random_model(config.model.path):
         warn(f"model.path: {config.model.path}: the weights are random; the run measures speed and learns nothing")
     if run.model.unpacked:
-        info("this model leaks between packed conversations: every batch has one conversation")
+        warn(f"this model is trained unpacked, one conversation at a time, which is slower: {run.model.unpacked}")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.model.modules()):
         info("dropout is on: its masks depend on train.micro_rows and the number of processes")
     if getattr(language_model.config, "output_router_logits", False):

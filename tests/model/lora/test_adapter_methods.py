@@ -21,7 +21,7 @@ from whet.model.lora.peft_adapters import add_adapter, cast_trained_modules_, em
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import read_output_head
 from whet.model.modules import KeepFloat64
-from whet.model.packing_check import check_packing
+from whet.model.packing_check import choose_packing
 
 Make = Callable[..., Any]
 KINDS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,9 @@ def test_packed_documents_do_not_influence_each_other(kind: str, make_model: Mak
 
     plain = unwrap_peft(adapted(make_model, (5,), **KINDS[kind]).eval())
     attention.install_backend(plain, "eager")
-    check_packing(LossModel(plain), 64, 16)
+    root = LossModel(plain)
+    choose_packing(root, 64, 16)
+    assert root.unpacked == ""
 
 
 def test_modules_trained_whole_are_fp32_and_exported_in_16_bits(make_model: Make) -> None:

@@ -73,6 +73,11 @@ class Plan:
     def documents_of(self, step: int) -> NDArray[np.integer]:
         return self.documents[self.rows[self.steps[step]] : self.rows[self.steps[step + 1]]]
 
+    def unpacked(self, lengths: NDArray[np.integer]) -> Plan:
+        """The same steps with one document a row, for models that cannot keep packed documents apart."""
+        single = np.arange(len(self.documents) + 1, dtype=self.rows.dtype)
+        return _build_plan(lengths, self.documents, single, None, self.rows[self.steps], self.stats.per_epoch)
+
     def save(self, folder: Path) -> None:
         """The three arrays; sizes.json has the totals and the checksums of all."""
         files = [folder / f"{name}.npy" for name in _ARRAYS]

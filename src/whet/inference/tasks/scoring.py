@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from string import ascii_uppercase
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from whet.inference.sampling import Sampling
 from whet.inference.tasks.task import AnsweredExample, Example, Task, TaskResult
 from whet.model.attention import native_attention
 from whet.model.loss.output_head import read_output_head
+from whet.model.modules import model_body
 
 _EXAMPLES_PER_ROUND = 32  # of each rank, between two checks of the deadline
 _MAX_BATCH_TOKENS = 16_384  # of one forward pass over multiple-choice questions
@@ -150,8 +150,8 @@ def _choice_letters(
             width = max(len(prompts[i]) for i in batch)
             rows = torch.tensor([[*prompts[i], *[0] * (width - len(prompts[i]))] for i in batch], device=device)
             ends = torch.tensor([len(prompts[i]) - 1 for i in batch], device=device)
-            body: Any = network.base_model
-            hidden = body(input_ids=rows, use_cache=False).last_hidden_state[torch.arange(len(batch)), ends]
+            states = model_body(network)(input_ids=rows, use_cache=False).last_hidden_state
+            hidden = states[torch.arange(len(batch)), ends]
             logits = read_output_head(network).logits(hidden)[:, letters].float().cpu()
             for i, row in zip(batch, logits, strict=True):
                 answers[i] = ascii_uppercase[int(row[: examples[i].choices].argmax())]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from whet.model.attention import document_kwargs, needs_document_spans
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
 from whet.model.loss.output_head import read_output_head
+from whet.model.modules import model_body
 
 _T = TypeVar("_T")
 
@@ -23,8 +24,8 @@ class LossModel(nn.Module):
         self.language_model = language_model
         self.smoothing = smoothing
         self.z_loss = z_loss
-        self.unpacked = False
-        """Each batch is one document, and the model uses its native attention."""
+        self.unpacked = ""
+        """Why each batch is one document and the model uses its native attention; empty if documents are packed."""
 
     @functools.cached_property
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -54,12 +55,14 @@ class LossModel(nn.Module):
     ) -> Tensor:
         """Last hidden states [T, E] of a row of packed documents."""
         with_spans = needs_document_spans(self.language_model)
-        output = self.language_model.base_model(  # type: ignore[operator]
+        output = model_body(self.language_model)(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
             **document_kwargs(cu_seqlens, max_seqlen, cu_seqlens_host, with_spans),
         )  # fmt: skip
-        return output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state
+        return hidden[0]
 
     def hidden_unpacked(self, tokens: Tensor) -> Tensor:
         """Last hidden states [T, E] of one document, with the model's native attention."""
-        return self.language_model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]  # type: ignore[operator]
+        hidden: Tensor = model_body(self.language_model)(input_ids=tokens[None], use_cache=False).last_hidden_state
+        return hidden[0]

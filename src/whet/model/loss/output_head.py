@@ -12,7 +12,8 @@ from whet.compat.peft_private import is_lora_linear, modules_to_save_type, train
 from whet.core.errors import WhetError
 
 _LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
-_LOGIT_DIVISORS = ("logits_scaling",)  # Granite
+_LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite; Inkling
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def read_output_head(model: nn.Module) -> OutputHead:
         scale *= getattr(config, name, None) or 1.0
     for name in _LOGIT_DIVISORS:
         scale /= getattr(config, name, None) or 1.0
-    return OutputHead(weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+    caps = (getattr(config, name, None) for name in _LOGIT_CAPS)
+    return OutputHead(weight, bias, scale, next((cap for cap in caps if cap is not None), None))
 
 
 def _head_tensors(module: Any) -> tuple[Tensor, Tensor | None]:

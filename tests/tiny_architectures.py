@@ -4,15 +4,21 @@ Sizes are set by the names that configurations use for them; `_OWN_SETTINGS` has
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import prepare_float64_
 
 VOCABULARY = 96
+_VOCABULARY_SIZES = "vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size"
+_POSITIONS = (
+    "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length max_target_positions"
+)
 _SIZES: dict[int, str] = {
     0: "pad_token_id num_nextn_predict_layers num_mtp_layers",
     1: "bos_token_id num_experts_per_tok_group n_shared_experts num_shared_experts moe_num_shared_experts topk_group "
@@ -36,8 +42,8 @@ _SIZES: dict[int, str] = {
     "output_embedding_size attention_hidden_size",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff dff d_inner feed_forward_size "
     "intermediate_size_mlp ffn_hidden_size dense_intermediate_size n_inner ffn_hidden_size",
-    64: "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length max_target_positions",
-    VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size",
+    64: _POSITIONS,
+    VOCABULARY: _VOCABULARY_SIZES,
 }  # fmt: skip
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
 _MAX_LAYERS = 4
@@ -60,6 +66,8 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 64},
     "mamba2": {"num_heads": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_hidden_layers": 2},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "gemma4_text": _GEMMA4,
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
@@ -69,10 +77,24 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A random model of a `model_type`, with default initialisation scaled up so that every part matters."""
+    """A random model of a `model_type`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=dtype)
-    return prepare_float64_(model, dtype).eval()
+    return prepare_float64_(AutoModelForCausalLM.from_config(tiny_config(kind), dtype=dtype), dtype).eval()
+
+
+def save_tiny_model(kind: str, folder: Path) -> str:
+    """A folder with a random model of a `model_type` and the tokenizer of builtin:tiny; returns `model.path=FOLDER`."""
+    tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
+    config = tiny_config(kind)
+    text = config.get_text_config()
+    for names, size in ((_VOCABULARY_SIZES, len(tokenizer)), (_POSITIONS, 1024)):
+        for name in names.split():
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, size)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return f"model.path={folder}"
 
 
 def tiny_config(kind: str) -> Any:
