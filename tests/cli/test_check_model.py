@@ -59,6 +59,14 @@ def test_a_model_with_state_is_trained_unpacked(check: Any, write: Any, tiny_mod
     assert [each["check"] for each in found.checks if each["level"] == "fault"] == []
 
 
+def test_random_numbers_in_training_are_announced(check: Any, write: Any, tiny_model: Path) -> None:
+    write()
+    make_model("SeedOss", tiny_model, head_dim=8)  # functional dropout of 0.1 by default
+    check(f"model.path={tiny_model}").warning(
+        "random", "draws random numbers", "train.micro_rows", "attention_dropout=0.1", "does not apply"
+    )
+
+
 def test_a_tokenizer_of_a_larger_model(check: Any, write: Any, tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_architectures import tiny_config, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tiny_architectures import tiny_config, tiny_model
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.modules import KeepFloat64
@@ -100,8 +100,8 @@ def test_functions_asked_for_fp32_compute_in_fp64(compute: Callable[[Tensor, tor
 @pytest.mark.parametrize(
     "multiply",
     [
-        lambda x, w: x @ w, lambda x, w: w @ x.T, torch.nn.functional.linear, lambda x, w: torch.einsum("tk,ku->tu", x, w),
-        lambda x, w: nn.functional.linear(x, weight=w), lambda x, w: torch.bmm(x[None], w[None]),
+        lambda x, w: x @ w, lambda x, w: w @ x.T, torch.nn.functional.linear,
+        lambda x, w: torch.einsum("tk,ku->tu", x, w), lambda x, w: nn.functional.linear(x, weight=w), lambda x, w: torch.bmm(x[None], w[None]),
     ],
     ids=range(6),
 )  # fmt: skip

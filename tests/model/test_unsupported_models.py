@@ -64,6 +64,13 @@ def loss_and_gradients(root: LossModel, losses: list[Tensor]) -> tuple[float, Te
     return total.item(), torch.cat([p.grad.flatten() for p in root.parameters() if p.grad is not None])
 
 
+def test_a_model_that_sees_the_future_is_an_error() -> None:
+    model = tiny_model("xlm")
+    attention.install_backend(model, "sdpa")
+    with pytest.raises(WhetError, match=r"model\.path: XLMWithLMHeadModel is not a causal model.*Use another model"):
+        choose_packing(LossModel(model), VOCABULARY, 16)
+
+
 def test_a_model_whose_head_is_more_than_a_linear_layer_is_an_error() -> None:
     model = tiny_model("bert")
     attention.install_backend(model, "sdpa")

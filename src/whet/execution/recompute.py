@@ -79,7 +79,10 @@ def has_dropout(model: nn.Module) -> bool:
         return True
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
-    return any("drop" in name and isinstance(value, float | int) and value > 0 for name, value in settings.items())
+    return any(
+        ("drop" in name or "jitter" in name) and isinstance(value, float | int) and value > 0
+        for name, value in settings.items()
+    )
 
 
 def _checkpoint_contexts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,16 +17,21 @@ from whet.compat.torch_private import copy_module_without_children, set_module_c
 from whet.core.errors import WhetError
 
 
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
     """Eval mode inside the context; afterwards every module is in the mode it was in."""
+    return mode_of_modules(model, training=False)
+
+
+@contextlib.contextmanager
+def mode_of_modules(model: nn.Module, training: bool) -> Iterator[None]:
+    """Training or eval mode inside the context; afterwards every module is in the mode it was in."""
     before = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for module, mode in before:
+            module.training = mode
 
 
 def add_mixin(module: nn.Module, other: Any) -> None:
@@ -94,7 +100,7 @@ _PRODUCTS = (
     torch.baddbmm, torch.einsum, F.linear, F.conv1d,
 )  # fmt: skip
 """Functions that demand one dtype of all tensors. Models keep routers and rotary frequencies in fp32."""
-_FP32_NAMES = {torch.float32, torch.FloatTensor, torch.cuda.FloatTensor, "torch.FloatTensor", "torch.cuda.FloatTensor"}
+_FP32_NAMES = {torch.float32, torch.FloatTensor, "torch.FloatTensor", "torch.cuda.FloatTensor"}
 
 
 class KeepFloat64(TorchFunctionMode):

@@ -87,8 +87,8 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
     rope = length_dependent_rope(model, longest)
     if rope is not None:  # the documents below are too short to show it
         raise PackingError(
-            f"its rotary embedding ({rope}) depends on the longest conversation of a row, here {longest:,} tokens. With "
-            "data.max_length at its original context length it can be packed"
+            f"its rotary embedding ({rope}) depends on the longest conversation of a row, here {longest:,} tokens. "
+            "With data.max_length at its original context length it can be packed"
         )
     reason = unsupported_attention(model)
     if reason is not None:  # the documents below are too short to show windows
@@ -96,8 +96,8 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
     tokens = torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary
     with eval_mode(root):
         head = read_output_head(model)  # raises for heads that are not linear
-        hidden = _hidden_of_two_documents(root, tokens)
-        other = _hidden_of_two_documents(root, torch.cat([tokens[:8].flip(0), tokens[8:]]))
+        hidden = hidden_of_documents(root, tokens, 2)
+        other = hidden_of_documents(root, torch.cat([tokens[:8].flip(0), tokens[8:]]), 2)
         largest = _largest_logit(head, hidden)
         own = {scale: _reference_logits(model, tokens, scale) for scale in (1.0, _LARGE_LOGIT / largest)}
     leak = (
@@ -115,7 +115,7 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
 
 @torch.no_grad()
 def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
-    """Compare the logits of one document with the model's own."""
+    """Compare the logits of one document with the model's own, and look whether a token changes those before it."""
     model = root.language_model
     name = type(model).__name__
     if length_dependent_rope(model, longest) == "dynamic":
@@ -128,6 +128,7 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
         try:
             head = read_output_head(model)
             hidden = root.hidden_unpacked(tokens)
+            other = root.hidden_unpacked(torch.cat([tokens[:7], tokens[:1]]))
             largest = _largest_logit(head, hidden)
             own = {scale: _reference_logits(model, tokens, scale, 1) for scale in (1.0, _LARGE_LOGIT / largest)}
         except _PROBE_FAILURES as error:
@@ -136,6 +137,12 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
                 f"model.path: {name} cannot be trained: its code fails on a conversation ({describe_error(error)}). "
                 "Use another model"
             ) from None
+    change = (hidden - other)[:7].abs().max().item()  # same shapes, so hardly any rounding differences
+    if not change <= 1e-3 * hidden.abs().max().item():
+        raise WhetError(
+            f"model.path: {name} is not a causal model: a token changes the hidden states before it (by {change:.3g}), "
+            "so it would see the answers it shall learn. Use another model"
+        )
     difference = _logit_difference(head, hidden, own, largest)
     if difference:
         raise WhetError(
@@ -177,13 +184,13 @@ def _logit_difference(head: OutputHead, hidden: Tensor, own: dict[float, Tensor]
     return None
 
 
-def _hidden_of_two_documents(root: LossModel, tokens: Tensor) -> Tensor:
-    """Hidden states of a row whose halves are two documents."""
-    half = len(tokens) // 2
-    edges = (0, half, 2 * half)
-    positions = torch.arange(half, device=tokens.device).repeat(2)
+def hidden_of_documents(root: LossModel, tokens: Tensor, documents: int) -> Tensor:
+    """Hidden states of a row of so many documents of equal length."""
+    length = len(tokens) // documents
+    edges = range(0, len(tokens) + 1, length)
+    positions = torch.arange(length, device=tokens.device).repeat(documents)
     cu_seqlens = torch.tensor(edges, device=tokens.device, dtype=torch.int32)
-    return root.hidden(tokens, positions, cu_seqlens, half, edges)
+    return root.hidden(tokens, positions, cu_seqlens, length, edges)
 
 
 def _reference_logits(model: nn.Module, tokens: Tensor, scale: float, documents: int = 2) -> Tensor:

@@ -31,6 +31,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
     from whet.run.model_builder import VocabularyError, build_loss_model, build_model
+    from whet.run.summary import randomness_remarks
     from whet.training.precision import choose_precision
 
     try:
@@ -60,6 +61,8 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
             yield Finding("leak", "warning", text)
         else:
             yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
+        for remark in randomness_remarks(root):
+            yield Finding("random", "warning", remark)
     except FP8Error as error:
         yield Finding("model", "fault", str(error))
     except WhetError as error:

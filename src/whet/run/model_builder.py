@@ -37,6 +37,7 @@ from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
+from whet.model.randomness import draws_random_numbers, require_no_layer_drop
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
@@ -89,6 +90,8 @@ def build_sharded_loss_model(
 ) -> LossModel:  # fmt: skip
     """`build_loss_model` with FSDP2: every process reads its shards from `source`, and all run the check together."""
     device = mesh.ranks.device
+    if mesh.ranks.world_size > 1:
+        require_no_layer_drop(unwrap_peft(model))
     root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
     apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
     with precision.autocast(device):
@@ -109,6 +112,7 @@ def verify_packing(
     """The check of `build_loss_model`, and what follows from it."""
     with precision.autocast(device):
         choose_packing(root, tokens, longest)
+        root.draws_random_numbers = draws_random_numbers(root, tokens)
         if precision.name == "fp8":
             convert_to_fp8_(root.language_model)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from whet.core.console import info, warn
 from whet.data.plan.planner import packing_efficiency
 from whet.execution.compile import should_compile
@@ -14,8 +12,10 @@ from whet.model import attention
 from whet.model.flops import flops_table
 from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model
+from whet.model.loss.loss_model import LossModel
 from whet.model.peak_flops import device_name, device_peak_flops
 from whet.model.quantize import MIN_QUANTIZED_SHARE, count_weights, quantized_share
+from whet.model.randomness import ignored_attention_dropout
 from whet.run.data import describe_step
 from whet.training.run_state import Run
 from whet.training.schedule import end_position, warmup_fills_run
@@ -66,8 +66,8 @@ def print_summary(run: Run) -> None:
         warn(f"model.path: {config.model.path}: the weights are random; the run measures speed and learns nothing")
     if run.model.unpacked:
         warn(f"this model is trained unpacked, one conversation at a time, which is slower: {run.model.unpacked}")
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in run.model.modules()):
-        info("dropout is on: its masks depend on train.micro_rows and the number of processes")
+    for remark in randomness_remarks(run.model):
+        info(remark)
     if getattr(language_model.config, "output_router_logits", False):
         warn("the model's configuration enables an auxiliary router loss (output_router_logits); whet does not add it")
     if config.quantize is not None and (share := quantized_share(language_model)) < MIN_QUANTIZED_SHARE:
@@ -107,6 +107,20 @@ def print_summary(run: Run) -> None:
         f"{run.precision.name}: a step has {describe_step(config, plan)}; an epoch has {plan.stats.per_epoch} "
         "conversations"
     )
+
+
+def randomness_remarks(root: LossModel) -> list[str]:
+    """What a user should know about random numbers in training; empty without any."""
+    remarks = []
+    if root.draws_random_numbers:
+        remarks.append(
+            "the model draws random numbers in training (dropout, noise in routers or skipped layers): losses depend "
+            "on train.micro_rows and the number of processes"
+        )
+    dropout = None if root.unpacked else ignored_attention_dropout(root.language_model)
+    if dropout:
+        remarks.append(f"the model's config.json sets dropout of attention weights ({dropout}): whet does not apply it")
+    return remarks
 
 
 def run_flops_table(run: Run) -> str:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from whet.compat.transformers_private import attention_implementation, supports_sdpa
-from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.imports import has_triton
 from whet.model.attention import backends
@@ -130,8 +129,6 @@ def install_backend(
 ) -> None:
     """Make `model` (a transformers model) attend within documents. `wrap` decorates the back-end, as sequence
     parallelism does."""
-    if any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop")):
-        warn("the model's config.json sets attention dropout, which whet does not apply")
     if backend == "varlen":
         backends.activate_newest_flash_attention()
     compute = wrap(BACKENDS[backend]) if wrap else BACKENDS[backend]
