@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +67,54 @@ def test_the_generation_prompt_differs_from_the_answer(check: Any, template: Any
     found = check(template(GOOD.replace("<|im_start|>assistant", "<|im_start|>bot")))
     found.fault("template", "starts message 2 differently from its generation prompt")
     found.fault("bad lines", f"{good}:1: ", "generation prompt")
+
+
+def test_the_generation_prompt_goes_on_beyond_the_answer(check: Any, template: Any, good: Any) -> None:
+    found = check(template(GOOD.replace("assistant\n' }}", "assistant\nAnswer: ' }}")))
+    found.fault("template", "which has 'Answer: ' where the message has 'Very well, thank you.'")
+    found.fault("bad lines", f"{good}:1: ", "differently from its generation prompt")
+
+
+def test_no_generation_prompt(check: Any, write: Any, template: Any) -> None:
+    write()
+    found = check(template(GOOD.removesuffix(PROMPT)))
+    found.warning("template", "no generation prompt", "learns to write '<|im_start|>assistant\\n'")
+    line = re.findall(r"Append (.*) to a copy of the template", found.texts("template", "warning"))[0]
+    check(template(GOOD.removesuffix(PROMPT) + line)).passed()
+
+
+def test_a_generation_prompt_that_is_always_there(check: Any, write: Any, template: Any) -> None:
+    write()
+    found = check(template(GOOD.removesuffix(PROMPT) + "{{ '<|im_start|>assistant\n' }}"))
+    found.passed()
+    assert "ends with <|im_end|>" in found.texts("template", "ok")
+
+
+def test_no_end_after_the_last_answer(check: Any, write: Any, template: Any) -> None:
+    file = write()
+    text = GOOD.replace(
+        "+ '<|im_end|>\n' }}", "}}{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
+    )
+    found = check(template(text))
+    found.fault("bad lines", f"{file}:1: ", "no end-of-turn token after message 2")
+    line = re.findall(r"Append (.*?) to a copy of the template", found.texts("template", "fault"))[0]
+    check(template(text + line)).passed()
+
+
+def test_the_prompt_opens_reasoning_that_answers_have_not(check: Any, write: Any, template: Any) -> None:
+    file = write()
+    found = check(template(GOOD.replace("assistant\n' }}", "assistant\n<think>\n' }}")))
+    found.warning("reasoning tag only in the prompt", "40 of 40 conversations", f"first {file}:1", "Add the reasoning")
+
+
+def test_a_template_that_requires_tools(check: Any, write: Any, talk: Any, template: Any) -> None:
+    tool = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+    (write(talk(0)).parent / "data.jsonl").write_text(
+        "".join(json.dumps({**talk(i), "tools": [tool]}) + "\n" for i in range(40))
+    )
+    found = check(template("{{ '<|im_start|>system\n' + tools[0].function.name + '<|im_end|>\n' }}" + GOOD))
+    found.warning("template", "requires tools, in chat and eval too")
+    assert "ends with <|im_end|>" in found.texts("template", "ok")
 
 
 def test_the_template_begins_twice(check: Any, template: Any, good: Any) -> None:
