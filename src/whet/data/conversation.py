@@ -31,7 +31,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] | str
     id: str | None = None
-    written: str | None = field(default=None, compare=False)
+    written: str | None = field(default=None, compare=False, repr=False)
     """The arguments as the record has them, where that is a string."""
 
     def as_dict(self) -> dict[str, Any]:

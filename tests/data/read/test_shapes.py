@@ -359,3 +359,59 @@ def test_the_script_for_oasst_makes_a_conversation_of_each_last_answer(
         [("user", "a"), ("assistant", "c")],
         [("user", "a"), ("assistant", "b"), ("user", "d"), ("assistant", "e")],
     ]  # fmt: skip
+
+
+# Choices, and what is not used
+
+
+def test_a_column_per_choice(read: Any) -> None:
+    record = {
+        "question": "1+1?",
+        "A": "1",
+        "B": "2",
+        "C": 3,
+        "D": "",
+        "answer": "B",
+        "subject": "maths",
+        "system": "S.",
+    }
+    [parsed] = read(record)
+    assert turns(parsed)[1][1].startswith("1+1?\n\n- A) 1\n- B) 2\n- C) 3\n\n")
+    assert [turns(parsed)[0], turns(parsed)[2]] == [("system", "S."), ("assistant", "B")]
+    for name in ("option_a", "opa", "choice1", "Distractor 1"):
+        assert "multiple choice with a column per choice" in refusal(
+            read, {"question": "Q?", "answer": "A.", name: "x"}
+        )
+
+
+LONG = "A text of more than forty characters, which nobody reads."
+
+
+@pytest.mark.parametrize(
+    ("record", "description"),
+    [
+        ({"question": "Q?", "answer": "A.", "background": LONG},
+         "not used: background. background holds text; to add it to the question, set fields: "
+         "{instruction: question, input: background, output: answer}"),
+        ({"messages": [USER, ANSWER], "persona": LONG},
+         "not used: persona. persona holds text; to use it, set it in fields (system, reasoning, tools)"),
+        ({"messages": [{**USER, "content": LONG}, ANSWER], "prompt": LONG, "url": "x" * 99}, "not used: prompt, url"),
+        ({"instruction": LONG, "output": "A.", "text": f"Do this: {LONG}"}, "not used: text"),
+        ({"messages": [USER, {**ANSWER, "emotion": "joy"}]}, "not used: messages.emotion"),
+        ([USER, {**ANSWER, "emotion": "joy"}], "not used: emotion"),
+        ({"prompt": "Q?", "completion": "A.", "score": 3.5},
+         "not used: score. To keep the better answers by score: where: score >= NUMBER"),
+        ({"question": "1+1?", "A": "1", "B": "2", "answer": "B", "subject": "maths"}, "not used: subject"),
+    ],
+)  # fmt: skip
+def test_what_is_not_used_is_named_with_what_to_do(jsonl: Jsonl, record: Any, description: str) -> None:
+    found = SourceReader(Source(path=str(jsonl(json.dumps(record)))))
+    assert str(found.description).partition("; ")[2] == description
+
+
+def test_an_unused_text_is_used_as_the_description_says(read: Any) -> None:
+    record = {"question": "Q?", "answer": "A.", "background": LONG}
+    fields = {"instruction": "question", "input": "background", "output": "answer"}
+    assert turns(read(record, fields=fields)[0])[0] == ("user", f"Q?\n\n{LONG}")
+    [parsed] = read({"messages": [USER, ANSWER], "persona": LONG}, fields={"system": "persona"})
+    assert turns(parsed)[0] == ("system", LONG)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
 from whet.data.read.container import Container, RawRecord, open_bytes
-from whet.data.read.formats import FORMATS, find_chat_marker
+from whet.data.read.formats import FORMATS, find_chat_marker, list_choices
 from whet.data.read.record_fields import find_optional, present_names
-from whet.data.read.shapes import name_preference, name_separate_answer, name_shape
+from whet.data.read.shapes import SCORE, TURN_KEYS, name_preference, name_separate_answer, name_shape, unused_texts
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
 _SUPERSEDES = {
@@ -179,11 +179,12 @@ def _make_detected(match: FormatMatch, sample: Sequence[Any], source: Source) ->
             find_optional(record, field, known, names)
         except BadRecordError as error:
             raise WhetError(f"data.sources: {source.path}: {error}") from None
-    return DetectedFormat(form, names, _describe_format(form, names, _record_keys(sample)))
+    return DetectedFormat(form, names, _describe_format(form, names, [*map(list_choices, sample)]))
 
 
-def _describe_format(form: str, names: Mapping[str, str], keys: Sequence[str]) -> str:
+def _describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> str:
     """For example: sharegpt (conversations: from, value); not used: id."""
+    keys = _record_keys(sample)
     inner = FORMATS[form].turn_fields
     outer = {name: field for field, name in names.items() if field not in inner and name in keys}
     for field, known in FORMATS[form].optional.items():
@@ -193,12 +194,43 @@ def _describe_format(form: str, names: Mapping[str, str], keys: Sequence[str]) -
     if inner:
         turns = ", ".join(names[field] for field in inner)
         used[:1] = [f"{used[0]}: {turns}" if used else turns]
-    unused = [key for key in keys if key not in outer]
+    unused = [key for key in keys if key not in outer] + _unused_turn_keys(
+        sample, order, [names[field] for field in inner]
+    )
     description = form + (f" ({', '.join(used)})" if used else "")
     if unused:
         more = len(unused) - _MAX_SHOWN_KEYS
         description += f"; not used: {', '.join(unused[:_MAX_SHOWN_KEYS])}" + (f" and {more} more" if more > 0 else "")
-    return description
+    return description + _advise(form, names, [record for record in sample if isinstance(record, dict)], outer)
+
+
+def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequence[str]) -> list[str]:
+    """Keys of turns that no format reads, such as messages.emotion."""
+    prefix = f"{used[0]}." if used else ""
+    lists = [record.get(used[0]) if used and isinstance(record, dict) else record for record in sample if inner]
+    turns = [turn for turns in lists if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
+    found = [prefix + key for turn in turns for key in turn if key not in (*TURN_KEYS, *inner)]
+    return [*dict.fromkeys(found)]
+
+
+def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: Mapping[str, str]) -> str:
+    """How to use fields that are not used although they hold text or scores."""
+    texts = unused_texts(records, used)
+    scores = [key for key in _record_keys(records) if SCORE.fullmatch(key) and key not in used]
+    advice = ""
+    if texts and form == "prompt-completion":
+        advice = (
+            f". {texts[0]} holds text; to add it to the question, set fields: {{instruction: {names['prompt']}, input: "
+            f"{texts[0]}, output: {names['completion']}}}"
+        )
+    elif texts:
+        free = ", ".join(field for field in FORMATS[form].optional if field not in used.values() and field != "label")
+        advice = f". {', '.join(texts[:3])} hold{'s' * (len(texts) == 1)} text" + (
+            f"; to use it, set it in fields ({free})" if free else ""
+        )
+    if scores:
+        advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
+    return advice
 
 
 def _record_keys(sample: Sequence[Any]) -> list[str]:

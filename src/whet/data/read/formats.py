@@ -150,6 +150,7 @@ PROMPT_COMPLETION_FIELDS = {
 }
 _PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
 MORE_THAN_A_PROMPT = ("instruction", "context", "passage", "document", "choices", "options", "history")
+CHOICE_COLUMN = re.compile(r"(?:option|choice|distractor|op)[_ ]?(?:[a-e]|[0-5])", re.IGNORECASE)
 """Fields that add to the question, so that the record is more than a prompt and a completion."""
 
 
@@ -158,7 +159,11 @@ def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[
     if not isinstance(record, dict):
         return []
     more = [
-        name for name in MORE_THAN_A_PROMPT if record.get(name) not in (None, "", []) and name not in fields.values()
+        name
+        for name, value in record.items()
+        if (name in MORE_THAN_A_PROMPT or CHOICE_COLUMN.fullmatch(name))
+        and value not in EMPTY_VALUES
+        and name not in fields.values()
     ]
     return [] if more else match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
 
@@ -256,8 +261,29 @@ _MULTIPLE_CHOICE_EXAMPLE = '{"question": "…", "choices": ["…", "…"], "answ
 
 def recognise_multiple_choice(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """Every set of field names under which the record matches."""
-    found = match_fields(record, MULTIPLE_CHOICE_FIELDS, ("question", "choices", "answer"), fields)
-    return [names for names in found if isinstance(record[names["choices"]], (list, dict, str))]
+    listed = list_choices(record)
+    found = match_fields(listed, MULTIPLE_CHOICE_FIELDS, ("question", "choices", "answer"), fields)
+    return [names for names in found if isinstance(listed[names["choices"]], (list, dict, str))]
+
+
+def list_choices(record: Any) -> Any:
+    """The record with a list of choices, if it has a column per choice (question, A, B, C, D, answer) or, as in AI2's
+    ARC files, the choices inside the question."""
+    if not isinstance(record, dict):
+        return record
+    inner = record.get("question")
+    if isinstance(inner, dict) and "stem" in inner and isinstance(inner.get("choices"), list):
+        items = [each if isinstance(each, dict) else {} for each in inner["choices"]]
+        choices: Any = {name: [each.get(name) for each in items] for name in ("text", "label")}
+        return {**record, "question": inner["stem"], "choices": choices}
+    if not {"A", "B", "answer"} <= record.keys() or "choices" in record:
+        return record
+    letters = [letter for letter in ascii_uppercase if record.get(letter) not in (None, "")]
+    choices = [str(record[letter]) for letter in letters]
+    if letters != list(ascii_uppercase[: len(letters)]):  # a column is empty: with labels the answer does not shift
+        choices = {"label": letters, "text": choices}
+    others = {key: value for key, value in record.items() if key not in {*ascii_uppercase}}
+    return {"question": record.get("prompt"), **others, "choices": choices}
 
 
 def parse_multiple_choice(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
@@ -269,7 +295,7 @@ def parse_multiple_choice(record: Any, names: Mapping[str, str], origin: Origin)
 
 def read_multiple_choice(record: Any, names: Mapping[str, str]) -> tuple[str, list[str], int]:
     """(question, choices, index of the correct choice); raises BadRecordError."""
-    record = require_object(record, _MULTIPLE_CHOICE_EXAMPLE)
+    record = list_choices(require_object(record, _MULTIPLE_CHOICE_EXAMPLE))
     question = require_nonempty(require_field(record, names["question"]), f"'{names['question']}'")
     texts, labels = _parse_choices(require_field(record, names["choices"]), names["choices"])
     correct = _correct_choice(require_field(record, names["answer"]), labels, len(texts), names["answer"])

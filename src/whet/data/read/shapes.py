@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin, ParsedRecord
-from whet.data.read.formats import FORMATS, MORE_THAN_A_PROMPT
+from whet.data.read.formats import CHOICE_COLUMN, FORMATS, MORE_THAN_A_PROMPT
 from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS, is_turn_list
 from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
 
@@ -167,6 +167,11 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
         return (
             "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
         )
+    if choices := [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
+        return (
+            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Write a list of them: "
+            '{"question": "…", "choices": ["…", "…"], "answer": 1}'
+        )
     pairs = [found for key in keys if (found := _PAIR.fullmatch(str(key)))]
     if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
         return _describe_preference(records, pairs[0][0], pairs[1][0])
@@ -221,3 +226,34 @@ def _is_question_and_answer(record: Record, form: str, fields: Mapping[str, str]
         return False
     roles = [message.role for message in parsed.messages] if isinstance(parsed, Conversation) else []
     return [role for role in roles if role != "system"][:1] == ["user"] and roles[-1] == "assistant"
+
+
+# Fields that are not used.
+
+TURN_KEYS = frozenset(
+    {"role", "content", "from", "value", "name", "id", "weight", "train", "tools", "tool_calls", "function_call"}
+    | {"tool_call_id", *RECORD_FIELDS["reasoning"], *MEDIA_KEYS}
+)
+SCORE = re.compile(r"(?:\w+_)?(?:score|rating|reward|quality|upvotes|pm_score)", re.IGNORECASE)
+_MIN_TEXT = 40  # characters, on average
+
+
+def unused_texts(records: Sequence[Record], used: Iterable[str]) -> list[str]:
+    """The unused fields that hold text, unless they repeat what is used."""
+    found: dict[str, list[str]] = {}
+    known = {*used}
+    for record in records:
+        seen = [text for key in known & record.keys() for text in _strings(record[key])]
+        for key, value in record.items():
+            if key not in known and isinstance(value, str) and " " in value.strip():
+                repeats = any(value in text or (len(text) >= _MIN_TEXT and text in value) for text in seen)
+                found.setdefault(key, []).append("" if repeats else value)
+    return [key for key, texts in found.items() if sum(map(len, texts)) >= _MIN_TEXT * len(texts)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value if isinstance(value, list) else value.values():
+            yield from _strings(inner)

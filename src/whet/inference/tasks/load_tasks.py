@@ -243,7 +243,6 @@ class TaskFormat(NamedTuple):
 
 def detect_task_format(record: Any, fields: Mapping[str, str]) -> TaskFormat | None:
     """The format of a file, from its first record; None for what may be a conversation."""
-    record = normalize_choices(record)
     if not isinstance(record, dict):
         return None
     if record.keys() >= HUMAN_EVAL_FIELDS:
@@ -259,33 +258,10 @@ def detect_task_format(record: Any, fields: Mapping[str, str]) -> TaskFormat | N
     return None
 
 
-def normalize_choices(record: Any) -> Any:
-    """Multiple-choice records with a list of choices, from those with a column per choice (question, A, B, C, D,
-    answer) and from AI2's ARC files, which nest the choices inside the question."""
-    if not isinstance(record, dict):
-        return record
-    inner = record.get("question")
-    if isinstance(inner, dict) and "stem" in inner and isinstance(inner.get("choices"), list):
-        items = [each if isinstance(each, dict) else {} for each in inner["choices"]]
-        choices = {name: [each.get(name) for each in items] for name in ("text", "label")}
-        return {"question": inner["stem"], "choices": choices, "answerKey": record.get("answerKey")}
-    if not {"A", "B", "answer"} <= record.keys() or "choices" in record:
-        return record
-    question = record.get("question", record.get("prompt"))
-    letters = [letter for letter in ascii_uppercase if record.get(letter) not in (None, "")]
-    if letters != list(
-        ascii_uppercase[: len(letters)]
-    ):  # a column is empty: keep the labels, so that the answer does not shift
-        return {"question": question, "choices": {"label": letters, "text": [str(record[each]) for each in letters]},
-                "answer": record["answer"]}  # fmt: skip
-    return {"question": question, "choices": [str(record[letter]) for letter in letters], "answer": record["answer"]}
-
-
 def _parse_multiple_choice(record: Any, origin: Origin, opening: Messages) -> Example:
-    listed = normalize_choices(record)
-    names = formats.recognise_multiple_choice(listed, {})
+    names = formats.recognise_multiple_choice(record, {})
     question, choices, right = formats.read_multiple_choice(
-        listed, names[0] if names else {"question": "question", "choices": "choices", "answer": "answer"}
+        record, names[0] if names else {"question": "question", "choices": "choices", "answer": "answer"}
     )
     messages = _open([Message("user", formats.multiple_choice_prompt(question, choices))], record, opening)
     return Example(messages, (ascii_uppercase[right],), str(origin), len(choices))
