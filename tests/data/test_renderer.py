@@ -142,7 +142,7 @@ def test_truncation_and_padding_of_the_tokenizer_are_disabled() -> None:
     assert render(tokenizer, turns).ids.tolist() == transformers_ids(tokenizer_of(CHATML), turns)
 
 
-def test_a_token_that_straddles_the_start_belongs_to_the_header() -> None:
+def test_a_token_that_straddles_the_start_is_supervised() -> None:
     # Words carry the space before them, so " Yes" is one token, and that space is the header's.
     vocabulary = {text: i for i, text in enumerate(["<unk>", "<e>", "▁", "▁u:", "▁Hi", "▁a:", "▁Yes", "s"])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -157,8 +157,10 @@ def test_a_token_that_straddles_the_start_belongs_to_the_header() -> None:
     rendered = render(tokenizer, [("user", "Hi"), ("assistant", "Yes s")])
     pieces = tokenizer.convert_ids_to_tokens(rendered.ids.tolist())
     assert pieces[:3] == ["▁u:", "▁Hi", "<e>"]
-    assert dict(zip(pieces, rendered.loss.tolist(), strict=True))["▁Yes"] == 0
-    assert rendered.loss.tolist()[-2:] == [1, 1]
+    assert dict(zip(pieces, rendered.loss.tolist(), strict=True)) == {
+        "▁u:": 0, "▁Hi": 0, "▁a:": 0, "▁Yes": 1, "<unk>": 1, "<e>": 1,
+    }  # fmt: skip
+    assert Renderer(tokenizer, "assistant").prompt_ids([{"role": "user", "content": "Hi"}]) == rendered.ids[:4].tolist()
 
 
 def test_markers_inside_the_content_end_nothing() -> None:
@@ -215,11 +217,13 @@ def test_train_on_all_knows_whether_the_text_ends_with_the_eos() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_prompt_ids_are_the_templates(family: Family) -> None:
+def test_the_prompt_ids_are_those_before_the_answer(family: Family) -> None:
     tokenizer = tokenizer_of(family)
-    messages = [{"role": "user", "content": "What is it?"}]
-    wanted = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert Renderer(tokenizer, "assistant").prompt_ids(messages) == wanted
+    prompt = Renderer(tokenizer, "assistant").prompt_ids([{"role": "user", "content": "What is it?"}])
+    rendered = render(tokenizer, [("user", "What is it?"), ("assistant", "this")])
+    header = rendered.ids[: rendered.loss.tolist().index(1)].tolist()
+    assert prompt[: len(header)] == header
+    assert tokenizer.decode(prompt[len(header) :]) in ("", "<think>\n")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

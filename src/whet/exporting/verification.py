@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from whet.core.errors import WhetError
+from whet.core.errors import BadRecordError
+from whet.data.render.renderer import Renderer
 from whet.exporting.spec import ExportDtype, ExportFindings, GenerationSettings
-from whet.tokenizer.chat_template import template_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -89,23 +89,27 @@ def compare_tokenizers(
     findings.same_ids = len(findings.reasons) == count
 
 
-def _compare_rendered_ids(own: Any, loaded: Any, texts: Sequence[str], findings: ExportFindings) -> None:
-    """Render user, assistant, user and the generation prompt with both tokenizers."""
+def _compare_rendered_ids(
+    own: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFast, texts: Sequence[str], findings: ExportFindings
+) -> None:
+    """Compare the prompts of both tokenizers after user, assistant, user. Their ids are those before an answer in
+    training."""
+    trained, exported = Renderer(own, "assistant"), Renderer(loaded, "assistant")
     for first, second in zip(texts, [*texts[1:], texts[0]], strict=True):
         turns = [("user", first), ("assistant", second), ("user", first)]
         messages = [{"role": role, "content": text} for role, text in turns]
-        try:
-            with template_limits():
-                expected = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except WhetError:
-            raise
-        except Exception:  # a template may refuse such a conversation, which says nothing about the export
-            continue
-        with template_limits():
-            exported = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        if exported != expected:
+        expected = _prompt_ids(trained, messages)
+        if expected is not None and _prompt_ids(exported, messages) != expected:
             findings.reasons.append(f"its chat template renders {first[:60]!r} to other token ids")
             return
+
+
+def _prompt_ids(renderer: Renderer, messages: Sequence[dict[str, Any]]) -> list[int] | None:
+    """None if the template refuses the messages, which says nothing about the export."""
+    try:
+        return renderer.prompt_ids(messages)
+    except BadRecordError:
+        return None
 
 
 def compare_stop_tokens(settings: GenerationSettings, config: Any, findings: ExportFindings) -> None:

@@ -210,7 +210,7 @@ class FunctionCallCalculator:
 
     def __init__(self, renderer: Renderer) -> None:
         self.tokenizer = renderer.tokenizer
-        self.backend = renderer.tokenizer.backend_tokenizer
+        self.encode_prompt = renderer.encode_prompt
         end = renderer.end_of_turn()
         call = {"name": "calculator", "arguments": {"expression": "31+52"}}
         messages: list[dict[str, Any]] = [
@@ -241,7 +241,7 @@ class FunctionCallCalculator:
 
     def visible_answer(self, ids: Sequence[int]) -> Sequence[int]:
         """The last turn."""
-        opening = self.backend.encode(self.after, add_special_tokens=False).ids
+        opening = self.encode_prompt(self.after)
         starts = range(len(ids) - len(opening), -1, -1)
         start = next((i for i in starts if list(ids[i : i + len(opening)]) == opening), None)
         return ids if start is None else ids[start + len(opening) :]
@@ -266,9 +266,9 @@ class _FunctionCallState:
         if expression is None:
             return ()
         result = calculate(expression) or "error: not a sum"
-        ids = calculator.backend.encode(f"{calculator.before}{result}{calculator.after}", add_special_tokens=False).ids
+        ids = calculator.encode_prompt(f"{calculator.before}{result}{calculator.after}")
         self._inserted = len(ids)
-        return list(ids)
+        return ids
 
 
 def parse_calculator_call(text: str) -> str | None:

@@ -64,7 +64,7 @@ class InferenceModel:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a reply. Special tokens are left out, unless they are the marks of inline calculations."""
         skip = not isinstance(self.tool, InlineCalculator)
-        return str(self.renderer.tokenizer.decode(list(ids), skip_special_tokens=skip))
+        return self.renderer.decode_answer(ids, skip_special_tokens=skip)
 
     def reply_batch(
         self, prompts: Sequence[list[int]], on_finished: Callable[[int], None] = lambda count: None

@@ -28,6 +28,7 @@ from whet.data.render.renderer import (
     Rendered,
     Renderer,
 )
+from whet.preflight.straddling_tokens import StraddlingTokens, find_straddling_tokens
 from whet.run.data import RunData, describe_step, make_plan
 
 Level = Literal["ok", "warning", "fault"]
@@ -239,6 +240,35 @@ def _check_one_store(
     elif not found.compared:
         text = f"{use}: no conversation could be rendered again for comparison: all are split, or the files have moved"
         yield Finding("ids", "warning", text)
+    yield from _straddling_findings(use, found)
+
+
+_OTHER_ENGINES = (
+    "whet supervises the token that holds the start of the answer and ends its own prompts before it. Other engines "
+    "(vLLM, transformers with apply_chat_template, lm-eval) encode the prompt by itself, so there the model continues "
+    "tokens that it was not trained on. Let the template write the whitespace before the answer, not at the end of the "
+    "generation prompt: data.template=FILE.jinja"
+)
+_NO_PROMPT = (
+    "The token is supervised if it holds text of the answer, but no prompt ends before it, so the model cannot begin "
+    "an answer like this one. End the generation prompt with a special token or a line break "
+    "(data.template=FILE.jinja), "
+    "and remove whitespace from the start of answers"
+)
+
+
+def _straddling_findings(use: str, found: StoreComparison) -> Iterator[Finding]:
+    for is_in_prompts, meaning in ((True, _OTHER_ENGINES), (False, _NO_PROMPT)):
+        places = [(origin, tokens) for origin, tokens in found.straddling if tokens.is_in_prompts == is_in_prompts]
+        if not places:
+            continue
+        origin, tokens = places[0]
+        alone, with_answer = (" + ".join(map(repr, texts)) for texts in (tokens.alone, tokens.with_answer))
+        text = (
+            f"{use}: {len(places):,} of {found.answers:,} answers share a token with their prompt, first {origin}: the "
+            f"end of the prompt {tokens.prompt!r} is encoded as {alone} by itself and as {with_answer} with the answer"
+        )
+        yield Finding("straddling tokens", "warning", f"{text}. {meaning}")
 
 
 def check_template(
@@ -333,6 +363,9 @@ class StoreComparison:
     mask_differs: list[str] = field(default_factory=list)
     pretokenized: int = 0
     """How many were tokens already, so that there is nothing to compare."""
+    answers: int = 0
+    straddling: list[tuple[str, StraddlingTokens]] = field(default_factory=list)
+    """Those of the answers that share a token with their prompt, with their origins."""
 
 
 def find_corrupted(store: Store) -> tuple[int, list[str]]:
@@ -386,6 +419,9 @@ def _compare_document(
         found.ids_differ.append(origin)
     elif again.loss[:limit].astype(bool).tolist() != store.loss(document).tolist():
         found.mask_differs.append(origin)
+    elif isinstance(item, Conversation) and isinstance(renderer, Renderer):
+        found.answers += sum(message.role == "assistant" for message in item.messages)
+        found.straddling += [(origin, tokens) for tokens in find_straddling_tokens(renderer, item)]
 
 
 def _matches_transformers(

@@ -30,7 +30,7 @@ from whet.data.read.sources import SourceReader, expected_records, source_bytes,
 from whet.data.render.chat_tokenizer import ConversationTokenizer, ItemRenderer
 from whet.data.render.renderer import LayoutMismatchError
 
-_FORMAT_VERSION = 4  # raise it when the same inputs would give other tokens, masks or files
+_FORMAT_VERSION = 5  # raise it when the same inputs would give other tokens, masks or files
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
 _LARGE_DATA_BYTES = 2**28
 _NO_RENDER_CACHE = "uneven"  # its presence in the work folder disables the render cache

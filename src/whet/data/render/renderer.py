@@ -16,12 +16,15 @@ Instead, *sentinel rendering* traces each character of the output to where it ca
 2. Start of an assistant turn: where its generation prompt ends. Render the messages before it with
    `add_generation_prompt=True`. What follows their last sentinel there and in the whole rendering has a common prefix:
    the header. What comes after it, the model has to produce. All of the prompt must be there, except a reasoning
-   prefill such as `<think>` that the turn has not; no marker is cut in two.
+   prefill such as `<think>` that the turn has not; no marker is cut in two. Whitespace at the end of the prompt that the
+   tokenizer merges with the first word of an answer, the model has to produce, too (`whet.data.render.prompt_encoder`).
 3. End of the turn: render the messages up to and including it. What follows the turn there and in the whole rendering
    has a common prefix, too. The first stop token in it, else the last marker, is the end-of-turn marker. It is
    supervised, because the model must learn to stop; whitespace after it is not. Where the template always appends a
    generation prompt, the first marker is taken, and one more question must leave it in place.
-4. Encode the rendered text once and map the spans of characters to tokens by the tokenizer's offsets.
+4. Encode the rendered text once and map the spans of characters to tokens by the tokenizer's offsets. A token that
+   straddles the start of an answer is supervised if it holds text of the answer, and is not if it holds whitespace
+   alone.
 5. Cache the layout by the structure of the conversation (`whet.data.render.layout_cache`), because rendering costs as
    much as encoding.
 
@@ -42,6 +45,7 @@ import numpy as np
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
 from whet.data.render.layout_cache import REASONING_TAG, Layout, LayoutCache, Span
+from whet.data.render.prompt_encoder import FIRST_WORDS, PromptEncoder
 from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder, common_prefix_length
 from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
@@ -133,6 +137,7 @@ class Renderer:
         self._is_special = np.zeros(max([len(tokenizer), *(i + 1 for i in self._markers.values())]), dtype=bool)
         self._is_special[[self._markers[text] for text in special]] = True
 
+        self._prompt_encoder = PromptEncoder(self._backend, self._marker_pattern)
         self._prefix_encoder = SharedPrefixEncoder(
             self._backend, _isolating_special_tokens(tokenizer) if cached else ()
         )
@@ -200,9 +205,29 @@ class Renderer:
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """The ids to generate an answer from."""
-        text = self.apply_chat_template(messages, add_generation_prompt=True, tools=tools)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        """The ids to generate an answer from: those that come before it in training."""
+        return self.encode_prompt(self.apply_chat_template(messages, add_generation_prompt=True, tools=tools))
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """The ids of a rendered prompt."""
+        return self._prompt_encoder.encode(prompt)
+
+    def decode_answer(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a generated answer, without the whitespace that the text of its prompt ends with."""
+        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return text.removeprefix(self._generated_whitespace)
+
+    @cached_property
+    def _generated_whitespace(self) -> str:
+        """What generated answers begin with, as it is decoded, because `prompt_ids` ends before it."""
+        try:
+            prompt = self.apply_chat_template([Message("user", "Hi").as_dict()], add_generation_prompt=True)
+        except BadRecordError:
+            return ""
+        if not self._prompt_encoder.open_end(prompt):
+            return ""
+        ids = self._backend.encode(prompt + FIRST_WORDS[0], add_special_tokens=False).ids
+        return str(self.tokenizer.decode(ids[len(self.encode_prompt(prompt)) :])).removesuffix(FIRST_WORDS[0])
 
     def reference_ids(self, conversation: Conversation) -> list[int]:
         """The ids that transformers gives for the whole conversation."""
@@ -374,6 +399,8 @@ class Renderer:
         prompt = sentinels.tail(self._chat_template.render(sentinels.messages[:turn], tools, prompt=True))
         header = self._header_length(prompt, text[previous:last], turn)
         start = previous + header
+        if header == len(prompt) and not text[start].isspace():
+            start -= self._prompt_encoder.open_end(f"x{prompt}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
         return (start, last + marker, last + end), prompt[header:].strip()
 
@@ -466,7 +493,7 @@ class Renderer:
         loss = (np.ones if layout.supervise_all else np.zeros)(len(ids), dtype=np.uint8)
         supervises_end = True
         for start, marker, end in layout.spans:
-            found = _token_span(encoding, start, marker, end, layout.supervise_all)
+            found = _token_span(encoding, layout.text, (start, marker, end), layout.supervise_all)
             if found is None:
                 return BadRecordError(
                     "markers are no tokens",
@@ -496,27 +523,27 @@ def _layout_notes(layout: Layout) -> list[str]:
     return [note for note, applies in {**dropped, PREFILL_MISSING: layout.missing_prefills}.items() if applies]
 
 
-def _token_span(
-    encoding: PrefixedEncoding, start: int, marker: int, end: int, overlapping: bool
-) -> tuple[int, int] | None:
+def _token_span(encoding: PrefixedEncoding, text: str, span: Span, overlapping: bool) -> tuple[int, int] | None:
     """The tokens of a span of characters: (first, end).
 
-    With `overlapping`, every token that has a character of the span. Otherwise the tokens that start in it, because a
-    token that straddles its start belongs to the header, up to and including the end-of-turn marker, which must be a
-    token by itself.
+    With `overlapping`, every token that has a character of the span. Otherwise the tokens up to and including the
+    end-of-turn marker, which must be a token by itself. A token that straddles the start belongs to the header if it
+    holds nothing but whitespace of the span.
     """
-    first = encoding.char_to_token(start)
-    while first is None and start < marker:  # some characters have no token
-        start += 1
-        first = encoding.char_to_token(start)
+    start, marker, end = span
+    first = next((t for t in map(encoding.char_to_token, range(start, marker + 1)) if t is not None), None)
     if overlapping:
         last = next((t for t in map(encoding.char_to_token, range(end - 1, start - 1, -1)) if t is not None), None)
         return None if first is None or last is None else (first, last + 1)
     last = encoding.char_to_token(marker)
     if first is None or last is None or encoding.token_start(last) != marker:
         return None
-    straddles = encoding.token_start(first) < start
-    return first + straddles, last + (marker < end)
+    while first > 0 and encoding.token_end(first - 1) > start:  # some tokenizers exclude spaces from offsets
+        first -= 1
+    straddles = first > 0 and encoding.token_end(first - 1) < start
+    if straddles and not text[start : encoding.token_end(first)].strip():
+        first += 1
+    return first, last + (marker < end)
 
 
 _REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)

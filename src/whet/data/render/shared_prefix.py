@@ -43,6 +43,12 @@ class PrefixedEncoding(NamedTuple):
             return int(self.prefix.token_to_chars(token)[0])
         return int(self.rest.token_to_chars(token - self._prefix_tokens)[0]) + self.prefix_characters
 
+    def token_end(self, token: int) -> int:
+        """The position after a token's last character."""
+        if token < self._prefix_tokens:
+            return int(self.prefix.token_to_chars(token)[1])
+        return int(self.rest.token_to_chars(token - self._prefix_tokens)[1]) + self.prefix_characters
+
     @property
     def _prefix_tokens(self) -> int:
         return len(self.prefix) if self.prefix_characters else 0

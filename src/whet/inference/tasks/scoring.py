@@ -122,9 +122,9 @@ def answer_examples(
             model.model, prompts, model.sampling, model.stop_ids, pad_id=model.pad_id, tool=model.tool,
             on_finished=on_finished,
         )  # fmt: skip
-    tool, tokenizer = model.tool, model.renderer.tokenizer
-    ids = [each.ids if tool is None else list(tool.visible_answer(each.ids)) for each in completions]
-    texts = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in ids]
+    tool = model.tool
+    ids = [each.ids if tool is None else tool.visible_answer(each.ids) for each in completions]
+    texts = [model.renderer.decode_answer(each) for each in ids]
     return texts if task.scorer.verbatim else [text.strip() for text in texts]
 
 
