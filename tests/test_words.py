@@ -32,7 +32,7 @@ MAY_STAY = {
     "look_alike_pattern": "text that looks like a marker",
     "_with_recorded_precision": "what a checkpoint's manifest records",
     "_recorded_model": "what a run's config records",
-    "recorded_template_date": "what a run's ledger records",
+    "recorded_data": "what a run's ledger records",
     "NonfiniteWatch": "watches modules for non-finite values",
     "watch_nonfinite": "watches modules for non-finite values",
 }

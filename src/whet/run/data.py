@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,12 +108,18 @@ class RunData:
         }
 
 
-def prepare_data(config: Config, today: str | None = None) -> RunData:
-    """Build or find the stores of a configuration. `today`: the date for templates that print one."""
+def prepare_data(
+    config: Config, today: str | None = None, trained_on: Mapping[str, str] = MappingProxyType({})
+) -> RunData:
+    """Build or find the stores of a configuration. `today`: the date for templates that print one. `trained_on`: the
+    folders of a resumed run's stores, by use."""
+    folders = {use: Path(folder) for use, folder in trained_on.items()}
     tokenizer = make_conversation_tokenizer(config, today)
-    train = prepare_store(config.data, config.data.sources, "train", tokenizer)
+    train = prepare_store(config.data, config.data.sources, "train", tokenizer, folders.get("train"))
     sources = config.data.validation.sources if config.data.validation else None
-    validation = None if sources is None else prepare_store(config.data, sources, "validation", tokenizer).store
+    validation = None
+    if sources is not None:
+        validation = prepare_store(config.data, sources, "validation", tokenizer, folders.get("validation")).store
     if sources is not None and validation is not None:
         _require_disjoint_filters(config.data.sources, train.store, sources, validation)
     return _select_documents(config, tokenizer, train, validation)

@@ -34,7 +34,7 @@ from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.model_builder import build_loss_model, build_model, install_attention
-from whet.run.resume import changed_settings, read_run_config, recorded_template_date
+from whet.run.resume import changed_settings, read_run_config, recorded_data
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
@@ -187,7 +187,7 @@ def _run_data(path: Path, config: Config) -> RunData:
     """The data that the run recorded; prepared again if the validation data was changed."""
     if config.data.validation == read_config(path / "config.yaml", expand="set").data.validation:
         return load_ledger_data(config, path / "ledger.json")
-    return prepare_data(config, recorded_template_date(path))
+    return prepare_data(config, *recorded_data(path))
 
 
 def _validation_losses(

@@ -27,7 +27,7 @@ from whet.run.data import RunData, prepare_data
 from whet.run.export_run import ExportRequest, export_model
 from whet.run.model_builder import BackgroundModelLoader, require_tensor_parallel_plan, set_deterministic
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
-from whet.run.resume import open_run_folder, recorded_template_date, write_run_inputs
+from whet.run.resume import open_run_folder, recorded_data, write_run_inputs
 from whet.training.run_state import Run
 from whet.training.timing import StartupTimer
 from whet.training.trackers import check_trackers
@@ -66,7 +66,7 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
         if resume and folder is not None and not folder.holds_run():
             info(f"{config.folder}: there is nothing to resume; the run starts at step 0")
         with run_while_waiting(loading.start):
-            data = prepare_data(config, recorded_template_date(config.folder))
+            data = prepare_data(config, *recorded_data(config.folder))
         with data.check() as store_check:
             if folder is not None:
                 write_run_inputs(folder, config, data)

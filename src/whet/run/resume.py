@@ -229,7 +229,10 @@ def _require_same_data(path: Path, data: RunData) -> None:
         )
 
 
-def recorded_template_date(path: Path) -> str | None:
-    """The date with which the run's chat template was rendered, if the run exists and the template uses one."""
-    ledger = path / "ledger.json"
-    return read_ledger(ledger)["today"] if ledger.exists() else None
+def recorded_data(path: Path) -> tuple[str | None, dict[str, str]]:
+    """The date with which the run's chat template was rendered, if the template uses one, and the folders of its stores
+    by use; none if the run does not exist."""
+    if not (path / "ledger.json").exists():
+        return None, {}
+    ledger = read_ledger(path / "ledger.json")
+    return ledger["today"], ledger["stores"]

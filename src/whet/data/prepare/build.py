@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.core.console import info, progress
+from whet.core.console import info, progress, warn
 from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, hash_json, require_disk_space, user_path
 from whet.data.config import DataConfig, Source
@@ -31,6 +31,7 @@ from whet.data.render.chat_tokenizer import ConversationTokenizer, ItemRenderer
 from whet.data.render.renderer import LayoutMismatchError
 
 _FORMAT_VERSION = 5  # raise it when the same inputs would give other tokens, masks or files
+_EARLIER_FORMATS = (3, 4)  # 3: a token that straddles the start of an answer is not supervised
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
 _LARGE_DATA_BYTES = 2**28
 _NO_RENDER_CACHE = "uneven"  # its presence in the work folder disables the render cache
@@ -45,13 +46,26 @@ class PreparedStore:
 
 
 def prepare_store(
-    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer
-) -> PreparedStore:
+    config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer,
+    trained_on: Path | None = None,
+) -> PreparedStore:  # fmt: skip
     """The store of `sources`, built if it does not exist. `use` is train or validation, for the ledger.
 
-    Existing chunks, of other machines or of an interrupted preparation, are reused.
+    Existing chunks, of other machines or of an interrupted preparation, are reused. So are a store that a resumed run
+    was `trained_on`, and one in data.store, if an earlier version of whet made it of the same inputs.
     """
     folder, key = _store_folder_and_key(config, sources, use, tokenizer)
+    named = trained_on if trained_on is not None else folder if config.store is not None else None
+    if named is not None and (named / MANIFEST).exists():
+        store, inputs = Store(named), _key_inputs(config, sources, tokenizer)
+        if store.manifest["key"] in [hash_json({**inputs, "format": each})[:20] for each in _EARLIER_FORMATS]:
+            if trained_on is None:
+                warn(
+                    f"data.store: {folder} was prepared by an earlier version of whet, whose loss masks may differ from "
+                    "this one's. Delete the folder to prepare it again"
+                )
+            _update_source_names(store, sources, use)
+            return PreparedStore(store, reused=True)
     try:
         reused = _is_complete(folder, key)
         if not reused:

@@ -16,8 +16,8 @@ Instead, *sentinel rendering* traces each character of the output to where it ca
 2. Start of an assistant turn: where its generation prompt ends. Render the messages before it with
    `add_generation_prompt=True`. What follows their last sentinel there and in the whole rendering has a common prefix:
    the header. What comes after it, the model has to produce. All of the prompt must be there, except a reasoning
-   prefill such as `<think>` that the turn has not; no marker is cut in two. Whitespace at the end of the prompt that the
-   tokenizer merges with the first word of an answer, the model has to produce, too (`whet.data.render.prompt_encoder`).
+   prefill such as `<think>` that the turn has not; no marker is cut in two. Whitespace at the end of the prompt is
+   left to the model where the tokenizer merges it with the first word of an answer (`whet.data.render.prompt_encoder`).
 3. End of the turn: render the messages up to and including it. What follows the turn there and in the whole rendering
    has a common prefix, too. The first stop token in it, else the last marker, is the end-of-turn marker. It is
    supervised, because the model must learn to stop; whitespace after it is not. Where the template always appends a
@@ -38,6 +38,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
