@@ -24,7 +24,7 @@ def good(check: Any, write: Any, template: Any) -> Any:
 
 def test_no_end_of_turn(check: Any, template: Any, good: Any) -> None:
     found = check(template(GOOD.replace("<|im_end|>", "")))
-    found.fault("template", "no end-of-turn token after message 2", "data.template=FILE.jinja")
+    found.fault("template", "no end-of-turn token after message 2", "data.template=COPY.jinja")
     found.fault("bad lines", f"{good}:1: ", "could not learn to stop")
     found.fault("data", "40 no end of turn")
 

@@ -92,6 +92,14 @@ def test_a_prompt_that_goes_on_beyond_the_conversation_is_refused(more: str) -> 
     assert f"which has {more!r} where the message has 'Yes'" in str(error)
 
 
+def test_a_template_that_writes_nothing_before_an_answer_is_refused() -> None:
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<|im_end|>' if not add_generation_prompt }}"
+    )
+    error = refusal(tokenizer, *TURNS[:2])
+    assert (error.reason, "writes nothing before message 2" in str(error)) == ("no common header", True)
+
+
 def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\nAnswer: ' }}"))
     assert learned(tokenizer, ("user", "Hi"), ("assistant", "Answer: 42")) == "42<|im_end|>"
@@ -209,7 +217,7 @@ def test_the_remedy_for_answers_without_any_end_works() -> None:
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     error = refusal(tokenizer_with(template), *TURNS)
-    assert "Write <|im_end|> after each answer in a copy of the template" in str(error)
+    assert "Write <|im_end|> after each answer and call in a copy of the template" in str(error)
     better = template.replace("m.content", "m.content + ('<|im_end|>' if m.role == 'assistant' else '')")
     assert [part.strip() for part in learned(tokenizer_with(better), *TURNS).split("¦")] == [
         "Yes<|im_end|>", "No.<|im_end|>",

@@ -298,7 +298,8 @@ def check_template(
         )
         yield Finding("template", "warning", text)
     if isinstance(probe, BadRecordError):
-        text = f"it cannot render a plain question and answer for training: {probe}. {remedy}"
+        text = f"it cannot render a plain question and answer for training: {probe}"
+        text += "" if "data.template" in str(probe) else f". {remedy}"
         yield Finding("template", "fault" if data is None else "warning", text)
     elif end is None or not probe.supervises_end:
         ends = f" with {' or '.join(rendering.stop_markers)}" if rendering.stop_markers else ""

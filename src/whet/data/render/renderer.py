@@ -416,6 +416,11 @@ class Renderer:
             whole = [*self._marker_pattern.finditer(text), *REASONING_TAG.finditer(prompt)]
             header = min([header, *(each.start() for each in whole if each.start() < header < each.end())])
             header = header if prefill and header >= prefill.start() else 0
+        if not prompt:
+            raise BadRecordError(
+                "no common header",
+                f"the chat template writes nothing before message {turn + 1} that would tell the model to answer",
+            )
         if not header:
             raise BadRecordError(
                 "no common header",
@@ -463,7 +468,7 @@ class Renderer:
             line = f"{{%- if not add_generation_prompt %}}{{{{ {stop.group()!r} }}}}{{% endif %}}"
             return f"Append {line} to a copy of the template, and use that: data.template=COPY.jinja"
         token = self.tokenizer.eos_token or "an end-of-turn token"
-        return f"Write {token} after each answer in a copy of the template, and use that: data.template=COPY.jinja"
+        return f"Write {token} after each answer and call in a copy of the template: data.template=COPY.jinja"
 
     # Step 4: characters to tokens.
 
