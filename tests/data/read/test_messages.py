@@ -114,7 +114,7 @@ def test_an_origin_reads_as_file_and_line() -> None:
         ({"messages": [{"role": "human", "content": "a"}]}, "unknown role", "'human'"),
         ({"messages": [{"role": "User", "content": "a"}]}, "unknown role", "'User'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role", "['user']"),
-        ({"messages": [{"role": "user"}]}, "bad content", "message 1: 'content' must be text, not null"),
+        ({"messages": [{"role": "user"}]}, "bad content", "message 1 has no 'content' (it has 'role')"),
         ({"messages": [{"role": "user", "content": 3}]}, "bad content", "a number"),
         ({"messages": [{"role": "user", "content": {}}]}, "bad content", "an object"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "bad content", "type 'text'"),

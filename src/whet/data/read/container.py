@@ -85,15 +85,49 @@ def _decode_or_explain(raw: bytes) -> Any:
     try:
         return _DECODER.decode(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise BadRecordError("not UTF-8", f"byte {error.start} is not valid UTF-8; save the file as UTF-8") from None
+        raise BadRecordError("not UTF-8", f"byte {error.start} is not valid UTF-8; {SAVE_AS_UTF8}") from None
     except json.JSONDecodeError as error:
-        starts_array = raw.removeprefix(codecs.BOM_UTF8).strip() in (b"[", b"[{")
-        hint = ". If the file is one JSON array, name it .json" if starts_array else ""
-        raise BadRecordError("broken JSON", f"not valid JSON: {error.msg} at column {error.colno}{hint}") from None
+        reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise BadRecordError("broken JSON", f"not valid JSON: {reason}{json_hint(error)}") from None
     except RecursionError:
         raise BadRecordError("broken JSON", "the JSON is nested too deeply") from None
     except ValueError as error:
         raise BadRecordError("broken JSON", f"not readable as JSON: {error}") from None
+
+
+SAVE_AS_UTF8 = (
+    "save the file as UTF-8 (it is probably Windows-1252 or Latin-1: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW)"
+)
+_PYTHON_CONSTANTS = ("None", "True", "False")
+
+
+def json_hint(error: json.JSONDecodeError) -> str:
+    """What to do about a common mistake in JSON, as the rest of a sentence; empty for any other."""
+    text, rest, before = error.doc.strip(), error.doc[error.pos :].lstrip(), error.doc[: error.pos].rstrip()
+    if not text:
+        return ". There is nothing between two commas, or after the last one: remove a comma"
+    if text in ("[", "[{", "{"):
+        return (
+            ". If the file is one JSON array or object over several lines, name it .json; if it has several objects, "
+            "write each into one line: jq -c . OLD > NEW.jsonl"
+        )
+    if text.startswith(("//", "#", "/*")):
+        return ". JSON has no comments: remove the line"
+    if before.endswith(",") and rest[:1] in ("}", "]"):
+        return f". Remove the comma before {rest[0]}"
+    if error.msg == "Extra data" and rest.strip() == ",":
+        return ". Remove the comma after the record; if the file is one JSON array, name it .json"
+    if error.msg == "Extra data" and rest[:1] in ("{", "["):
+        return ". Another record follows: write one record a line (.jsonl)"
+    if rest.startswith(_PYTHON_CONSTANTS) or rest[:1] == "'":
+        return ". This is Python, not JSON: write it with json.dumps, which uses double quotes, null, true and false"
+    if rest[:1] in ("“", "”", "„", "‘", "’"):
+        return '. Use straight double quotes: "'
+    if error.msg.startswith("Invalid control character"):
+        return ". A line break or tab inside a string must be written \\n or \\t"
+    if not rest or error.msg.startswith("Unterminated string"):
+        return ". The record ends too early: the file is truncated, or a line break cuts the record in two"
+    return ""
 
 
 class Container(ABC):
@@ -136,6 +170,7 @@ _MAX_WHOLE_BYTES, _MAX_RATIO = 2**30, 100
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"
 _COMPRESSION_RATIO = 4  # typical for text; used for estimates only
 _SAMPLE_BYTES = 2**20
+_TRANSCODED_BYTES = 2**16
 
 
 def detect_compression(path: Path) -> str | None:
@@ -149,17 +184,64 @@ def detect_compression(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def open_bytes(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed if it is compressed."""
+    """Open a file for reading, decompressed if it is compressed, as UTF-8 if a byte order mark says that it is UTF-16
+    or UTF-32."""
     compression = detect_compression(path)
     try:
         with _OPENERS[compression](path) as stream:
-            yield stream
+            encoding = _marked_encoding(stream.peek(4)[:4])
+            yield stream if encoding is None else io.BufferedReader(_Transcoder(stream, encoding, name), 2**18)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _damaged_file_error(name, error) from None
     except OSError as error:
         if compression is None or error.errno is not None:
             raise
         raise _damaged_file_error(name, error) from None
+
+
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)  # fmt: skip
+
+
+def _marked_encoding(head: bytes) -> str | None:
+    return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if head.startswith(mark)), None)
+
+
+def marked_encoding(path: Path) -> str | None:
+    """UTF-16 or UTF-32, if the file begins with its byte order mark: what a spreadsheet saves as "Unicode text"."""
+    try:
+        with _OPENERS[detect_compression(path)](path) as stream:
+            return _marked_encoding(stream.peek(4)[:4])
+    except (EOFError, OSError, zlib.error, WhetError):
+        return None  # a damaged file, which is reported when it is read
+
+
+class _Transcoder(io.RawIOBase):
+    """A UTF-16 or UTF-32 stream as UTF-8."""
+
+    def __init__(self, stream: IO[bytes], encoding: str, name: str) -> None:
+        self._stream, self._encoding, self._name = stream, encoding, name
+        self._decoder, self._ready = codecs.getincrementaldecoder(encoding)(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = b"-"
+        while not self._ready and block:
+            block = self._stream.read(_TRANSCODED_BYTES)
+            try:
+                self._ready = self._decoder.decode(block, final=not block).encode()
+            except UnicodeDecodeError as error:
+                raise WhetError(
+                    f"data.sources: {self._name}: not valid {self._encoding} ({error.reason}), though it begins with "
+                    "its byte order mark. Save it as UTF-8"
+                ) from None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
 
 
 def read_whole(path: Path, name: str, remedy: str) -> bytes:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
-from whet.data.read.container import Container, RawRecord, open_bytes
+from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
 from whet.data.read.formats import FORMATS, find_chat_marker, list_choices
-from whet.data.read.record_fields import find_optional, present_names
+from whet.data.read.record_fields import closest_key, find_optional, present_names
 from whet.data.read.shapes import SCORE, TURN_KEYS, name_preference, name_separate_answer, name_shape, unused_texts
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
@@ -24,6 +24,10 @@ _TURN_LISTS = ("messages", "conversations")
 _ANSWER_FIELDS = {"messages", "conversations", "completion", "output", "answer", "text"}
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
+_FORMAT_EXAMPLE = (
+    ". Set the format, such as format: prompt-completion and fields: {prompt: NAME, completion: NAME}; formats: "
+    + ", ".join(FORMATS)
+)
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -43,11 +47,19 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
     sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
     for each in containers[1:_SAMPLED_FILES]:
         sample += _sample_records(each.records(), 1)
-    if not sample and source.format == "auto":
+    if source.format == "auto" and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
         _reject_binary(containers[0])
     chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
-    notes = dict.fromkeys(f", {each.note}" for each in containers if each.note)
+    notes = dict.fromkeys(f", {note}" for each in containers for note in _container_notes(each))
     return chosen._replace(description=chosen.description + "".join(notes))
+
+
+def _container_notes(container: Container) -> Iterator[str]:
+    """What was assumed about a file."""
+    if container.note:
+        yield container.note
+    if (encoding := marked_encoding(container.path)) is not None:
+        yield f"read as {encoding}"
 
 
 def _sample_records(records: Iterator[RawRecord], count: int) -> list[tuple[Any, str]]:
@@ -68,7 +80,9 @@ def _reject_binary(container: Container) -> None:
     with open_bytes(container.path, container.name) as stream:
         head = stream.read(4096)
     if b"\0" in head:
-        what = "UTF-16; save it as UTF-8" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data, not text"
+        half = head[: len(head) // 2 * 2]
+        is_utf16 = max(half[::2].count(0), half[1::2].count(0)) > len(half) // 4 and b"\0\0" not in half
+        what = "UTF-16 without a byte order mark; save it as UTF-8" if is_utf16 else "binary data, not text"
         raise WhetError(
             f"data.sources: {container.name}: the file is {what}. whet reads JSONL, JSON, CSV, Parquet, Arrow and .txt "
             "by suffix, also compressed (.gz, .zst)"
@@ -145,15 +159,37 @@ def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: S
     keys = [repr(key) for key in _record_keys(sample)]
     seen = f"the records have {', '.join(keys[:_MAX_SHOWN_KEYS])}" if keys else "the records have no fields"
     if not found:
+        near = next(filter(None, (_suggest_fields(record, source.fields or {}) for record in sample)), None)
+        header = ". The first row must name the columns: add it if it is missing" if _is_csv(source) else ""
         raise WhetError(
-            f"data.sources: {source.path}: the format is not recognised: {seen}. Set it, for example "
-            "format: prompt-completion and fields: {prompt: NAME, completion: NAME}; "
-            f"formats: {', '.join(FORMATS)}"
+            f"data.sources: {source.path}: the format is not recognised: {seen}{near or header + _FORMAT_EXAMPLE}"
         )
     options = "; or ".join(sorted(_describe_match(match) for match in found))
     raise WhetError(
         f"data.sources: {source.path}: the format is ambiguous: {seen}, so it may be {options}. Set format and fields"
     )
+
+
+def _is_csv(source: Source) -> bool:
+    return any(suffix in source.path.lower() for suffix in (".csv", ".tsv"))
+
+
+def _suggest_fields(record: Any, fields: Mapping[str, str]) -> str | None:
+    """The format that a record has but for the case or a typing error in its keys, as the rest of a sentence."""
+    for name in _DETECTABLE if isinstance(record, dict) else ():
+        form, near = FORMATS[name], dict[str, str]()
+        for field, known in form.fields.items():
+            key = None if field in fields or any(each in record for each in known) else closest_key(known, record)
+            if key is not None:
+                near[field] = key
+        for field in list(near):  # fields that the format does not require
+            if form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
+                del near[field]
+        if near and form.recognise(record, {**fields, **near}):
+            means = " and ".join(f"{field} for {key!r}" for field, key in near.items())
+            keys = ", ".join(f"{field}: {key!r}" for field, key in near.items())
+            return f". Did you mean {means}? Rename it, or set format: {name} and fields: {{{keys}}}"
+    return None
 
 
 def _describe_match(match: FormatMatch) -> str:

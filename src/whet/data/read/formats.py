@@ -26,6 +26,7 @@ from whet.data.read.messages import (
 )
 from whet.data.read.record_fields import (
     EMPTY_VALUES,
+    closest_key,
     decode_list,
     describe_type,
     find_optional,
@@ -91,7 +92,9 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         known = ", ".join((*_SHAREGPT_ROLES, *_SHAREGPT_CALLS))
-        raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known: {known}")
+        near = closest_key([speaker.strip().lower()], _SHAREGPT_ROLES) if isinstance(speaker, str) else None
+        hint = "" if near is None else f". Write {near!r}"
+        raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known: {known}{hint}")
     return parse_message({**turn, names["from"]: role}, number, names["from"], names["value"])
 
 

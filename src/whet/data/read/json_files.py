@@ -14,11 +14,13 @@ from typing import IO, Any
 from whet.core.errors import WhetError
 from whet.data.read.container import (
     MAX_RECORD_BYTES,
+    SAVE_AS_UTF8,
     Container,
     DecodedRecord,
     RawRecord,
     detect_compression,
     estimate_count,
+    json_hint,
     open_bytes,
     read_whole,
     record_too_long,
@@ -157,7 +159,7 @@ class JsonObjectFile(Container):
 
     def _records(self) -> list[Any]:
         whole = self._read()
-        lists = {key: value for key, value in whole.items() if _is_list_of_records(value)}
+        lists = {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
                 known = ", ".join(lists) or "none"
@@ -180,16 +182,22 @@ class JsonObjectFile(Container):
         raw = read_whole(self.path, self.name, "Write one record per line instead (.jsonl)")
         try:
             whole = json.loads(raw.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
+        except UnicodeDecodeError as error:
             raise WhetError(
-                f"data.sources: {self.name}: not valid JSON: {error}. If each line is a record, name the file .jsonl"
+                f"data.sources: {self.name}: byte {error.start} is not valid UTF-8; {SAVE_AS_UTF8}"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            hint = json_hint(error) if isinstance(error, json.JSONDecodeError) else ""
+            raise WhetError(
+                f"data.sources: {self.name}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}"
+                f"{hint or '. If each line is a record, name the file .jsonl'}"
             ) from None
         if not isinstance(whole, dict):
             raise WhetError(f"data.sources: {self.name}: the file is neither a JSON object nor an array of records")
         return whole
 
 
-def _is_list_of_records(value: Any) -> bool:
+def is_list_of_records(value: Any) -> bool:
     """False for the messages of one conversation, which are a list of objects, too."""
     return (
         isinstance(value, list)

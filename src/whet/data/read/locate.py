@@ -17,8 +17,8 @@ from whet.core.errors import WhetError
 from whet.core.files import cache_dir, read_json, temporary_path, user_path
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
-from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, open_bytes
-from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile
+from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
+from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records
 from whet.data.read.text_files import CsvFile, TextFile
 from whet.data.read.token_files import TokenFile
 
@@ -157,10 +157,43 @@ def open_container(name: str, path: Path, source: Source) -> Container:
     """The container of a file that exists and is not empty."""
     suffix = data_suffix(path)
     with path.open("rb") as file:
-        head = file.read(6)
+        head = file.read(_HEAD_BYTES)
+    _reject_other_files(name, suffix, head)
+    return _open_by_suffix(name, path, source, suffix, head)
+
+
+_HEAD_BYTES = 1024
+_OTHER_FILES = (
+    (b"\xd0\xcf\x11\xe0", "an Excel file (.xls)", "Save it as CSV UTF-8"),
+    (b"BZh", "compressed by bzip2", "Decompress it, or compress it by gzip or zstd"),
+    (b"\xfd7zXZ", "compressed by xz", "Decompress it, or compress it by gzip or zstd"),
+    (b"%PDF", "a PDF file", "Write its text as JSON Lines (.jsonl)"),
+    (b"SQLite format 3", "an SQLite database", "Export the table as CSV"),
+    (b"\x93NUMPY", "a NumPy array", "Write its records as JSON Lines (.jsonl)"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the data itself", "Get the data: git lfs pull"),
+)
+"""What people give whet by mistake: first bytes, what the file is, and what to do."""
+
+
+def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
+    for magic, what, remedy in _OTHER_FILES:
+        if head.startswith(magic):
+            raise WhetError(f"data.sources: {name}: the file is {what}. {remedy}")
+    if head.startswith(b"PK\x03\x04"):
+        if b"xl/" in head or b"[Content_Types].xml" in head or suffix in (".xlsx", ".xlsm", ".ods"):
+            raise WhetError(f"data.sources: {name}: the file is a spreadsheet. Save it as CSV UTF-8")
+        raise WhetError(f"data.sources: {name}: the file is a zip archive. Unpack it, and give the files in it")
+    if suffix != ".txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
+        raise WhetError(
+            f"data.sources: {name}: the file is a web page: the download gave a login or error page instead of the "
+            "data. Download it again"
+        )
+
+
+def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: bytes) -> Container:
     if head.startswith(b"PAR1") or suffix in _PARQUET_SUFFIXES:
         return ParquetTable(name, _require_uncompressed(path, name))
-    if head == b"ARROW1" or suffix in _ARROW_SUFFIXES:
+    if head.startswith(b"ARROW1") or suffix in _ARROW_SUFFIXES:
         return ArrowTable(name, _require_uncompressed(path, name))
     if suffix == ".bin":
         if not path.with_suffix(".idx").exists():
@@ -175,17 +208,46 @@ def open_container(name: str, path: Path, source: Source) -> Container:
         return TextFile(name, path)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
+    if _is_array_in_lines(name, path):
+        array = JsonArrayFile(name, path)
+        array.note = "one JSON array"
+        return array
     return JsonLinesFile(name, path)
+
+
+def _is_array_in_lines(name: str, path: Path) -> bool:
+    """Whether a file named as JSON Lines is one array of objects. A line that is a list may be a conversation itself,
+    and a broken one does not make an array: the file must begin with `[{` and end with `]`."""
+    first, second = _first_lines(name, path)
+    if not first.startswith(b"["):
+        return False
+    if second is None:
+        return _is_valid_json(first) and is_list_of_records(json.loads(first))
+    begins = (first[1:].strip() or second.strip()).startswith(b"{")
+    return begins and not _is_valid_json(first) and _last_bytes(path).rstrip().endswith(b"]")
+
+
+def _last_bytes(path: Path) -> bytes:
+    """The end of a file that is neither compressed nor UTF-16, of which nothing is known without reading all."""
+    if detect_compression(path) or marked_encoding(path):
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _HEAD_BYTES))
+        return file.read()
+
+
+def _first_lines(name: str, path: Path) -> tuple[bytes, bytes | None]:
+    """The first two lines that are not blank, the first without white space before it."""
+    with open_bytes(path, name) as stream:
+        lines = iter(lambda: stream.readline(MAX_RECORD_BYTES), b"")
+        nonblank = (line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip())
+        return next(nonblank, b"").removeprefix(codecs.BOM_UTF8).lstrip(), next(nonblank, None)
 
 
 def _open_json(name: str, path: Path, split: str | None) -> Container:
     """JSON Lines if the first line is valid JSON and more lines follow; otherwise an array or an object."""
-    with open_bytes(path, name) as stream:
-        lines = iter(lambda: stream.readline(MAX_RECORD_BYTES), b"")
-        nonblank = (line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip())
-        head = next(nonblank, b"").removeprefix(codecs.BOM_UTF8).lstrip()
-        more = next(nonblank, None) is not None
-    if more and _is_valid_json(head):
+    head, second = _first_lines(name, path)
+    if second is not None and _is_valid_json(head):
         return JsonLinesFile(name, path)
     if head.startswith(b"["):
         return JsonArrayFile(name, path)

@@ -11,7 +11,9 @@ from whet.core.errors import BadRecordError
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.record_fields import (
     EMPTY_VALUES,
+    closest_key,
     decode_list,
+    describe_keys,
     describe_type,
     find_optional,
     parse_json,
@@ -94,8 +96,9 @@ def _require_messages(turns: Any, record: Any, name: str) -> list[Any]:
             "not an object", f"the record must be an object with '{name}', not {describe_type(record)}"
         )
     if isinstance(record, dict) and turns is None:
-        keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
-        raise BadRecordError("no messages", f"the record has no '{name}' (it has {keys}). Write {_MESSAGES_EXAMPLE}")
+        raise BadRecordError(
+            "no messages", f"the record has no '{name}' ({describe_keys(record, name)}). Write {_MESSAGES_EXAMPLE}"
+        )
     raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {describe_type(turns)}")
 
 
@@ -182,6 +185,8 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
         raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
     role = _parse_role(turn.get(role_name), place, role_name)
     tool_calls, reasoning = _parse_message_calls(turn, role, place), _parse_reasoning(turn, role, place)
+    if content_name not in turn and not (tool_calls or reasoning):
+        raise BadRecordError("bad content", f"{place} has no '{content_name}' ({describe_keys(turn, content_name)})")
     content = _parse_content(turn.get(content_name), f"{place}: '{content_name}'", bool(tool_calls or reasoning))
     if role in ("user", "assistant") and not (tool_calls or reasoning) and not content.strip():
         raise BadRecordError("empty turn", f"{place} (role {role!r}) is empty; remove it")
@@ -199,13 +204,22 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
     )  # fmt: skip
 
 
+_ROLE_ALIASES = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant", "ai": "assistant",
+}  # fmt: skip
+
+
 def _parse_role(role: Any, place: str, role_name: str) -> str:
     if role is None:
         raise BadRecordError("no role", f"{place} has no '{role_name}'; set it to one of {', '.join(ROLES)}")
     if role == "function":  # OpenAI's deprecated name
         return "tool"
     if role not in ROLES:
-        raise BadRecordError("unknown role", f"{place} has the role {shorten(role)}; known: {', '.join(ROLES)}")
+        near = _ROLE_ALIASES.get(role.strip().lower()) if isinstance(role, str) else None
+        near = near or (closest_key([role.strip().lower()], ROLES) if isinstance(role, str) else None)
+        hint = "" if near is None else f". Write {near!r}"
+        raise BadRecordError("unknown role", f"{place} has the role {shorten(role)}; known: {', '.join(ROLES)}{hint}")
     return str(role)
 
 

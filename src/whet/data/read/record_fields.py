@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from whet.core.display import is_valid_text
@@ -96,10 +97,30 @@ def require_object(record: Any, example: str) -> Mapping[str, Any]:
 def require_field(record: Mapping[str, Any], name: str, reason: str = "missing field") -> Any:
     """The value of a required field."""
     value = record.get(name)
+    if value is None and name in record:
+        raise BadRecordError(reason, f"{name!r} is null (in a CSV file: NaN or #N/A). Fill it in, or remove the record")
     if value is None:
-        keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
-        raise BadRecordError(reason, f"the record has no {name!r} (it has {keys}). Add it, or set fields of the source")
+        raise BadRecordError(
+            reason, f"the record has no {name!r} ({describe_keys(record, name)}). Add it, or set fields of the source"
+        )
     return value
+
+
+def describe_keys(record: Mapping[str, Any], wanted: str) -> str:
+    """The keys of a record that lacks one: `it has 'role', 'contnet'; did you mean 'content' for 'contnet'?`."""
+    keys = ", ".join(map(repr, list(record)[:20])) or "no keys"
+    near = closest_key([wanted], record)
+    return f"it has {keys}" + ("" if near is None else f"; did you mean {wanted!r} for {near!r}?")
+
+
+def closest_key(wanted: Sequence[str], keys: Iterable[Any]) -> str | None:
+    """The key that is one of these names but for case, white space or a typing error."""
+    texts = (key for key in keys if isinstance(key, str) and len(key) < 100)
+    plain = {re.sub(r"[\s-]+", "_", key.strip().lower()): key for key in texts}
+    for name in wanted:
+        if found := difflib.get_close_matches(name, plain, n=1, cutoff=0.8):
+            return plain[found[0]]
+    return None
 
 
 # Fields under the names that datasets give them.

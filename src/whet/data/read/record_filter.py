@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.read.record_fields import describe_type, shorten
+from whet.data.read.record_fields import closest_key, describe_type, shorten
 
 _MAX_CHARACTERS = 2000
 _COMPUTED_NAMES = ("turns", "characters")
@@ -106,7 +106,7 @@ class RecordFilter:
 
         def value(values: Variables) -> Any:
             if name not in values:
-                raise _missing_field(name, "record")
+                raise _missing_field(name, "record", values["record"])
             return values[name]
 
         return value
@@ -118,7 +118,7 @@ class RecordFilter:
             whole, key = outer(values), index(values)
             if isinstance(whole, dict):
                 if key not in whole:
-                    raise _missing_field(key, ast.unparse(inner))
+                    raise _missing_field(key, ast.unparse(inner), whole)
                 return whole[key]
             if isinstance(whole, list) and isinstance(key, int):
                 return whole[key]
@@ -142,10 +142,12 @@ class RecordFilter:
         return compare_all
 
 
-def _missing_field(name: Any, whole: str) -> BadRecordError:
+def _missing_field(name: Any, whole: str, value: Any) -> BadRecordError:
+    near = closest_key([str(name)], value) if isinstance(value, dict) else None
+    hint = "" if near is None else f" Did you mean {near}?"
     return BadRecordError(
         "where",
-        f"where: the record has no field {shorten(name)}. If it is optional, write: {name!r} in {whole} and …",
+        f"where: the record has no field {shorten(name)}.{hint} If it is optional, write: {name!r} in {whole} and …",
     )
 
 

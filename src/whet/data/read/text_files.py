@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.container import (
     MAX_RECORD_BYTES,
+    SAVE_AS_UTF8,
     Container,
     DecodedRecord,
     LazyRecord,
@@ -26,12 +29,19 @@ from whet.data.read.json_files import count_lines
 
 
 class CsvFile(Container):
-    """CSV or TSV with a header row. Values are strings; a list of messages is JSON inside its cell."""
+    """CSV or TSV with a header row. Values are strings; a list of messages is JSON inside its cell.
+
+    Spreadsheets separate cells by `;` where the comma is the decimal sign, and write #N/A for a missing value."""
 
     def __init__(self, name: str, path: Path, delimiter: str) -> None:
+        """`delimiter` is that of the suffix; the file may show that it has another."""
         super().__init__(name, path)
+        found = _detect_delimiter(path, name, delimiter)
         self.kind = "csv" if delimiter == "," else "tsv"
-        self._delimiter = delimiter
+        if found != delimiter:
+            self.kind += found
+            self.note = f"separated by {_DELIMITERS[found]}"
+        self._delimiter = found
 
     def records(self) -> Iterator[RawRecord]:
         csv.field_size_limit(MAX_RECORD_BYTES)  # its default is 128 KiB, less than a long answer
@@ -44,29 +54,35 @@ class CsvFile(Container):
                 try:
                     row = next(reader, None)
                 except csv.Error as error:
-                    yield RawRecord(line, UnreadableRecord("broken CSV", f"not valid CSV: {error}"), self.name)
+                    yield RawRecord(line, UnreadableRecord("broken CSV", _explain_csv(error)), self.name)
                     continue
                 if row is None:
                     break
                 if not row or not any(row):
                     continue
-                if header is None:
-                    header = self._check_header(row)
-                else:
-                    yield RawRecord(line, _csv_record(header, row), self.name)
+                if header is not None:
+                    yield RawRecord(line, _csv_record(header, row, self._delimiter), self.name)
+                elif not _is_separator_line(row, line):
+                    header = self._check_header(row, line)
             text.detach()
 
     def count(self) -> int:
         return max(0, estimate_count(self.path, self.name, count_lines) - 1)
 
-    def _check_header(self, header: list[str]) -> list[str]:
-        twice = {name for name in header if header.count(name) > 1}
-        if twice or not all(header):
-            fault = f"{sorted(twice)[0]!r} twice" if twice else "a column without a name"
+    def _check_header(self, header: list[str], line: int) -> list[str]:
+        """The names of the columns; "" for a column without one, such as the numbers that pandas writes."""
+        header, place = [name.strip() for name in header], f"data.sources: {self.name}:{line}"
+        if not is_valid_text("".join(header).replace("\0", "")):
+            raise WhetError(f"{place}: the name of a column is not valid UTF-8; {SAVE_AS_UTF8}")
+        twice = sorted({name for name in header if name and header.count(name) > 1})
+        if twice:
             raise WhetError(
-                f"data.sources: {self.name}: the first row must name the columns, but it has {fault} "
-                f"({', '.join(header)[:200]})"
+                f"{place}: the first row must name the columns, but it has {twice[0]!r} twice "
+                f"({', '.join(header)[:200]}). Rename one of them"
             )
+        unnamed = ", ".join(str(number) for number, name in enumerate(header, 1) if not name)
+        if unnamed and "without a name" not in self.note:
+            self.note = ", ".join(filter(None, [self.note, f"not used: columns without a name ({unnamed})"]))
         return header
 
 
@@ -77,14 +93,73 @@ def _bounded_lines(text: IO[str], name: str) -> Iterator[str]:
         yield line
 
 
-def _csv_record(header: list[str], row: list[str]) -> LazyRecord:
+def _csv_record(header: list[str], row: list[str], delimiter: str) -> LazyRecord:
     if len(row) != len(header):
-        return UnreadableRecord("broken CSV", f"this row has {len(row)} fields, the header has {len(header)}")
+        hint = f'. Write a cell that contains {_DELIMITERS[delimiter]} between double quotes: "…"'
+        found = f"this row has {len(row)} fields, the header has {len(header)}"
+        return UnreadableRecord("broken CSV", found + (hint if len(row) > len(header) else ""))
     try:
         "".join(row).encode()
     except UnicodeEncodeError:
-        return UnreadableRecord("not UTF-8", "a field is not valid UTF-8; save the file as UTF-8")
-    return DecodedRecord(dict(zip(header, row, strict=True)))
+        return UnreadableRecord("not UTF-8", f"a field is not valid UTF-8; {SAVE_AS_UTF8}")
+    cells = zip(header, row, strict=True)
+    return DecodedRecord({name: None if cell in _MISSING_VALUES else cell for name, cell in cells if name})
+
+
+_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
+_MISSING_VALUES = frozenset(("NaN", "nan", "<NA>", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"))
+"""What pandas and spreadsheets write for a missing value or a failed formula; like null in JSON."""
+_DETECTION_ROWS, _DETECTION_CHARACTERS = 100, 2**20
+
+
+def _detect_delimiter(path: Path, name: str, expected: str) -> str:
+    """The delimiter of the suffix, unless not one row fits it, and exactly one other gives every row as many cells as
+    the header, at least two."""
+    with open_bytes(path, name) as stream:
+        text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        sample = text.read(_DETECTION_CHARACTERS)
+        text.detach()
+    whole = len(sample) < _DETECTION_CHARACTERS
+    lines = list(io.StringIO(sample, newline=""))[: None if whole else -1]  # the last one may be cut
+    rows = {delimiter: _sample_rows(lines, delimiter) for delimiter in _DELIMITERS}
+    head, *body = rows[expected] or [[]]
+    if any(len(row) == len(head) > 1 for row in body) or (not body and len(head) > 1):
+        return expected
+    others = [
+        delimiter
+        for delimiter, found in rows.items()
+        if delimiter != expected and len(found) > 1 and len(found[0]) > 1 and len({len(row) for row in found}) == 1
+    ]
+    return others[0] if len(others) == 1 else expected
+
+
+def _sample_rows(lines: list[str], delimiter: str) -> list[list[str]]:
+    """The first rows that are complete; none if one cannot be read."""
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    rows: list[list[str]] = []
+    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
+    try:
+        for row in itertools.islice(reader, _DETECTION_ROWS + 1):
+            if any(row) and not (not rows and _is_separator_line(row, reader.line_num)):
+                rows.append(row)
+    except csv.Error as error:
+        if "unexpected end of data" not in str(error):  # the sample ends inside a quoted cell
+            return []
+    return rows
+
+
+def _is_separator_line(row: list[str], line: int) -> bool:
+    """Excel's first line `sep=;`."""
+    return line == 1 and row[0].startswith("sep=") and len("".join(row)) <= len("sep=;")
+
+
+def _explain_csv(error: csv.Error) -> str:
+    hint = ""
+    if "expected after" in str(error):
+        hint = '. Double a quote inside a quoted cell: ""'
+    elif "unexpected end of data" in str(error):
+        hint = ". A quote is opened here and never closed"
+    return f"not valid CSV: {error}{hint}"
 
 
 class TextFile(Container):
@@ -108,6 +183,4 @@ class _LazyText(NamedTuple):
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise BadRecordError(
-                "not UTF-8", f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
-            ) from None
+            raise BadRecordError("not UTF-8", f"byte {error.start} is not valid UTF-8; {SAVE_AS_UTF8}") from None
