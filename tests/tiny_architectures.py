@@ -48,14 +48,12 @@ _SIZES: dict[int, str] = {
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
 _MAX_LAYERS = 4
 _SET_IF_NONE = (
-    "head_dim",
-    "n_routed_experts",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "moe_intermediate_size",
-)
+    "head_dim", "n_routed_experts", "linear_num_key_heads", "linear_num_value_heads", "moe_intermediate_size",
+    "num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts",
+)  # fmt: skip
 _IS_DECODER = {"is_decoder": True}
-_GEMMA4 = {"per_layer_config": {}, "global_head_dim": 8, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+_TWO_WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA4 = {**_TWO_WINDOWS, "per_layer_config": {"1": {"head_dim": 16}}}
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ["bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
@@ -69,9 +67,14 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_hidden_layers": 2},
     "blt": {"encoder_hash_byte_group_vocab": 100},
+    "gemma3n_text": {
+        **_TWO_WINDOWS, "num_kv_shared_layers": 0, "intermediate_size": [48, 48],
+        "activation_sparsity_pattern": [0.5, 0.0],
+    },
     "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
-    "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -109,7 +112,11 @@ def tiny_config(kind: str) -> Any:
 
 def _small_settings(config: Any) -> dict[str, Any]:
     settings = config.to_dict()
-    nested = {name: type(getattr(config, name)) for name in settings if hasattr(getattr(config, name, None), "to_dict")}
+    nested = [
+        name
+        for name, value in settings.items()
+        if isinstance(value, dict) and hasattr(getattr(config, name), "to_dict")
+    ]
     small = {
         name: _SIZE_OF[name]
         for name, value in settings.items()

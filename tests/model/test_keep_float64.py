@@ -101,7 +101,8 @@ def test_functions_asked_for_fp32_compute_in_fp64(compute: Callable[[Tensor, tor
     "multiply",
     [
         lambda x, w: x @ w, lambda x, w: w @ x.T, torch.nn.functional.linear,
-        lambda x, w: torch.einsum("tk,ku->tu", x, w), lambda x, w: nn.functional.linear(x, weight=w), lambda x, w: torch.bmm(x[None], w[None]),
+        lambda x, w: torch.einsum("tk,ku->tu", x, w),
+        lambda x, w: nn.functional.linear(x, weight=w), lambda x, w: torch.bmm(x[None], w[None]),
     ],
     ids=range(6),
 )  # fmt: skip

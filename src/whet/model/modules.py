@@ -133,10 +133,9 @@ def _widened(value: Any, widens_tensors: bool) -> Any:
 
 def model_body(language_model: nn.Module) -> nn.Module:
     """The language model without its output head: returns hidden states."""
-    body: Any = language_model.base_model
+    body: nn.Module = language_model.base_model  # type: ignore[assignment]
     if body is language_model:  # Llama 4 and Mllama: base_model names a part of the larger, multimodal model
-        body = language_model.model
-    assert isinstance(body, nn.Module)
+        body = language_model.model  # type: ignore[assignment]
     return body
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError, describe_error
-from whet.model.attention import native_attention, unsupported_attention, use_native_attention
+from whet.model.attention import PackingError, native_attention, unsupported_attention, use_native_attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import OutputHead, read_output_head
 from whet.model.modules import eval_mode
@@ -62,8 +62,8 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
     try:
         root.with_full_weights(functools.partial(_check_packed, root, vocabulary, longest))
         return
-    except WhetError as error:
-        root.unpacked = str(error).removeprefix("model.path: ")
+    except PackingError as error:
+        root.unpacked = str(error)
     except _PROBE_FAILURES as error:
         _raise_if_not_the_model(error)
         root.unpacked = f"its code fails on packed conversations ({describe_error(error)})"
@@ -74,10 +74,6 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
 def _raise_if_not_the_model(error: Exception) -> None:
     if is_peer_failure(error) or isinstance(error, torch.OutOfMemoryError):
         raise error
-
-
-class PackingError(WhetError):
-    """Packed documents of this model would influence each other."""
 
 
 @torch.no_grad()

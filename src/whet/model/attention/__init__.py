@@ -24,7 +24,7 @@ from whet.model.attention.dispatch import (
     supports_fullgraph,
     use_native_attention,
 )
-from whet.model.attention.interface import AttentionSpec, Documents, document_kwargs
+from whet.model.attention.interface import AttentionSpec, Documents, PackingError, document_kwargs
 from whet.model.attention.requirements import LayerAttention, inspect_attention, unsupported_attention
 from whet.model.attention.short import short_attention_forward
 
@@ -33,6 +33,7 @@ __all__ = [
     "AttentionSpec",
     "Documents",
     "LayerAttention",
+    "PackingError",
     "choose_backend",
     "cudnn_attention_forward",
     "current_backend",

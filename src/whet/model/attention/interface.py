@@ -12,6 +12,10 @@ from torch import Tensor
 from whet.core.errors import WhetError
 
 
+class PackingError(WhetError):
+    """Packed documents of this model would influence each other; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The parameters of one layer's attention."""
@@ -72,5 +76,5 @@ def spec_from_call(
     """The spec from the keyword arguments with which a transformers model calls its attention function."""
     for name in ("position_bias", "indices", "block_indices"):
         if others.get(name) is not None:
-            raise WhetError(f"model.path: this model's attention uses '{name}', which whet does not support")
+            raise PackingError(f"its attention uses '{name}', which whet does not support")
     return AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
