@@ -268,7 +268,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "max_samples": {"max_samples": 1},
     "where": {"where": "turns > 0"},
     "deduplicate": {"deduplicate": True},
-    "language": {"tokenizer": small_tokenizer(CHATML_TEMPLATE + " ", CHATML.markers, eos="<|im_end|>")},
+    "language": {"tokenizer": small_tokenizer(" " + CHATML_TEMPLATE, CHATML.markers, eos="<|im_end|>")},
     "date": {"today": "2031-02-03"},
 }
 

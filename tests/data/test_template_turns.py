@@ -101,8 +101,8 @@ def test_a_template_that_writes_nothing_before_an_answer_is_refused() -> None:
 
 
 def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:
-    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\nAnswer: ' }}"))
-    assert learned(tokenizer, ("user", "Hi"), ("assistant", "Answer: 42")) == "42<|im_end|>"
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\nAnswer:' }}"))
+    assert learned(tokenizer, ("user", "Hi"), ("assistant", "Answer: 42")) == " 42<|im_end|>"
 
 
 # The prompt prefills reasoning
