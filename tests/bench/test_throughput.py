@@ -13,13 +13,17 @@ from whet.bench.results import (
     step_variation,
     variation_warnings,
 )
+from whet.bench.workload import BenchSettings, token_flops
 
 STEPS = StepTimings(ended=[110.0, 114.0, 115.0, 117.0], tokens=[1, 100, 200, 400], supervised=[1, 10, 20, 40])
 
 
 def test_only_steps_after_the_warm_up_count() -> None:
     found = compute_throughput(
-        STEPS, warm=2, began=100.0, flops=TokenFlops(weights=10**9, attention=0.0, is_adapter=False)
+        STEPS,
+        warm=2,
+        began=100.0,
+        flops=TokenFlops(weights=10**10, active_weights=10**9, attention=0.0, is_adapter=False),
     )
     assert found.tokens_per_s == 600 / 3
     assert found.supervised_per_s == 60 / 3
@@ -29,8 +33,21 @@ def test_only_steps_after_the_warm_up_count() -> None:
 
 
 def test_frozen_weights_cost_4_instead_of_6_flops() -> None:
-    assert TokenFlops(weights=10, attention=3.0, is_adapter=True).per_token == 43
-    assert TokenFlops(weights=10, attention=3.0, is_adapter=False).per_token == 63
+    assert TokenFlops(weights=99, active_weights=10, attention=3.0, is_adapter=True).per_token == 43
+    assert TokenFlops(weights=99, active_weights=10, attention=3.0, is_adapter=False).per_token == 63
+
+
+def test_experts_count_by_the_share_that_a_token_uses() -> None:
+    from transformers import Qwen3MoeConfig
+
+    shape = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1,
+    )  # fmt: skip
+    settings = BenchSettings("m", "lora", None, 1, 8, 3, 1, "bf16", "none", None, "cpu")
+    found = token_flops(shape, settings, [8])
+    assert found.weights - found.active_weights == 2 * 6 * 3 * 32 * 16
+    assert found.per_token == 4 * found.active_weights + found.attention
 
 
 def test_attention_flops_follow_the_published_formula() -> None:

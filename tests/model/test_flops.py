@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiny_architectures import tiny_model
 from whet.model import attention
 from whet.model.config import AdapterConfig
-from whet.model.flops import AttentionCost, StepFlops, count_step_flops, flops_table
+from whet.model.flops import AttentionCost, StepFlops, count_step_flops, flops_table, matrix_costs
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 
@@ -83,6 +84,28 @@ def test_adapters_cost_what_torch_counts(
     product = 2 * 4 * 8 * sum(LENGTHS) ** 2
     spared = {"q_proj": 2, "v_proj": 3}[targets[0]] if targets[0] in ("q_proj", "v_proj") else 0
     assert ours - spared * product == theirs
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    experts=st.integers(2, 12), active=st.integers(1, 2), rank=st.integers(1, 5), layers=st.integers(1, 2),
+    shared=st.booleans(),
+)  # fmt: skip
+def test_adapters_of_experts_count_by_the_active_share(
+    experts: int, active: int, rank: int, layers: int, shared: bool, make_model: Callable[..., Any]
+) -> None:
+    """A model with as many experts as are active computes as much, except for its router and the router's adapter."""
+    sizes = {
+        "moe_intermediate_size": 24, "decoder_sparse_step": 1, "num_hidden_layers": layers,
+        "num_experts_per_tok": active, "shared_expert_intermediate_size": 20,
+    }  # fmt: skip
+    found = []
+    for count in (experts, active):
+        model = make_model("Qwen2Moe" if shared else "Qwen3Moe", num_experts=count, **sizes)
+        adapted = unwrap_peft(add_adapter(model, AdapterConfig(rank=rank), seed=0))
+        costs = [cost for cost in matrix_costs(adapted) if not re.search(r"\.mlp\.gate\b", cost.name)]
+        found.append(sum(cost.forward_flops * cost.matmuls_per_step for cost in costs))
+    assert found[0] == pytest.approx(found[1], abs=len(costs))  # each is rounded
 
 
 def test_layers_below_the_first_trained_one_have_no_backward_pass(

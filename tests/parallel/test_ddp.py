@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from whet.checkpoint.state_dict import optimizer_tensors
 from whet.core.distributed import Ranks
 from whet.parallel import ddp
 from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients, broadcast_weights, trainable_parameters
+from whet.training.config import OptimizerConfig
+from whet.training.optimizers.factory import build_optimizer, optimizer_step
 
 
 @dataclass
@@ -19,9 +22,15 @@ class IdenticalRanks:
     """A world in which all ranks have the same values; it remembers what was sent."""
 
     world_size: int
+    device: torch.device = torch.device("cpu")
+    users: Tensor | None = None
+    """How many ranks have each gradient, if not all are like this one."""
     sent: list[Tensor] = field(default_factory=list)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
+        if not self.sent:  # the first message: which parameters have a gradient
+            self.sent.append(tensor.clone())
+            return tensor.mul_(self.world_size) if self.users is None else tensor.copy_(self.users)
         self.sent.append(tensor.clone())
         return tensor.mul_(self.world_size)
 
@@ -46,35 +55,48 @@ def test_each_gradient_becomes_the_sum_over_the_ranks(bucket_bytes: int, monkeyp
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.full_like(parameter, 3 * number))
     assert model[1].weight.grad is None
-    assert all(tensor.nbytes <= max(bucket_bytes, 80) for tensor in ranks.sent)
+    assert all(tensor.nbytes <= max(bucket_bytes, 80) for tensor in ranks.sent[1:])
     if bucket_bytes == 2**20:  # one message for each change of type, not one for each weight
-        assert [tensor.dtype for tensor in ranks.sent] == [torch.float32, torch.float64, torch.float32]
+        assert [tensor.dtype for tensor in ranks.sent[1:]] == [torch.float32, torch.float64, torch.float32]
 
 
-def test_a_rank_without_a_gradient_contributes_zero() -> None:
-    model, ranks = make_model(), IdenticalRanks(2)
-    model[0].bias.grad = None
-    all_reduce_gradients(trainable_parameters(model), ranks)  # type: ignore[arg-type]
-    assert sum(tensor.numel() for tensor in ranks.sent) == sum(
-        parameter.numel() for parameter in trainable_parameters(model)
-    )
+def test_a_rank_without_a_gradient_contributes_zero_if_another_has_one() -> None:
+    model = make_model()
+    parameters = trainable_parameters(model)
+    model[0].bias.grad = model[3].bias.grad = None
+    users = torch.tensor([2.0, 1, 2, 2, 2, 2, 0])
+    ranks = IdenticalRanks(2, users=users)
+    all_reduce_gradients(parameters, ranks)  # type: ignore[arg-type]
+    assert sum(tensor.numel() for tensor in ranks.sent[1:]) == sum(parameter.numel() for parameter in parameters)
     assert torch.equal(model[0].bias.grad, torch.zeros(4))
+    assert model[3].bias.grad is None
 
 
-def test_an_unused_weight_is_updated_alike_by_one_rank_and_by_many() -> None:
-    """To an optimizer with weight decay or momentum, no gradient and a gradient of zero are different."""
-    ends = []
-    for ranks in (Ranks(0, 1, torch.device("cpu")), IdenticalRanks(3)):
-        torch.manual_seed(0)
-        model = make_model()
-        optimizer = torch.optim.AdamW(trainable_parameters(model), lr=0.1, weight_decay=0.1)
-        for touched in (True, False, False):
-            if not touched:
-                model[0].bias.grad = None
-            all_reduce_gradients(trainable_parameters(model), ranks)  # type: ignore[arg-type]
-            optimizer.step()
-        ends.append(model[0].bias.detach().clone())
-    assert torch.allclose(*ends, rtol=0, atol=1e-6)  # AdamW does not see that three ranks have three times as much
+@pytest.mark.parametrize("name", ["adamw", "adamw16bit", "adamw8bit", "muon"])
+@pytest.mark.parametrize("many", [False, True], ids=["one rank", "many ranks"])
+def test_a_weight_without_a_gradient_is_left_alone(name: Any, many: bool) -> None:
+    """As torch's optimizers do: neither decayed, nor moved by momentum, nor counted; and saved all the same."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])  # used, at times, never
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.1, weight_decay=0.1), seed=0)
+    for group in optimizer.param_groups:
+        group["lr"] = group["highest"]
+    before = [[weight.detach().clone() for weight in layer.parameters()] for layer in model]
+    for used in ([0, 1], [0]):
+        for number, layer in enumerate(model):
+            for weight in layer.parameters():
+                weight.grad = torch.ones_like(weight) if number in used else None
+        held = [weight.detach().clone() for weight in model[1].parameters()]
+        ranks: Any = IdenticalRanks(3) if many else Ranks(0, 1, torch.device("cpu"))
+        all_reduce_gradients(trainable_parameters(model), ranks)
+        optimizer_step(optimizer, 0.5)
+    assert all(map(torch.equal, held, model[1].parameters()))
+    assert all(map(torch.equal, before[2], model[2].parameters()))
+    assert not any(map(torch.equal, before[0], model[0].parameters()))
+    saved = optimizer_tensors(model, optimizer)
+    steps = [int(saved[f"optimizer.{number}.{key}.step"]) for number in range(3) for key in ("weight", "bias")]
+    assert steps == [2, 2, 1, 1, 0, 0]
+    assert all(map(torch.equal, before[2], model[2].parameters()))
 
 
 def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
@@ -90,7 +112,7 @@ def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
     assert model.weight.grad.dtype == torch.float32
     assert (model.weight.grad - exact).norm() <= 1e-3 * exact.norm()
     model.weight.grad = None
-    all_reduce_gradients(trainable_parameters(model), Ranks(0, 1, torch.device("cpu")))
+    all_reduce_gradients(trainable_parameters(model), IdenticalRanks(2, users=torch.ones(1)))  # type: ignore[arg-type]
     assert model.weight.grad.dtype == torch.float32
 
 

@@ -14,7 +14,8 @@ COLUMN_NOTES = (
     "supervised tokens/s: the tokens among them that have a loss. whet trains on the assistant's tokens and runs the "
     "output head on them only; the others train on every token of the packed rows, their default.",
     "TFLOP/s: 6 N per token (4 N with an adapter, whose frozen weights need no gradient) plus 6·L·H·D·length for "
-    "causal attention; N counts every weight, including embedding and head. Recomputation does not count.",
+    "causal attention; N counts every weight, including embedding and head, and of experts those that a token is routed "
+    "to. Recomputation does not count.",
     "peak GiB: peak memory allocated by torch on the device; on a CPU, the peak resident memory of the process.",
     "first step: seconds from the start of the process to the end of its first step. Conversations are tokenized "
     "beforehand, except for Unsloth, which tokenizes text itself and loads its weights from files.",
@@ -37,14 +38,16 @@ class TokenFlops:
     """The FLOPs of a token by the convention above; the same for every tool."""
 
     weights: int
-    """N, the number of weights."""
+    """The number of weights."""
+    active_weights: int
+    """N, the number of weights that a token uses: of experts those that it is routed to."""
     attention: float
     """FLOPs of attention per token, forward and backward."""
     is_adapter: bool
 
     @property
     def per_token(self) -> float:
-        return (4 if self.is_adapter else 6) * self.weights + self.attention
+        return (4 if self.is_adapter else 6) * self.active_weights + self.attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def prepare_inputs(config: Config, settings: BenchSettings, out: Path) -> BenchI
     conversations = out / "conversations.jsonl"
     atomic_write(conversations, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     lengths = [len(line["input_ids"]) for line in lines]
-    return BenchInputs(model, conversations, _token_flops(shape, settings, lengths), len(lines), sum(lengths), dropped)
+    return BenchInputs(model, conversations, token_flops(shape, settings, lengths), len(lines), sum(lengths), dropped)
 
 
 def _tokenized_conversations(config: Config, data: RunData) -> list[dict[str, Any]]:
@@ -157,16 +157,19 @@ def _tokenized_conversations(config: Config, data: RunData) -> list[dict[str, An
     return found
 
 
-def _token_flops(shape: Any, settings: BenchSettings, lengths: list[int]) -> TokenFlops:
+def token_flops(shape: Any, settings: BenchSettings, lengths: list[int]) -> TokenFlops:
+    """The FLOPs of a token in a model of this shape, over conversations of these lengths."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from whet.model.flops import matrix_costs
 
     with torch.device("meta"):  # without allocating memory
         model = AutoModelForCausalLM.from_config(shape)
     weights = sum(parameter.numel() for parameter in model.parameters())
+    inactive = sum(matrix.size * (1 - matrix.active_share) for matrix in matrix_costs(model))
     text = shape.get_text_config()
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return TokenFlops(
-        weights, attention_flops_per_token(text.num_hidden_layers, heads, width, lengths), settings.is_adapter
-    )
+    attention = attention_flops_per_token(text.num_hidden_layers, heads, width, lengths)
+    return TokenFlops(weights, weights - round(inactive), attention, settings.is_adapter)

@@ -15,10 +15,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    if not optimizer.state:  # before the first step
-        init_optimizer_state(optimizer)
-    unknown = [name for name, parameter in trainable_parameters(model) if parameter not in optimizer.state]
-    assert not unknown, f"the optimizer has no state for {unknown[0]}"
+    init_optimizer_state(optimizer)
     return {
         f"optimizer.{name}.{key}": value
         for name, parameter in trainable_parameters(model)
@@ -27,16 +24,24 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a fresh optimizer create its state tensors, by a step with lr 0 and zero gradients that changes nothing."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Make an optimizer create the state tensors of weights that it never updated, before the first step those of all,
+    by a step with lr 0 and zero gradients that changes nothing."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    fresh = [weight for weight in weights if not optimizer.state.get(weight)]
+    if not fresh:
+        return
+    gradients, rates = [weight.grad for weight in weights], [group["lr"] for group in optimizer.param_groups]
+    for weight in weights:
+        weight.grad = None
+    for weight in fresh:
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()  # this step does not count
+    for weight in fresh:
+        if "step" in optimizer.state[weight]:
+            optimizer.state[weight]["step"].zero_()  # this step does not count
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

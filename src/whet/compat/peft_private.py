@@ -22,6 +22,17 @@ def is_lora_linear(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is Linear.forward
 
 
+def adapted_parameter(module: nn.Module) -> nn.Parameter | None:
+    """`peft.tuners.lora.layer.ParamWrapper`: the parameter with an adapter, of a module that is not a linear layer (a
+    router, fused experts); None for other modules."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if not isinstance(module, ParamWrapper):
+        return None
+    parameter: nn.Parameter = module.get_base_layer().get_parameter(module.parameter_name)
+    return parameter
+
+
 def tuner_layer_type() -> Any:
     """`peft.tuners.tuners_utils.BaseTunerLayer`: a layer with an adapter of any kind; it has merge()."""
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from whet.compat.peft_private import adapted_parameter
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ADAPTER_SUFFIX = re.compile(r"\.(base_layer|lora_[AB])(?=\.|$).*")
+_ADAPTER_MATRIX = re.compile(r"(.*)\.lora_[AB]\.")
 _EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.")
 _EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
@@ -99,7 +102,12 @@ def _module_matrices(model: nn.Module, name: str) -> Iterator[MatrixCost]:
 
 
 def _expert_share(model: nn.Module, name: str) -> float:
-    """1, or for an expert in a ModuleList the average share of tokens it gets."""
+    """1, or for an expert in a ModuleList the average share of tokens it gets; the adapters of fused experts are one
+    matrix, of which a token uses those of its experts."""
+    adapter = _ADAPTER_MATRIX.match(name)
+    adapted = adapted_parameter(model.get_submodule(adapter[1])) if adapter else None
+    if adapted is not None and adapted.ndim == 3:
+        return _active_expert_share(model, adapted.shape[0])
     expert = _EXPERT_NAME.match(name)
     return _active_expert_share(model, len(list(model.get_submodule(expert[1]).children()))) if expert else 1.0
 

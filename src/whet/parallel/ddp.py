@@ -25,17 +25,27 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> No
     """Replace each gradient by its sum over the ranks, in buckets.
 
     Called once a step, after the last micro-batch. The loss is already divided by the token count of the whole step, so
-    the sum is the gradient. A parameter that no row used gets a gradient of zero, with one rank as with many:
-    optimizers skip a parameter without a gradient, but decay one whose gradient is zero.
+    the sum is the gradient. A parameter that no row on any rank used keeps no gradient, with one rank as with many:
+    optimizers leave it alone, while they would decay one whose gradient is zero.
     """
-    gradients = [_gradient_or_zero(parameter) for parameter in parameters]
     if ranks.world_size == 1:
         return
+    unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+    users = torch.ones(len(parameters), device=ranks.device)
+    if unused:
+        users[unused] = 0
+    ranks.all_reduce_(users)
+    gradients = [_gradient_or_zero(parameter) for parameter in parameters]
     unsharded = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]  # FSDP2 reduces the others
     for bucket in buckets(unsharded):
         flat = ranks.all_reduce_(flatten_dense_tensors(bucket))
         for gradient, summed in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)
+    if unused:  # only then wait for the device
+        used = users.tolist()
+        for number in unused:
+            if not used[number]:
+                parameters[number].grad = None
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:

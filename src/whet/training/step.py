@@ -168,4 +168,4 @@ def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> Tenso
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bf16 would have 8 bits
         norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2, dtype=dtype)))
         squares.append(norm.double().square() / replicas)
-    return torch.stack(squares).sum()
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=ranks.device)

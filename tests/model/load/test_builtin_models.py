@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,11 +15,13 @@ from whet.core.errors import WhetError
 from whet.core.files import hash_file
 from whet.inference.generate import generate
 from whet.inference.sampling import Sampling
-from whet.model.config import ModelConfig
+from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load import builtin_models
 from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.placeholder import build_meta_model
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer, stop_ids
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
 
 SMOLLM2 = ModelConfig(path="builtin:smollm2")
@@ -120,3 +123,30 @@ def test_smollm2_loads_in_two_seconds_and_answers(smollm2: Path) -> None:
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     answer = generate(model, [prompt], Sampling(max_new_tokens=16), [tokenizer.eos_token_id])[0].ids
     assert "4" in tokenizer.decode(answer)
+
+
+def test_the_row_of_the_pad_token_gets_its_gradient(tmp_path: Path) -> None:
+    """Many models pad with a token of the conversations; compared with a product of one-hot vectors."""
+    folder = tmp_path / "model"
+    shutil.copytree(builtin_folder("builtin:tiny"), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = ModelConfig(path=str(folder))
+    ids = torch.tensor([[1, 9, 2, 30, 2, 7]])
+    meta = build_meta_model(path, torch.float64).get_input_embeddings()
+    assert meta.padding_idx is None
+    for tokens in (None, (2, 30)):
+        model = load_model(path, torch.float64)
+        if tokens:
+            model = add_adapter(model, AdapterConfig(rank=2), seed=0, tokens=tokens)
+        inner = unwrap_peft(model)
+        embedding = inner.get_input_embeddings()
+        inner.model(input_ids=ids).last_hidden_state.square().sum().backward()
+        trained = next(weight for weight in embedding.parameters() if weight.requires_grad)
+        rows = next(weight for weight in embedding.parameters() if len(weight) > 100).detach()
+        one_hot = torch.nn.functional.one_hot(ids, len(rows)).to(rows.dtype)
+        naive = rows.clone().requires_grad_()
+        inner.model(inputs_embeds=one_hot @ naive).last_hidden_state.square().sum().backward()
+        expected = naive.grad[list(tokens)] if tokens else naive.grad
+        assert expected[0 if tokens else 2].any()
+        torch.testing.assert_close(trained.grad.to(expected.dtype), expected)

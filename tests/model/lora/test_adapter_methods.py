@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding and norms": {"also_train": ["embed_tokens", "norm", "input_layernorm"]},
     "embedding and head": {"also_train": ["embed_tokens", "lm_head"], "method": "rslora"},
     "a layer whole": {"also_train": ["down_proj"], "targets": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]},
+    "adapter of the embedding": {"targets": ["embed_tokens", "q_proj"]},
     "a pattern": {"targets": r".*\.[01]\.(self_attn\.[qv]_proj|mlp\.down_proj)"},
 }
 
@@ -79,6 +80,8 @@ def whet_learns(model: Any, batch: Any) -> list[Tensor]:
 def test_loss_and_gradients_are_those_of_pefts_own_forward(
     kind: str, tokens: tuple[int, ...], tied: bool, make_model: Make, make_documents: Make, pack: Make
 ) -> None:
+    if tokens and kind == "adapter of the embedding":
+        pytest.skip("refused: test_rows_of_an_adapted_embedding_are_an_error")
     documents = [*make_documents(9, 5), torch.tensor([5, 60, 9, 3, 60])]
     model = adapted(make_model, tokens, tied, **KINDS[kind])
     other = copy.deepcopy(model)
@@ -124,7 +127,8 @@ def test_saved_it_is_loaded_by_peft_and_merged_it_is_plain(
 ) -> None:
     from peft import PeftModel
 
-    model = adapted(make_model, (5, 60), tied, **KINDS[kind]).eval()
+    has_adapted_embedding = kind == "adapter of the embedding"
+    model = adapted(make_model, () if has_adapted_embedding else (5, 60), tied, **KINDS[kind]).eval()
     ids = torch.tensor([[1, 5, 60, 4, 9]])
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
@@ -135,7 +139,16 @@ def test_saved_it_is_loaded_by_peft_and_merged_it_is_plain(
         torch.testing.assert_close(merged(input_ids=ids).logits, wanted, rtol=1e-6, atol=1e-6)
     assert not any("lora" in name or "modules_to_save" in name for name, _ in merged.named_parameters())
     same = merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
-    assert same == tied
+    assert same == (tied and not has_adapted_embedding) == merged.config.tie_word_embeddings
+
+
+def test_rows_of_an_adapted_embedding_are_an_error(make_model: Make) -> None:
+    with pytest.raises(WhetError, match=r"adapter\.targets: .*embed_tokens.* includes the embedding"):
+        adapted(make_model, (5,), targets=["embed_tokens", "q_proj"])
+
+
+def test_the_rows_of_an_adapted_embedding_are_counted(make_model: Make) -> None:
+    assert embedding_rows(adapted(make_model, targets=["embed_tokens", "q_proj"])) == 64
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -222,3 +235,16 @@ def test_token_rows_of_a_head_with_a_bias_are_an_error(make_model: Make) -> None
     model = make_model("Phi")
     with pytest.raises(WhetError, match=r"has a bias.*adapter\.also_train=\[embed_tokens, lm_head\]"):
         add_adapter(model, AdapterConfig(), seed=0, tokens=(3,))
+
+
+@pytest.mark.parametrize("settings", [{"method": "dora"}, {"dropout": 0.1}], ids=str)
+def test_experts_take_plain_lora_only(settings: dict[str, Any], make_model: Make) -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    key = next(iter(settings))
+    with pytest.raises(
+        WhetError, match=rf"adapter\.{key}: {settings[key]} does not work on routers and fused"
+    ) as raised:
+        add_adapter(make_model("Qwen3Moe", **moe), AdapterConfig(**settings), seed=0)
+    linear = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert f"adapter.targets=[{', '.join(linear)}]" in str(raised.value)
+    add_adapter(make_model("Qwen3Moe", **moe), AdapterConfig(**settings, targets=linear), seed=0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import load_model, prepare_float64_
+from whet.model.load.pretrained import load_model, prepare_float64_, train_pad_row_
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
 
@@ -142,7 +142,7 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
     except Exception as error:  # transformers raises errors of many kinds
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
-    return model.eval()
+    return train_pad_row_(model.eval())
 
 
 def _snapshot_folder(config: ModelConfig) -> Path:

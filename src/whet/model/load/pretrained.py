@@ -18,7 +18,17 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.devi
     """The model in `dtype` (`auto`: as saved), with rows for added tokens. Weights are read directly onto `device`."""
     model = _load_pretrained(config, dtype, device)
     add_token_rows_(model, config)
+    train_pad_row_(model)
     return prepare_float64_(model, dtype)
+
+
+def train_pad_row_(model: nn.Module) -> nn.Module:
+    """Let the pad token's row of an embedding get its gradient, which torch otherwise drops (`padding_idx`). Many models
+    pad with a token that conversations contain, such as the end of a turn; padding itself is not supervised."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+    return model
 
 
 def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None) -> nn.Module:

@@ -37,22 +37,50 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         ensure_weight_tying=tied and _trains_embedding_or_head(model, config),  # peft warns if there is nothing to tie
         task_type="CAUSAL_LM",
     )
+    linear = _linear_layer_names(model)
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of unmatched patterns, which are errors below
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # handled below
             adapted = get_peft_model(model, settings)  # fp32 adapters beside 16-bit weights
     except (ValueError, TypeError, re.error) as error:
+        if "ParamWrapper" in str(error):
+            raise _fused_experts_error(config, linear) from None
+        if "trainable_token_indices" in str(error):
+            raise WhetError(
+                f"adapter.targets: {config.targets} includes the embedding, of which model.add_tokens or adapter.tokens "
+                "train single rows. Remove the embedding from adapter.targets, or train it whole: adapter.also_train"
+            ) from None
         raise WhetError(
             f"adapter.targets: {config.targets!r} does not match this model: {error}. Set adapter.targets=all-linear "
             "to adapt every linear layer"
         ) from None
     _reject_tied_head(adapted.get_base_model())
+    if tied and is_lora_layer(adapted.get_base_model().get_input_embeddings()):
+        model.config.tie_word_embeddings = False  # what is exported has a head of its own
     _reject_unmatched_patterns(adapted, config)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < 4:  # those that peft left in the base's dtype
             parameter.data = parameter.data.float()
     return adapted
+
+
+def _linear_layer_names(model: Any) -> list[str]:
+    """The last parts of the names of linear layers but the head."""
+    head = model.get_output_embeddings()
+    found = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return sorted({name.rpartition(".")[2] for name in found})
+
+
+def _fused_experts_error(config: AdapterConfig, linear: list[str]) -> WhetError:
+    """peft adapts routers and fused experts, which are no linear layers, by plain LoRA without dropout only."""
+    key, value, other = ("method", "dora", "lora") if config.method == "dora" else ("dropout", config.dropout, 0)
+    return WhetError(
+        f"adapter.{key}: {value} does not work on routers and fused experts, which adapter.targets={config.targets} "
+        f"includes in this model. Set adapter.{key}={other}, or adapt linear layers only: "
+        f"adapter.targets=[{', '.join(linear)}]"
+    )
 
 
 def _reject_unknown_modules(model: nn.Module, config: AdapterConfig) -> None:
@@ -128,7 +156,7 @@ def unwrap_peft(model: nn.Module) -> nn.Module:
 def embedding_rows(model: nn.Module) -> int:
     """The number of rows of a model's embedding, wrapped by peft or not."""
     embedding = unwrap_peft(model).get_input_embeddings()  # type: ignore[operator]
-    return int(getattr(embedding, "original_module", embedding).num_embeddings)
+    return next(module.num_embeddings for module in embedding.modules() if isinstance(module, nn.Embedding))
 
 
 def cast_trained_modules_(model: nn.Module) -> None:
@@ -159,4 +187,8 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         model.set_submodule(name, dequantize_linear(model.get_submodule(name)).to("cpu"))
     if packed:
         model = model.to("cpu")
+    base: Any = unwrap_peft(model)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if is_lora_layer(embedding) and head.weight is embedding.weight:  # or the adapter would be merged into both
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     return model.merge_and_unload()  # type: ignore[operator]
