@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -10,10 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from whet.core.errors import WhetError
+from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
-from whet.data.conversation import BadRecord, Conversation, FilteredRecord, PlainText
+from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Origin, PlainText
+from whet.data.read.detection import detect_format
+from whet.data.read.formats import FORMATS
+from whet.data.read.shapes import reject_unsupported
 from whet.data.read.sources import SourceReader, read_source
 
 Jsonl = Callable[..., Path]
@@ -415,3 +421,29 @@ def test_an_unused_text_is_used_as_the_description_says(read: Any) -> None:
     assert turns(read(record, fields=fields)[0])[0] == ("user", f"Q?\n\n{LONG}")
     [parsed] = read({"messages": [USER, ANSWER], "persona": LONG}, fields={"system": "persona"})
     assert turns(parsed)[0] == ("system", LONG)
+
+
+WORDS = [
+    "messages", "conversations", "prompt", "completion", "chosen", "rejected", "text", "role", "content", "from",
+    "value", "system", "reasoning", "label", "answers", "A", "B", "answer", "question", "replies", "response_0",
+    "response_1",
+]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from([*WORDS, "user", "### Human: a### Assistant: b"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(VALUES | st.dictionaries(st.sampled_from(WORDS), VALUES, max_size=5), min_size=1, max_size=3))
+def test_any_records_are_read_or_refused(records: list[Any]) -> None:
+    source = Source(path="a.jsonl")
+    try:
+        found = detect_format(records, ["a.jsonl:1"] * len(records), source)
+    except WhetError:
+        return
+    for record in records:
+        with contextlib.suppress(BadRecordError):
+            parsed = FORMATS[found.format].parse(record, found.names, Origin("a.jsonl", 1))
+            reject_unsupported(record, parsed, found.names)
