@@ -160,3 +160,18 @@ def test_a_template_that_is_broken(check: Any, template: Any, good: Any, text: s
     assert found.code == 1
     assert "template" in "".join(each["text"] for each in found.checks if each["level"] == "fault")
     found.texts("leak", "ok")  # the model is checked anyway
+
+
+def test_a_generation_prompt_that_ends_in_a_space(check: Any, write: Any, template: Any) -> None:
+    answers = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "three"}]
+    file = write({"messages": answers})
+    spaced = template(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    found = check(spaced)
+    assert found.code == 0
+    words = found.texts("straddling tokens", "warning")
+    assert f"of 41 answers share a token with their prompt, first {file}:1" in words
+    assert "assistant: ' is encoded as ' ' by itself and as ' three' with the answer" in words
+    assert "Other engines (vLLM, " in words

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.renderer import Rendered, Renderer
+from whet.preflight.straddling_tokens import find_straddling_tokens
 
 from .render_helpers import render, supervised_text
 
@@ -145,6 +146,31 @@ def test_every_character_of_an_answer_is_supervised(
         assert prompt == rendered.ids[:first].tolist()
         end = rendered.ids.tolist().index(renderer.end_of_turn())
         assert renderer.decode_answer(rendered.ids[first:end].tolist()) == answer
+
+
+@pytest.mark.parametrize(
+    ("opening", "answer", "found"),
+    [
+        ("Assistant: ", "the", ([" "], [" the"], True)),
+        ("Assistant: ", "42", None),  # the prompt has the same tokens by itself
+        ("Assistant:\n", "the", None),
+        (" answer", "ing", ([" answer"], [" answering"], False)),
+        ("Assistant: ", "\nthe", ([" "], [" \n"], False)),
+    ],
+)
+def test_tokens_shared_by_prompt_and_answer(
+    opening: str, answer: str, found: tuple[list[str], list[str], bool] | None
+) -> None:
+    renderer = renderer_for("llama3", opening, cached=False)
+    conversation = conversation_of("Hi", answer)
+    tokens = [each[1:] for each in find_straddling_tokens(renderer, conversation)]
+    assert tokens == ([] if found is None else [found])
+
+
+def test_a_token_of_whitespace_alone_is_not_supervised() -> None:
+    tokenizer = tokenizer_for("llama3", "Assistant: ")
+    found = render(tokenizer, [("user", "Hi"), ("assistant", "\nthe")])
+    assert supervised_text(tokenizer, found) == "the<|im_end|>"
 
 
 def test_a_prompt_that_ends_in_a_space_leaves_it_to_the_answer() -> None:

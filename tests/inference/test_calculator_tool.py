@@ -88,8 +88,10 @@ def test_an_inline_calculation_is_followed_by_its_value() -> None:
     )
 
 
-def test_a_function_call_is_followed_by_the_tool_s_turn_and_a_new_one() -> None:
-    renderer_ = renderer(template=TOOL_TEMPLATE)
+@pytest.mark.parametrize("opening", ["\n", " "])
+def test_a_function_call_is_followed_by_the_tool_s_turn_and_a_new_one(opening: str) -> None:
+    template = TOOL_TEMPLATE.replace("m['role'] + '\n'", f"m['role'] + '{opening}'")
+    renderer_ = renderer(template=template.replace("assistant\n", f"assistant{opening}"))
     calculator = make_calculator(renderer_)
     assert isinstance(calculator, FunctionCallCalculator)
     call: dict[str, Any] = {"name": "calculator", "arguments": {"expression": "48/2"}}

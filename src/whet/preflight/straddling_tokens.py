@@ -23,7 +23,7 @@ class StraddlingTokens(NamedTuple):
     with_answer: list[str]
     """Those in the conversation; the last one may hold text of both."""
     is_in_prompts: bool
-    """The ids that whet prompts with are those in the conversation."""
+    """whet prompts with the ids before the answer's first supervised token."""
 
 
 def find_straddling_tokens(renderer: Renderer, conversation: Conversation) -> Iterator[StraddlingTokens]:
@@ -44,11 +44,13 @@ def find_straddling_tokens(renderer: Renderer, conversation: Conversation) -> It
             continue
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone.ids, whole.ids, strict=False)))
         own = renderer.encode_prompt(prompt)
+        with_answer = _token_texts(text, whole.offsets, same, len(prompt))
+        shared = text[len(prompt) : whole.offsets[same + len(with_answer) - 1][1]]
         yield StraddlingTokens(
             prompt.rpartition("\n")[2][-_SHOWN_CHARACTERS:] or prompt[-_SHOWN_CHARACTERS:],
             _token_texts(prompt, alone.offsets, same, len(prompt)),
-            _token_texts(text, whole.offsets, same, len(prompt)),
-            whole.ids[: len(own)] == own,
+            with_answer,
+            whole.ids[: len(own)] == own and (not shared or bool(shared.strip())),
         )
 
 

@@ -61,8 +61,8 @@ def prepare_store(
         if store.manifest["key"] in [hash_json({**inputs, "format": each})[:20] for each in _EARLIER_FORMATS]:
             if trained_on is None:
                 warn(
-                    f"data.store: {folder} was prepared by an earlier version of whet, whose loss masks may differ from "
-                    "this one's. Delete the folder to prepare it again"
+                    f"data.store: {folder} was prepared by an earlier version of whet, whose loss masks may differ "
+                    "from this one's. Delete the folder to prepare it again"
                 )
             _update_source_names(store, sources, use)
             return PreparedStore(store, reused=True)
