@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -324,3 +325,23 @@ def test_any_layout_of_any_batch_covers_each_step(
             for document in documents_in(batch)
         ]
         assert sorted(found) == sorted(plan.documents_of(step).tolist())
+
+
+@pytest.mark.parametrize("plan_rows", [plan_by_conversations, plan_by_rows])
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+def test_an_unpacked_plan_has_the_same_steps_with_one_document_a_row(
+    store: Store, plan_rows: Callable[..., Plan], packing: str
+) -> None:
+    plan = plan_rows(store, 5, RunLength(epochs=2), packing)
+    single = plan.unpacked(store.lengths)
+    assert len(single) == len(plan)
+    assert (single.stats.fullest, single.stats.tokens, single.stats.longest) == (
+        1, plan.stats.tokens, plan.stats.longest,
+    )  # fmt: skip
+    for step in range(len(plan)):
+        assert Counter(single.documents_of(step).tolist()) == Counter(plan.documents_of(step).tolist())
+        assert {len(row) for row in single.rows_of(step)} == {1}
+        costs = document_cost(store.lengths[single.documents_of(step)])
+        assert (np.diff(costs) <= 0).all()
+    if packing == "none":
+        assert np.array_equal(single.documents, plan.documents)
