@@ -22,7 +22,7 @@ class IdenticalRanks:
     """A world in which all ranks have the same values; it remembers what was sent."""
 
     world_size: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     users: Tensor | None = None
     """How many ranks have each gradient, if not all are like this one."""
     sent: list[Tensor] = field(default_factory=list)

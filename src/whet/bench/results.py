@@ -14,8 +14,9 @@ COLUMN_NOTES = (
     "supervised tokens/s: the tokens among them that have a loss. whet trains on the assistant's tokens and runs the "
     "output head on them only; the others train on every token of the packed rows, their default.",
     "TFLOP/s: 6 N per token (4 N with an adapter, whose frozen weights need no gradient) plus 6·L·H·D·length for "
-    "causal attention; N counts every weight, including embedding and head, and of experts those that a token is routed "
-    "to. Recomputation does not count.",
+    "causal attention; N counts every weight, including embedding and head, but of experts only those that a token is "
+    "routed to. "
+    "Recomputation does not count.",
     "peak GiB: peak memory allocated by torch on the device; on a CPU, the peak resident memory of the process.",
     "first step: seconds from the start of the process to the end of its first step. Conversations are tokenized "
     "beforehand, except for Unsloth, which tokenizes text itself and loads its weights from files.",

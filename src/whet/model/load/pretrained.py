@@ -23,8 +23,8 @@ def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.devi
 
 
 def train_pad_row_(model: nn.Module) -> nn.Module:
-    """Let the pad token's row of an embedding get its gradient, which torch otherwise drops (`padding_idx`). Many models
-    pad with a token that conversations contain, such as the end of a turn; padding itself is not supervised."""
+    """Let the pad token's row of an embedding get its gradient, which torch drops otherwise (`padding_idx`). Many
+    models pad with a token of the conversations, such as the end of a turn; padding itself is not supervised."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None

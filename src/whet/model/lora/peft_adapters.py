@@ -49,8 +49,8 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
             raise _fused_experts_error(config, linear) from None
         if "trainable_token_indices" in str(error):
             raise WhetError(
-                f"adapter.targets: {config.targets} includes the embedding, of which model.add_tokens or adapter.tokens "
-                "train single rows. Remove the embedding from adapter.targets, or train it whole: adapter.also_train"
+                f"adapter.targets: {config.targets} includes the embedding, of which model.add_tokens or "
+                "adapter.tokens train single rows. Remove the embedding from adapter.targets, or train it whole: adapter.also_train"
             ) from None
         raise WhetError(
             f"adapter.targets: {config.targets!r} does not match this model: {error}. Set adapter.targets=all-linear "
@@ -58,7 +58,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         ) from None
     _reject_tied_head(adapted.get_base_model())
     if tied and is_lora_layer(adapted.get_base_model().get_input_embeddings()):
-        model.config.tie_word_embeddings = False  # what is exported has a head of its own
+        model.config.tie_word_embeddings = False  # type: ignore[union-attr]  # exported, the head has its own weight
     _reject_unmatched_patterns(adapted, config)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < 4:  # those that peft left in the base's dtype
