@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from os.path import commonprefix
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -234,13 +235,17 @@ ZEPHYR = Family(
 )
 
 
-def _deepseek(turns: Turns) -> Pieces:
+def _deepseek(turns: Turns, prefill: str = "") -> Pieces:
     pieces: Pieces = [("<｜begin▁of▁sentence｜>", False)]
     for role, content in turns:
+        given = commonprefix([prefill, content]) if content.startswith(prefill.strip()) else ""
         pieces += {
             "system": [(content, False)],
             "user": [(f"<｜User｜>{content}", False)],
-            "assistant": [("<｜Assistant｜>", False), (f"{content}<｜end▁of▁sentence｜>", True)],
+            "assistant": [
+                (f"<｜Assistant｜>{given}", False),
+                (f"{content.removeprefix(given)}<｜end▁of▁sentence｜>", True),
+            ],
         }[role]
     return pieces
 
@@ -253,7 +258,7 @@ def _deepseek_family(name: str, prefill: str) -> Family:
         "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<｜Assistant｜>" + prefill + "' }}{% endif %}",
         ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
-        _deepseek,
+        partial(_deepseek, prefill=prefill),
         bos="<｜begin▁of▁sentence｜>",
         eos="<｜end▁of▁sentence｜>",
     )
