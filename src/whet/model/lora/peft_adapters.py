@@ -50,7 +50,8 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         if "trainable_token_indices" in str(error):
             raise WhetError(
                 f"adapter.targets: {config.targets} includes the embedding, of which model.add_tokens or "
-                "adapter.tokens train single rows. Remove the embedding from adapter.targets, or train it whole: adapter.also_train"
+                "adapter.tokens train single rows. Remove the embedding from adapter.targets, or train it whole: "
+                "adapter.also_train"
             ) from None
         raise WhetError(
             f"adapter.targets: {config.targets!r} does not match this model: {error}. Set adapter.targets=all-linear "
