@@ -10,7 +10,6 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from os.path import commonprefix
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -238,7 +237,7 @@ ZEPHYR = Family(
 def _deepseek(turns: Turns, prefill: str = "") -> Pieces:
     pieces: Pieces = [("<｜begin▁of▁sentence｜>", False)]
     for role, content in turns:
-        given = commonprefix([prefill, content]) if content.startswith(prefill.strip()) else ""
+        given = next((given for given in (prefill, prefill.strip()) if content.startswith(given)), "")
         pieces += {
             "system": [(content, False)],
             "user": [(f"<｜User｜>{content}", False)],
