@@ -131,7 +131,7 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
             _raise_if_not_the_model(error)
             raise WhetError(
                 f"model.path: {name} cannot be trained: its code fails on a conversation ({describe_error(error)}). "
-                "Use another model"
+                "Use another model; with an adapter, try adapter.targets that name the attention layers alone"
             ) from None
     change = (hidden - other)[:7].abs().max().item()  # same shapes, so hardly any rounding differences
     if not change <= 1e-3 * hidden.abs().max().item():
