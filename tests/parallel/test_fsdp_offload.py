@@ -94,3 +94,11 @@ def test_the_norm_of_cpu_gradients_is_added_on_the_device(gpus: DeviceMesh) -> N
 def test_fake_gpus_refuse_mixed_devices(gpus: DeviceMesh) -> None:
     with pytest.raises(RuntimeError, match="two devices"):
         torch.ones(2, device="cuda") + torch.ones(2)
+
+
+def test_an_expert_weight_inside_several_adapters_has_the_name_of_its_file() -> None:
+    """peft wraps fused experts once for each of their weights."""
+    from whet.parallel.fsdp import _name_in_checkpoint
+
+    wrapped = "language_model.model.layers.0.mlp.experts.base_layer.base_layer.gate_up_proj"
+    assert _name_in_checkpoint(wrapped) == "model.layers.0.mlp.experts.gate_up_proj"

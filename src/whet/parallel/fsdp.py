@@ -98,7 +98,7 @@ def _read_local_shard(weight: DTensor, name: str, source: WeightSource) -> Tenso
 
 
 def _name_in_checkpoint(name: str) -> str:
-    return name.removeprefix("language_model.").replace(".base_layer.", ".")
+    return name.removeprefix("language_model.").replace(".base_layer", "")
 
 
 def is_sharded(model: nn.Module) -> bool:

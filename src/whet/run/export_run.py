@@ -181,7 +181,7 @@ def _open_trained_model(
         """Trained weights come from the checkpoint, frozen ones from the files of the base."""
         if name in trained_weights:
             return trained_weights.read(name, dtype)
-        base_name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        base_name = name.replace(".base_layer", "").replace(".original_module.", ".")
         return base_weights.read_rows(base_name, 0, 2**62).to(dtype)
 
     return TrainedModel(model, read, max_bytes)
