@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-REAL_PYTHON = sys.executable
+REAL_PYTHON = os.environ.setdefault("WHET_TEST_PYTHON", sys.executable)
 COLLECTED = pytest.StashKey[list[str]]()
 _FORKSERVER = "WHET_TEST_FORKSERVER"  # the folder of the server that all test workers share
 
@@ -48,7 +48,7 @@ class Ended:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server whose forks stand for new Python processes (see forkserver.py), once for all workers."""
+    """Start the server whose forks stand for new Python processes (see forkserver.py), pytest's workers among them."""
     has_gpu = Path("/dev/nvidiactl").exists()  # CUDA, once initialized by an import, does not survive a fork
     if _FORKSERVER not in os.environ and not config.option.collectonly and not has_gpu:
         folder = Path(tempfile.mkdtemp(prefix="whet-forkserver-"))
@@ -57,8 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
             server = subprocess.Popen([REAL_PYTHON, forkserver.__file__, str(folder)], stdout=log, stderr=log)
         os.environ[_FORKSERVER] = str(folder)
         config.add_cleanup(lambda: _stop_forkserver(server, folder))
-    is_worker = hasattr(config, "workerinput")
-    if _FORKSERVER in os.environ and (is_worker or not config.getoption("numprocesses", None)):
+    if _FORKSERVER in os.environ:
         sys.executable = str(Path(os.environ[_FORKSERVER]) / "python")
 
 
