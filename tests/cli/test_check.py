@@ -95,7 +95,7 @@ def test_quiet_prints_nothing_without_faults(
     first, last = ended.err.splitlines()
     assert ended.code == 1
     assert first.startswith(f"✗ bad lines: {tmp_path / 'data.jsonl'}:1: not valid JSON")
-    assert last == "→ not ready to train: 1 fault, 1 warning, 11 checks"
+    assert last == "→ not ready to train: 1 fault, 1 warning, 12 checks"
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from whet.data.read.sources import SourceReader, expected_records, source_bytes,
 from whet.data.render.chat_tokenizer import ConversationTokenizer, ItemRenderer
 from whet.data.render.renderer import LayoutMismatchError
 
-_FORMAT_VERSION = 5  # raise it when the same inputs would give other tokens, masks or files
-_EARLIER_FORMATS = (3, 4)  # 3: a token that straddles the start of an answer is not supervised
+_FORMAT_VERSION = 5  # raise it when the same inputs would give other conversations, tokens, masks or files
+_EARLIER_FORMATS = (3, 4)  # 3: a system prompt beside messages is not read, a token that straddles not supervised
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
 _LARGE_DATA_BYTES = 2**28
 _NO_RENDER_CACHE = "uneven"  # its presence in the work folder disables the render cache
@@ -61,8 +61,8 @@ def prepare_store(
         if store.manifest["key"] in [hash_json({**inputs, "format": each})[:20] for each in _EARLIER_FORMATS]:
             if trained_on is None:
                 warn(
-                    f"data.store: {folder} was prepared by an earlier version of whet, whose loss masks may differ "
-                    "from this one's. Delete the folder to prepare it again"
+                    f"data.store: {folder} was prepared by an earlier version of whet, which read some records and "
+                    "made some loss masks otherwise. Delete the folder to prepare it again"
                 )
             _update_source_names(store, sources, use)
             return PreparedStore(store, reused=True)
@@ -178,8 +178,7 @@ def _make_job(
 ) -> PrepareJob:
     if (folder / MANIFEST).exists():
         raise WhetError(
-            f"data.store: {folder} was prepared with a different configuration, or by an earlier version of whet that "
-            "read the same records otherwise. Choose another folder, or delete it"
+            f"data.store: {folder} was prepared with a different configuration. Choose another folder, or delete it"
         )
     if config.store is not None and folder.exists() and any(folder.iterdir()):
         raise WhetError(

@@ -34,7 +34,6 @@ _CONTENT_OPTIONS = {
     "format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask",
 }  # fmt: skip
 """Options of a source that change what is read; part of its fingerprint."""
-_READING_VERSION = 2  # raise it when the same records would become other conversations
 
 
 class SourceReader:
@@ -102,8 +101,7 @@ def source_fingerprint(source: Source) -> dict[str, object]:
         samples = itertools.islice(BuiltinDataset(source).records(), 9)
         return {**options, "path": source.path, "start": [_sample_key(raw.decode()) for raw in samples]}
     containers = _open_containers(source)
-    reading = {} if _is_pretokenized(containers, source) else {"reading": _READING_VERSION}
-    return {**options, **reading, "content": [each.content_key() for each in containers]}
+    return {**options, "content": [each.content_key() for each in containers]}
 
 
 def source_bytes(source: Source) -> int:
