@@ -26,7 +26,7 @@ class LossModel(nn.Module):
         self.z_loss = z_loss
         self.unpacked = ""
         """Why each batch is one document and the model uses its native attention; empty if documents are packed."""
-        self.draws_random_numbers = False
+        self.uses_random_numbers = False
         """Whether training draws random numbers, as for dropout."""
 
     @functools.cached_property
