@@ -47,8 +47,6 @@ SLOW_CASES = {
         "run/test_adapter_runs.py::test_a_paused_run_continues_bit_for_bit[dora]",
     "run/test_pinned_losses.py::test_two_processes_give_the_losses_and_norms_of_one[best-fit]":
         "run/test_sharded_runs.py::test_one_run_by_one_by_several_and_by_one_again[2-*]",
-    "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_exports[Mamba]":
-        "run/test_recurrent_models.py::test_packed_it_is_refused_and_unpacked_it_learns_and_exports[Lfm2]",
     "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[loading]":
         "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[first step]",
     "run/test_resume.py::test_sigterm_ends_with_75_after_a_checkpoint_and_the_run_can_be_finished":

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from examples import examples
 from whet.checkpoint.dcp_storage import SafeStorageReader
 from whet.checkpoint.load import CheckpointWeights, load_checkpoint
 from whet.checkpoint.manifest import read_manifest, write_manifest
@@ -156,7 +157,7 @@ def test_a_size_beyond_the_file_allocates_nothing(path: Path) -> None:
 
 
 @given(flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_metadata_is_read_or_refused(saved: Path, tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     content = bytearray((saved / "model" / ".metadata").read_bytes())
     for at, byte in flips:

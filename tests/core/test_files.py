@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core import files
 from whet.core.errors import WhetError
 from whet.core.files import (
@@ -201,7 +202,7 @@ def test_an_export_that_an_earlier_version_lost_is_put_back(tmp_path: Path) -> N
 # JSON
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),

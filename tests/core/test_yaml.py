@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.core.yaml import Node, dump_yaml, parse_yaml, read_yaml
 
@@ -120,7 +121,7 @@ def test_the_same_key_in_different_mappings_is_fine() -> None:
     assert plain("- a: 1\n- a: 2\n") == [{"a": 1}, {"a": 2}]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text(max_size=30) | st.text(st.sampled_from("ab:-[]{}'\"\\ \n\t#&*!|>%@`,?$~=<0.1eE_"), max_size=30))
 @example("&a a: *a")
 @example("%YAML 1.9\n--- a")
@@ -193,7 +194,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(VALUES)
 @example({"a": ["${HOME}", "$${HOME}"]})
 def test_what_is_dumped_is_parsed_as_the_same_value(value: Any) -> None:

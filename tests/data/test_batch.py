@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.data import batch as batches
 from whet.data.batch import IGNORE_INDEX, BatchShape, PackedBatch, shape_buckets
 from whet.data.prepare.store import Store
@@ -79,7 +80,7 @@ def test_no_documents_are_padding_alone(
     assert len(batch.supervised_at) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(DOCUMENTS, st.booleans(), st.integers(0, 5))
 def test_a_label_is_the_next_token_of_the_same_document_if_it_is_a_target(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, int]]], padded: bool, room: int
@@ -105,7 +106,7 @@ def test_a_label_is_the_next_token_of_the_same_document_if_it_is_a_target(
     assert batch.supervised_at.tolist() == [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(DOCUMENTS, st.data())
 def test_padded_batches_all_have_the_same_shape(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[int, int]]], data: st.DataObject

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
 
@@ -27,7 +28,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return open_decoder(path), SentencePieceProcessor(model_file=str(path)).get_piece_size()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_segments_make_up_the_text_and_change_with_the_mask(decoder: tuple[Decoder, int], data: st.DataObject) -> None:
     decode, size = decoder

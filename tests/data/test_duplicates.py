@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import whet.data.prepare.build as chunks_module
+from examples import examples
 from whet.data.plan.mixture import train_validation_split
 from whet.data.prepare.store import find_overlap
 
@@ -36,7 +37,7 @@ def write(folder: Path, files: list[list[int]]) -> list[Path]:
 FILES = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=10), min_size=1, max_size=3)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=FILES, size=st.integers(1, 4))
 def test_duplicates_are_counted_and_dropped_and_nothing_else_is(
     own_cache: Path, tmp_path: Path, files: list[list[int]], size: int
@@ -72,7 +73,7 @@ def test_duplicates_are_counted_and_dropped_and_nothing_else_is(
     assert sum(account(without, i)["documents"] for i in range(len(paths))) == len(other)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=FILES, fraction=st.floats(0.05, 0.95), seed=st.integers(0, 5))
 def test_duplicates_and_parts_of_a_conversation_are_on_one_side_of_the_split(
     own_cache: Path, tmp_path: Path, files: list[list[int]], fraction: float, seed: int

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
 
@@ -44,7 +45,7 @@ def write(prefix: Path, sequences: list[list[int]], dtype: type[np.generic] = np
     return prefix
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     dtype_code=st.sampled_from([(np.uint8, 1), (np.uint16, 8), (np.int32, 4)]),
     sequences=st.lists(st.lists(st.integers(0, 255), max_size=8), max_size=8),

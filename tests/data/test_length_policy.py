@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Conversation, Message, Origin, ParsedRecord, PlainText, TokenizedDocument
@@ -78,7 +79,7 @@ def exchange(i: int, question: str, answer: str) -> list[tuple[str, str]]:
 TEXT = st.text("ab c", max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     system=st.one_of(st.none(), st.text("xyz", min_size=1, max_size=12)),

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.data.batch import IGNORE_INDEX, PackedBatch
 from whet.data.loader import Loader
 from whet.data.plan import planner
@@ -154,7 +155,7 @@ def test_the_number_beside_a_micro_batch_is_its_first_row_in_the_step(store: Sto
             assert set(range(7)) <= set(seen), "the same rows have the same numbers in any world"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.integers(1, ROW), min_size=1, max_size=60),
     st.integers(1, 7),
@@ -305,7 +306,7 @@ def test_totals_of_an_example_counted_by_hand(make_store: MakeStore) -> None:
     assert sorted(totals.lengths.tolist()) == [1, 2, 3]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     world=st.integers(1, 6),
     micro_rows=st.integers(1, 6),

@@ -15,6 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from examples import examples
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, ToolCall
@@ -167,7 +168,7 @@ SPAN = st.text(st.sampled_from("ab<|>\n é▁"), max_size=6)
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), SPAN), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(turns=TURNS, train_on=st.sampled_from(["assistant", "last", "all"]), eod=st.booleans())
 def test_ids_and_mask_follow_from_the_turns(turns: list[tuple[str, str]], train_on: str, eod: bool) -> None:
     marks, numbers = {"user": U, "assistant": A}, {"user": 7, "assistant": 8}

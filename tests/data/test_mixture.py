@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.plan.mixture import Mixture, draws_by_epochs, draws_by_weight, make_mixture, single_source_mixture
 
-QUICK = settings(max_examples=100, deadline=None)
+QUICK = settings(max_examples=examples(100), deadline=None)
 SOURCES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=4)  # (documents, draws)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.data.plan import packing as packing_module
 from whet.data.plan.packing import Packing, best_fit, k_bin, one_per_row, pack_rows, pack_within_steps
 
@@ -111,7 +112,7 @@ def rows_at_best(lengths: list[int], capacity: int) -> int:
     return best
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(CASES)
 def test_best_fit_gives_the_rows_of_the_naive_algorithm(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
@@ -131,7 +132,7 @@ def test_best_fit_is_exact_for_rows_beyond_16_bits() -> None:
     assert listed(best_fit(lengths, 70_000)) == naive_best_fit(lengths.tolist(), 70_000)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(CASES, BINS)
 def test_k_bin_gives_the_rows_of_the_naive_algorithm(case: tuple[list[int], int], bins: int) -> None:
     lengths, capacity = case
@@ -147,7 +148,7 @@ def test_k_bin_is_exact_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert listed(k_bin(lengths, 100, 4, every=40)) == wanted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(CASES, st.integers(1, 20), NAMES, BINS, st.integers(1, 50))
 def test_packing_inside_steps_is_packing_each_step(
     case: tuple[list[int], int], batch: int, name: str, bins: int, block: int
@@ -174,7 +175,7 @@ def test_every_document_is_in_exactly_one_row_and_no_row_is_too_full(
     assert all(0 < sum(lengths[number] for number in row) <= capacity for row in rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_rows_are_near_the_fewest_possible(lengths: list[int]) -> None:
     best = rows_at_best(lengths, 12)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.plan import planner
 from whet.data.plan.mixture import Mixture, single_source_mixture
@@ -21,7 +22,7 @@ from whet.data.plan.planner import Plan, PlanStats, RunLength, packing_efficienc
 ROW = 30
 LENGTHS = st.lists(st.integers(1, ROW), min_size=1, max_size=25).map(lambda sizes: np.array(sizes, dtype=np.int32))
 PACKINGS = st.sampled_from(["best-fit", "k-bin", "none"])
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=examples(60), deadline=None)
 
 
 def plan_by_conversations(

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import whet.data.prepare.build as chunks_module
 import whet.data.prepare.build as prepare_module
 import whet.data.prepare.tokenize as settle_module
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.prepare.build import PreparedStore, prepare_store
@@ -95,7 +96,7 @@ KINDS = st.lists(st.sampled_from([*LINES, "filtered", "blank"]), max_size=12)
 FILTERED = line(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.lists(KINDS, min_size=1, max_size=3),
     too_long=st.sampled_from(["drop", "truncate", "split"]),

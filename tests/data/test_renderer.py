@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.layout_cache import Layout
@@ -76,7 +76,7 @@ def test_supervised_text_of_each_template_family(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@settings(max_examples=80 if os.environ.get("WHET_TEST_ALL") == "1" else 15, deadline=None)
+@settings(max_examples=examples(80, 15), deadline=None)
 @given(data=st.data())
 def test_ids_match_transformers_and_the_mask_is_exact(family: Family, data: st.DataObject) -> None:
     turns = data.draw(dialogues(system=family.takes_system))
@@ -89,7 +89,7 @@ def test_ids_match_transformers_and_the_mask_is_exact(family: Family, data: st.D
     assert rendered.supervises_end
 
 
-@settings(max_examples=60 if os.environ.get("WHET_TEST_ALL") == "1" else 15, deadline=None)
+@settings(max_examples=examples(60, 15), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), TEXT), min_size=1, max_size=4), SPOKEN)
 @example([("user", "")], "z")
 @example([("user", "assistant")], '"z"')
@@ -101,7 +101,7 @@ def test_the_mask_is_exact_for_prompts_of_any_content_and_role(prompts: list[tup
     assert rendered.loss.tolist() == expected_loss(tokenizer, CHATML.pieces(turns))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(dialogues())
 def test_the_mask_is_exact_with_a_real_tokenizer(turns: list[tuple[str, str]]) -> None:
     tokenizer = smollm2()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from examples import examples
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder
 
 from .template_families import CHATML, tokenizer_of
@@ -26,7 +27,7 @@ def whole(text: str) -> Any:
     return backend().encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(TEXTS, st.booleans())
 def test_ids_and_offsets_are_those_of_the_whole_text(ends: list[str], offsets: bool) -> None:
     texts = [START + end for end in ends] + ["another " + ends[0]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from functools import cache
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.renderer import Rendered, Renderer
@@ -105,7 +105,7 @@ def renderer_for(kind: str, opening: str, cached: bool) -> Renderer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400 if os.environ.get("WHET_TEST_ALL") == "1" else 25, deadline=None)
+@settings(max_examples=examples(400, 25), deadline=None)
 @given(st.sampled_from(OPENINGS), TEXT, TEXT, st.lists(TEXT, max_size=2).filter(lambda texts: len(texts) != 1))
 @example("Assistant: ", "Hi", "Yes", [])
 @example("Assistant: ", "Hi", "42", [])

@@ -6,13 +6,13 @@ one that renders in full, whatever the template does with texts.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation
 from whet.data.render.layout_cache import Layout
@@ -250,7 +250,7 @@ TEXTS = st.lists(st.sampled_from([*WORDS, "c", "user", "think>", "</", "X"]), mi
 
 
 @settings(
-    max_examples=120 if os.environ.get("WHET_TEST_ALL") == "1" else 50, deadline=None, derandomize=True, database=None,
+    max_examples=examples(120, 50), deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(expressions(), st.lists(TEXTS, min_size=3, max_size=5))

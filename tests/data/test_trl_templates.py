@@ -5,7 +5,6 @@ Nothing here is specific to a template: expected ids come from transformers, exp
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from examples import examples
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message
 from whet.data.render.layout_cache import Layout
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templ
 
 EVERY = pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
 FEW = settings(
-    max_examples=6 if os.environ.get("WHET_TEST_ALL") == "1" else 2, deadline=None, derandomize=True, database=None,
+    max_examples=examples(6, 2), deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.plan.mixture import single_source_mixture, train_validation_split
 
-QUICK = settings(max_examples=100, deadline=None)
+QUICK = settings(max_examples=examples(100), deadline=None)
 
 
 def distinct(count: int) -> np.ndarray:

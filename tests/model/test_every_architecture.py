@@ -20,7 +20,7 @@ from whet.model.flops import flops_table
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64, decoder_layers
 from whet.model.packing_check import choose_packing
-from whet.model.randomness import uses_random_numbers
+from whet.model.randomness import is_stochastic
 
 REFUSED = {
     "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder",
@@ -47,7 +47,7 @@ def test_a_step_equals_a_plain_loop_or_is_refused(kind: str, make_documents: Any
                 choose_packing(root, VOCABULARY, 23)
             return
         choose_packing(root, VOCABULARY, 23)
-        uses_random_numbers(root, VOCABULARY)
+        is_stochastic(root, VOCABULARY)
         batches = [pack([document]) for document in documents] if root.unpacked else [pack(documents)]
         with NarrowedOperations() as narrowed:
             ours = gradients(model, [root(batch).objective for batch in batches])

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from examples import examples
 from tiny_architectures import tiny_model
 from whet.model import attention
 from whet.model.config import AdapterConfig
@@ -129,7 +130,7 @@ def test_experts_in_a_list_count_by_their_active_share(make_model: Callable[...,
     assert count_step_flops(model) == fused
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lengths=st.lists(st.integers(0, 40), max_size=5), window=st.none() | st.integers(1, 50))
 def test_pairs_are_the_visible_ones(lengths: list[int], window: int | None) -> None:
     seen = sum(

@@ -14,7 +14,7 @@ from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import choose_packing
-from whet.model.randomness import uses_random_numbers, ignored_attention_dropout, require_no_layer_drop
+from whet.model.randomness import ignored_attention_dropout, is_stochastic, require_no_layer_drop
 
 
 def random_model(kind: str, **settings: Any) -> Any:
@@ -39,13 +39,13 @@ def random_model(kind: str, **settings: Any) -> Any:
         ("stablelm", {"attention_dropout": 0.1}, True),  # unpacked, with its own attention
     ],
 )
-def test_a_model_that_uses_random_numbers_is_found(kind: str, settings: dict[str, Any], draws: bool) -> None:
+def test_a_model_that_is_stochastic_is_found(kind: str, settings: dict[str, Any], draws: bool) -> None:
     model = random_model(kind, **settings)
     attention.install_backend(model, "sdpa")
     root = LossModel(model).eval()
     choose_packing(root, VOCABULARY, 16)
     before = torch.get_rng_state(), random.getstate()
-    assert uses_random_numbers(root, VOCABULARY) == draws
+    assert is_stochastic(root, VOCABULARY) == draws
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert not any(module.training for module in root.modules())
@@ -57,7 +57,7 @@ def test_python_random_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     root = LossModel(model)
     model.model.layers[0].register_forward_pre_hook(lambda *_: random.random() and None)
     before = random.getstate()
-    assert uses_random_numbers(root, VOCABULARY)
+    assert is_stochastic(root, VOCABULARY)
     assert random.getstate() == before
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from examples import examples
 from whet.report.html_report import render_page, write_report
 from whet.report.run_view import RunView
 from whet.report.summary import result_json, summarize_run
@@ -89,7 +90,7 @@ def mutated(record: Any, draw: Callable[..., Any]) -> Any:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_value_of_any_type_anywhere(make_run: MakeRun, data: st.DataObject) -> None:
     folder = make_run()
     events = [{"step": 1, "reason": "r", "action": "skip", "conversations": [{"source": "a", "line": 1}], "layer": "l"}]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from examples import examples
 from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import Conversation, MarkedText, Message, Origin
 from whet.data.render.marked_text import MarkedRenderer
@@ -53,7 +54,7 @@ def test_a_chat_s_prompt_is_what_training_had_before_the_answer(
     chat = Renderer(load_tokenizer(model, turn_markers(data)), "assistant", stop_ids=[8])
     assert stop_token_ids(chat, model) == [3, 8]
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     @given(system=st.none() | TEXT, asked=st.lists(TEXT, min_size=1, max_size=3))
     def same(system: str | None, asked: list[str]) -> None:
         said = [] if system is None else [Message("system", system)]

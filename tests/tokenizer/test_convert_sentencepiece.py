@@ -15,6 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids
@@ -68,7 +69,7 @@ def test_ids_equal_sentencepieces(pieces: Train, kind: str, options: dict[str, A
     path = pieces(kind, **options)
     tokenizer, processor = to_fast_tokenizer(path, TURNS), load_processor(path)
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=examples(120), deadline=None)
     @given(TEXT)
     def same(text: str) -> None:
         assert_same(text, path, tokenizer, processor)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from examples import examples
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
@@ -28,7 +29,7 @@ def builtin(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny", "builtin:smollm2"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS)
 def test_byte_level_tokens_have_the_bytes_of_their_text(name: str, text: str) -> None:
     tokenizer, bytes_ = builtin(name)
@@ -62,7 +63,7 @@ def test_sentencepiece_tokens_have_the_bytes_of_their_text(
     wanted = {"<0x0A>": 1, "▁": 1, "</s> (control)": 0, "<|user|> (control)": 0, "<|endoftext|>": 0}
     assert {name: int(bytes_[tokenizer.get_vocab()[name]]) for name in wanted} == wanted
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(text=TEXTS)
     def check(text: str) -> None:
         text = f"a {text} z"  # whitespace alone has no tokens

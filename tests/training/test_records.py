@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.files import JsonLinesWriter
 from whet.training import records
 from whet.training.records import RECORDS, Prefix, initial_evaluation, record_file, restore_records
@@ -247,7 +248,7 @@ def damaged(content: bytes, draw: Callable[..., Any]) -> bytes:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_damage_leaves_lines_that_can_be_read_and_continued(
     template: tuple[Path, dict[str, Prefix]], data: st.DataObject
 ) -> None:

@@ -17,13 +17,13 @@ from whet.model.modules import mode_of_modules
 from whet.model.packing_check import hidden_of_documents
 
 
-def uses_random_numbers(root: LossModel, vocabulary: int) -> bool:
+def is_stochastic(root: LossModel, vocabulary: int) -> bool:
     """Whether a forward pass in training draws random numbers. The generators keep their states."""
-    return root.with_full_weights(functools.partial(_uses_random_numbers, root, vocabulary))
+    return root.with_full_weights(functools.partial(_is_stochastic, root, vocabulary))
 
 
 @torch.no_grad()
-def _uses_random_numbers(root: LossModel, vocabulary: int) -> bool:
+def _is_stochastic(root: LossModel, vocabulary: int) -> bool:
     device = next(root.parameters()).device
     tokens = torch.arange(8, device=device) * 7919 % vocabulary
     python = random.getstate()

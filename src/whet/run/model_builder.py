@@ -37,7 +37,7 @@ from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
-from whet.model.randomness import uses_random_numbers, require_no_layer_drop
+from whet.model.randomness import is_stochastic, require_no_layer_drop
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
@@ -112,7 +112,7 @@ def verify_packing(
     """The check of `build_loss_model`, and what follows from it."""
     with precision.autocast(device):
         choose_packing(root, tokens, longest)
-        root.uses_random_numbers = uses_random_numbers(root, tokens)
+        root.is_stochastic = is_stochastic(root, tokens)
         if precision.name == "fp8":
             convert_to_fp8_(root.language_model)
 

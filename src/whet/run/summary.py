@@ -112,7 +112,7 @@ def print_summary(run: Run) -> None:
 def randomness_remarks(root: LossModel) -> list[str]:
     """What a user should know about random numbers in training; empty without any."""
     remarks = []
-    if root.uses_random_numbers:
+    if root.is_stochastic:
         remarks.append(
             "the model draws random numbers in training (dropout, noise in routers or skipped layers): losses depend "
             "on train.micro_rows and the number of processes"

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Message, ParsedRecord, PlainText, ToolCall
@@ -30,7 +31,7 @@ from ..conftest import line
 GOOD = line(("user", "Hi"), ("assistant", "Hello"))
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(str.strip)
 TALK = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXT), min_size=1, max_size=3)
-FAST = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FAST = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def read(path: object, **options: Any) -> list[ParsedRecord]:
@@ -186,7 +187,7 @@ def test_a_malformed_file_is_rejected(tmp_path: Path, name: str, content: bytes,
 # JSON arrays
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('"\\[]{},: aé\n'), max_size=9),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, ToolCall
@@ -284,7 +285,7 @@ NEAR = st.dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), JSON | NEAR, st.sampled_from(["calls", "remove"]))
 def test_any_json_is_a_document_or_a_reason(name: str, record: Any, calculator: str) -> None:
     try:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation
@@ -152,7 +153,7 @@ def test_a_bad_row_says_what_to_do(tmp_path: Path, row: bytes, message: str) -> 
 CELLS = st.text(st.sampled_from('ab,;\t|" \n'), min_size=1, max_size=8).filter(str.strip)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=4),
     delimiter=st.sampled_from(",;\t|"),

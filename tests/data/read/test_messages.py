@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.formats import FORMATS
@@ -156,7 +157,7 @@ def test_keys_with_empty_values_are_ignored(empty: Any) -> None:
     assert parse_record({"messages": [turn], "tools": empty}, HERE).messages == (Message("user", "a"),)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(JSON | NEAR | st.builds(lambda turns: {"messages": turns}, NEAR | JSON))
 def test_any_json_is_a_conversation_or_a_reason(record: Any) -> None:
     try:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.record_filter import RecordFilter
 
@@ -92,7 +93,7 @@ def test_a_record_that_is_a_list_has_no_fields() -> None:
         RecordFilter("lang == 'de'")([1, 2])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.sampled_from(
         ["lang", "score", "tags", "meta", "record", "turns", "len(", "lower(", "(", ")", "[", "]", ".", "==", "<", "in",

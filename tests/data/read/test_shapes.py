@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Origin, PlainText
@@ -435,7 +436,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(VALUES | st.dictionaries(st.sampled_from(WORDS), VALUES, max_size=5), min_size=1, max_size=3))
 def test_any_records_are_read_or_refused(records: list[Any]) -> None:
     source = Source(path="a.jsonl")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.builtin import BUILTIN_GENERATORS, GeneratedSample, generate_orders
 from whet.data.config import DEFAULT_BUILTIN_SAMPLES, Source
@@ -24,7 +25,9 @@ from ..conftest import line
 
 GOOD = line(("user", "Hi"), ("assistant", "Hello"))
 Jsonl = Callable[..., Path]
-ON_ONE_FILE = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ON_ONE_FILE = settings(
+    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def read(path: Path, **options: Any) -> list[ParsedRecord]:
@@ -157,7 +160,7 @@ def test_a_valid_file_with_bytes_overwritten_is_still_read_line_by_line(
     assert [item.origin.line for item in read(path, format="messages")] == wanted
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(depth=st.integers(1, 3000), shape=st.sampled_from(["[]", "{}"]), where=st.integers(0, 3))
 def test_deep_nesting_anywhere_is_a_bad_record(tmp_path: Path, depth: int, shape: str, where: int) -> None:
     deep = "[" * depth + "]" * depth if shape == "[]" else '{"a":' * depth + "1" + "}" * depth

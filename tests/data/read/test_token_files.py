@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import MaskRules, Source
 from whet.data.conversation import TokenizedDocument
@@ -258,7 +259,7 @@ def reference_mask(ids: list[int], rules: MaskRules) -> list[int]:
 TOKEN = st.integers(1, 5)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     ids=st.lists(TOKEN, max_size=20), pairs=st.none() | st.lists(st.tuples(TOKEN, TOKEN), max_size=2),
     individual=st.none() | st.lists(TOKEN, max_size=2), alternating=st.none() | st.lists(TOKEN, max_size=2),

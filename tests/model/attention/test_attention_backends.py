@@ -16,6 +16,7 @@ from torch.nn.attention import _registry
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.attention import (
@@ -82,7 +83,7 @@ def token_by_token(states: list[Tensor], spec: AttentionSpec, edges: tuple[int, 
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(questions())
 def test_the_reference_equals_a_loop_over_tokens(question: Any) -> None:
     states, spec, edges = question
@@ -91,7 +92,7 @@ def test_the_reference_equals_a_loop_over_tokens(question: Any) -> None:
     ).abs().max() <= 1e-10
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(questions())
 def test_one_document_at_a_time_is_the_reference_with_its_gradients(question: Any) -> None:
     states, spec, edges = question
@@ -107,7 +108,7 @@ def test_one_document_at_a_time_is_the_reference_with_its_gradients(question: An
         assert (ours - exact).abs().max() <= 1e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(questions())
 def test_flex_is_the_reference(question: Any) -> None:
     states, spec, edges = question
@@ -118,7 +119,7 @@ def test_flex_is_the_reference(question: Any) -> None:
         ).abs().max() <= 1e-5  # log-sum-exp is kept in fp32
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=6).filter(any), st.none() | st.integers(1, 400))
 def test_block_masks_equal_those_of_torch(lengths: list[int], window: int | None) -> None:
     """The slow path that runs here looks at pairs of tokens only; the kernel skips what is not in these blocks."""
@@ -159,7 +160,7 @@ def _stand_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Tensor, most: int,
     )[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(questions())
 def test_varlen_passes_the_right_arguments_to_its_kernel(question: Any) -> None:
     """The kernel runs on CUDA alone; here its place is taken, and the GPU tests hold the kernel itself."""

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.attention import (
@@ -148,7 +149,7 @@ def test_documents_do_not_influence_each_other_and_runs_are_equal(found: dict[st
         assert not torch.equal(one[:, CHANGED], other[:, CHANGED])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
 def test_spans_are_start_and_end_of_each_tokens_document(lengths: list[int]) -> None:
     edges = tuple(itertools.accumulate(lengths, initial=0))

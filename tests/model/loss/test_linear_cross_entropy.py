@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from whet.model import attention
 from whet.model.loss import linear_cross_entropy as cross_entropy_module
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
@@ -47,7 +48,7 @@ def set_rows_at_a_time(patch: pytest.MonkeyPatch, rows: int, vocabulary: int) ->
     patch.setattr(cross_entropy_module, "_CHUNK_BYTES_CPU", rows * vocabulary * 8)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     rows=st.integers(0, 30), width=st.integers(1, 9), vocabulary=st.integers(1, 40), seed=st.integers(0, 1000),
     rows_at_a_time=st.integers(0, 12), scale=st.floats(-3, 3), cap=st.none() | st.floats(0.5, 30),

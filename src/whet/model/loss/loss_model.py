@@ -26,7 +26,7 @@ class LossModel(nn.Module):
         self.z_loss = z_loss
         self.unpacked = ""
         """Why each batch is one document and the model uses its native attention; empty if documents are packed."""
-        self.uses_random_numbers = False
+        self.is_stochastic = False
         """Whether training draws random numbers, as for dropout."""
 
     @functools.cached_property
