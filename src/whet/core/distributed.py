@@ -210,3 +210,14 @@ def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits from, for example, (seed, step, row): the same after a restart and on every rank."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`.
+
+    torch.manual_seed seeds those of every kind of device. For a kind that is not in use it keeps the call for later,
+    with a formatted stack: 4.5 ms a call, and memory that is never freed.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)

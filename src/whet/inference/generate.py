@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.core.distributed import seed_generators
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
 from whet.inference.calculator_tool import Tool
@@ -99,7 +100,7 @@ def _generate_with_transformers(
     with native_attention(model):
         for batch in _equal_length_batches(prompts, limits, 1 if alone else batch_size):
             PHASE.enter("generating")
-            torch.manual_seed(keys[batch[0]])
+            seed_generators(keys[batch[0]], next(model.parameters()).device)
             rows = _transformers_generate(
                 model, [list(prompts[i]) for i in batch], limits[batch[0]], options, pad_id, batch[0]
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.console import progress
-from whet.core.distributed import Ranks, derive_seed
+from whet.core.distributed import Ranks, derive_seed, seed_generators
 from whet.data.batch import PackedBatch
 from whet.data.loader import Loader, ReplayLoader
 from whet.model.loss.loss_model import LossModel
@@ -251,7 +251,7 @@ class Diagnoser:
 
     def _run(self, step: int, row: int, batch: PackedBatch, weight: float, backward: bool) -> DocumentResult:
         parameters = trainable_parameters(self.model)
-        torch.manual_seed(derive_seed(self.seed, step, row))
+        seed_generators(derive_seed(self.seed, step, row), self.ranks.device)
         norm, layer = math.nan, None
         uncompiled = torch.compiler.set_stance("force_eager")  # compiled layers do not call hooks
         with watch_nonfinite(self.model) as watch, torch.set_grad_enabled(backward), uncompiled:

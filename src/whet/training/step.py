@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.compat.torch_private import foreach_norm
-from whet.core.distributed import Ranks, derive_seed
+from whet.core.distributed import Ranks, derive_seed, seed_generators
 from whet.core.heartbeat import PHASE
 from whet.data.loader import Loader, ReplayLoader
 from whet.model.loss.linear_cross_entropy import LossSum
@@ -97,7 +97,7 @@ class ForwardPasses(Iterator[LossSum]):
         self._launched += 1
         PHASE.enter(f"micro-batch {self._launched}", self.step + 1)
         set_gradient_sync(self.model, self._launched == self._count)
-        torch.manual_seed(derive_seed(self._seed, self.step, row))  # dropout depends on (seed, step, row) alone
+        seed_generators(derive_seed(self._seed, self.step, row), self._device)  # so dropout depends on these alone
         weight = self.loss_scale / self.supervised if self.supervised else math.nan
         with self._autocast:
             loss: LossSum = self.model(batch.to(self._device), weight)

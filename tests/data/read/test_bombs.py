@@ -101,9 +101,9 @@ def test_a_table_of_gigabytes_in_a_few_kilobytes_is_refused(tmp_path: Path, real
 
 def test_rows_of_a_few_megabytes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    rows = [os.urandom(2**20).hex() for _ in range(20)]
+    rows = [os.urandom(2**20).hex() for _ in range(6)]
     parquet.write_table(pyarrow.table({"text": rows}), path)
-    assert read_all(path) == 20
+    assert read_all(path) == 6
 
 
 @pytest.mark.parametrize(
