@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import pickle
 import threading
@@ -131,6 +132,14 @@ class SafeStorageReader(FileSystemReader):
                 planner.commit_tensor(item, target)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = self._metadata
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    @functools.cached_property
+    def _metadata(self) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             content = read_with_retries(path.read_bytes, path)
@@ -142,9 +151,6 @@ class SafeStorageReader(FileSystemReader):
             raise WhetError(
                 f"{path}: not the metadata of a checkpoint ({error}). Delete the checkpoint and use an older one"
             ) from None
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def require_tensors(self, names: Iterable[str]) -> None:

@@ -75,7 +75,8 @@ class CheckpointWeights:
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
-        entries = SafeStorageReader(checkpoint / "model").read_metadata().state_dict_metadata
+        self._reader = SafeStorageReader(checkpoint / "model")
+        entries = self._reader.read_metadata().state_dict_metadata
         self._shapes = {
             key.removeprefix(_MODEL_PREFIX): entry.size
             for key, entry in entries.items()
@@ -102,7 +103,7 @@ class CheckpointWeights:
         """Read into existing tensors."""
         try:
             prefixed = {_MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
-            load_tensors(prefixed, SafeStorageReader(self._checkpoint / "model"))
+            load_tensors(prefixed, self._reader)
         except CheckpointReadError as error:
             raise WhetError(
                 f"{self._checkpoint}: cannot read {next(iter(tensors))} ({error}). Export another checkpoint: RUN@STEP"
