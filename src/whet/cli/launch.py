@@ -4,26 +4,43 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
+from whet.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from whet.config import Config
 
 
 class LaunchTarget(StrEnum):
     """Where the processes run."""
 
     LOCAL = "local"
+    SLURM = "slurm"
 
 
 @cli_command
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    on: Annotated[LaunchTarget, typer.Option(help="Where to run: on this machine.")] = LaunchTarget.LOCAL,
+    on: Annotated[LaunchTarget, typer.Option(help="Where to run: on this machine, or as a Slurm job.")] = (
+        LaunchTarget.LOCAL
+    ),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command, or Slurm's script, instead of running it.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Slurm: wait for the run's end, and exit as it does.")] = False,
+    chain: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Slurm: N jobs, each continues when the one before has ended."),
+    ] = 1,
+    then: Annotated[
+        str | None, typer.Option(metavar="VERB", help="Slurm: a job after the run, such as 'eval {run}'.")
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -31,6 +48,8 @@ def launch(
 
     A run that crashes continues from its newest checkpoint, up to launch.max_restarts times. For several machines
     (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM, SIGUSR1, SIGHUP save and stop.
+
+    With --on slurm a job does that on the nodes of launch.nodes, with the settings under launch.slurm.
     """
     from whet.config import read_config
     from whet.core.console import info, print_error, print_result
@@ -39,6 +58,10 @@ def launch(
     from whet.launch.supervise import supervise
 
     config = read_config(recipe, overrides or [])
+    if on is LaunchTarget.SLURM:
+        return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)
+    if wait or chain > 1 or then:
+        raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")
     job = make_launch_job(
         recipe, tuple(overrides or ()), config.folder, config.run.name or "", config.launch, resume, quiet
     )
@@ -59,3 +82,32 @@ def launch(
         "restarts": len(outcome.attempts) - 1,
         "attempts": [asdict(attempt) for attempt in outcome.attempts],
     }
+
+
+def _launch_on_slurm(
+    config: Config, chain: int, then: str | None, resume: bool, dry_run: bool, wait: bool, as_json: bool
+) -> dict[str, Any]:
+    from whet.core.console import info, print_result
+    from whet.launch.slurm import follow_run, render_job, submit_run
+
+    if dry_run:
+        script = render_job(config)
+        if not as_json:
+            print_result(script.rstrip("\n"))
+        return {"script": script}
+    submitted = submit_run(config, chain, then, resume)
+    jobs = [*submitted.jobs, *([submitted.then] if submitted.then else [])]
+    info(f"job {', '.join(map(str, jobs))}: {submitted.script}; output in {submitted.script.parent}")
+    info(f"to stop it: touch {config.folder / 'stop'} (saves first), or scancel {' '.join(map(str, jobs))}")
+    result = {
+        "run": str(config.folder),
+        "job": submitted.jobs[0],
+        "jobs": list(submitted.jobs),
+        "then": submitted.then,
+        "script": str(submitted.script),
+    }
+    if wait:
+        code, reason = follow_run(config.folder, submitted.jobs)
+        info(reason)
+        result |= {"exit_code": code, "reason": reason}
+    return result

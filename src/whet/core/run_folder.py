@@ -167,10 +167,10 @@ class RunFolder:
 
 
 def _is_of_killed_start(entry: Path) -> bool:
-    """Whether a process that was killed before it wrote config.yaml may have left this."""
+    """Whether `whet launch`, or a process that was killed before it wrote config.yaml, may have left this."""
     if entry.name == "checkpoints":  # earlier versions made it first
         return entry.is_dir() and not any(entry.iterdir())
-    return entry.name in ("lock", "stop", "logs", VARIABLES_FILE) or entry.name.startswith(
+    return entry.name in ("lock", "stop", "logs", "slurm", VARIABLES_FILE) or entry.name.startswith(
         (".config.yaml.", f".{VARIABLES_FILE}.")
     )
 

@@ -3,11 +3,59 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from whet.core.config import Section
+
+
+class SlurmConfig(Section):
+    """The job that `whet launch --on slurm` submits. Absent keys leave the choice to the cluster."""
+
+    model_config = ConfigDict(
+        coerce_numbers_to_str=True, strict=False
+    )  # an account or a time limit may look like a number
+
+    account: str | None = Field(default=None, description="The account to charge (sbatch --account).")
+    partition: str | None = Field(default=None, description="The partition, such as standard-g.")
+    qos: str | None = Field(default=None, description="The quality of service (sbatch --qos).")
+    time: str | None = Field(
+        default=None,
+        pattern=r"^\d+$|^(\d+-)?\d+(:\d{1,2}){1,2}$|^\d+-\d+$",
+        description="Time limit: minutes, HH:MM:SS or D-HH:MM:SS. Before it ends, the run saves and is queued again.",
+    )
+    warning: int | None = Field(
+        default=None,
+        ge=60,
+        description="Seconds before the time limit at which the run saves and stops. Absent: 300, or a quarter of a "
+        "shorter limit.",
+    )
+    max_requeues: int = Field(
+        default=20, ge=0, description="How often a job that reaches its time limit is queued again; 0: never."
+    )
+    tasks: Literal["node", "gpu"] = Field(
+        default="node",
+        description="Tasks of srun: one per node, which starts a process per GPU and restarts them after a crash, or "
+        "one per GPU, where a site wants that.",
+    )
+    gpu_type: str | None = Field(default=None, description="The kind of GPU, such as mi250, for --gpus-per-node.")
+    cpus: int | None = Field(default=None, ge=1, description="CPU cores per GPU, or per process without GPUs.")
+    memory: str | None = Field(default=None, description="Memory per node, such as 64G; 0: all of it.")
+    exclusive: bool | Literal["user"] = Field(default=False, description="Share nodes with no other job or user.")
+    hint: str | None = Field(default=None, description="How to use cores, such as nomultithread.")
+    constraint: str | None = Field(default=None, description="Features that nodes must have.")
+    options: list[str] = Field(default=[], description="Further options of sbatch, such as --mail-type=END.")
+    modules: list[str] = Field(default=[], description="Environment modules to load.")
+    setup: list[str] = Field(default=[], description="Shell lines to run on the first node before training.")
+    container: str | None = Field(default=None, description="A Singularity or Apptainer image to run in.")
+    binds: list[str] = Field(default=[], description="Folders that the container sees, such as /scratch or A:B.")
+    container_options: list[str] = Field(default=[], description="Further options of the container, such as --rocm.")
+    python: str | None = Field(
+        default=None,
+        description="The Python that has whet, on the nodes. Absent: the one that runs this command, or `python` in "
+        "the container.",
+    )
 
 
 class LaunchConfig(Section):
@@ -15,7 +63,10 @@ class LaunchConfig(Section):
 
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (("gpus", "processes"),)
 
-    nodes: int = Field(default=1, ge=1, description="Number of machines; run the same `whet launch` on each.")
+    nodes: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^[1-9]\d*-[1-9]\d*$")] = Field(
+        default=1,
+        description="Number of machines; run the same `whet launch` on each. With Slurm also a range, such as 1-4.",
+    )
     gpus: int | None = Field(
         default=None,
         ge=1,
@@ -44,6 +95,13 @@ class LaunchConfig(Section):
         description="Environment variables for the processes: a mapping of names to values, or names alone, which must "
         "be set. The run folder keeps the names, never the values.",
     )
+
+    slurm: SlurmConfig = SlurmConfig()
+
+    def node_range(self) -> tuple[int, int]:
+        """The least and the greatest number of machines."""
+        least, _, most = str(self.nodes).partition("-")
+        return int(least), int(most or least)
 
     def variables(self) -> dict[str, str | None]:
         """The variables by name; those given by name alone come from the environment, None if they are not set."""

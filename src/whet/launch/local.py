@@ -66,12 +66,15 @@ def make_launch_job(
     recipe: Path, overrides: tuple[str, ...], folder: Path, name: str, launch: LaunchConfig, resume: bool, quiet: bool
 ) -> LaunchJob:
     """Count this machine's devices and resolve the rendezvous."""
-    if launch.nodes > 1 and launch.rendezvous is None:
+    nodes, most = launch.node_range()
+    if nodes != most:
+        raise WhetError(f"launch.nodes: {launch.nodes} is a range, which needs --on slurm. Give the number of machines")
+    if nodes > 1 and launch.rendezvous is None:
         raise WhetError(
-            f"launch.rendezvous is missing: {launch.nodes} machines (launch.nodes) need a HOST:PORT to meet. Set it to "
+            f"launch.rendezvous is missing: {nodes} machines (launch.nodes) need a HOST:PORT to meet. Set it to "
             "the same value on all of them, such as launch.rendezvous=node1:29400"
         )
-    rendezvous = _resolve_rendezvous(launch.rendezvous) if launch.nodes > 1 and launch.rendezvous else None
+    rendezvous = _resolve_rendezvous(launch.rendezvous) if nodes > 1 and launch.rendezvous else None
     processes = launch.gpus or launch.processes or _device_count()
     env: dict[str, str] = {}
     for variable, value in launch.variables().items():
@@ -88,7 +91,7 @@ def make_launch_job(
         if interface is not None:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return LaunchJob(
-        recipe=recipe, overrides=overrides, folder=folder, name=name, nodes=launch.nodes, processes=processes,
+        recipe=recipe, overrides=overrides, folder=folder, name=name, nodes=nodes, processes=processes,
         rendezvous=rendezvous, env=env, named=tuple(launch.env),
         max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
         quiet=quiet,

@@ -26,11 +26,15 @@ def main(arguments: list[str]) -> int:
     terminate_with_parent()  # if whet launch is killed, the run saves and stops
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.run import main as torchrun
 
     _silence_torch_loggers()
     try:
-        torchrun(arguments)
+        try:
+            torchrun(arguments)
+        except RendezvousConnectionError:  # another agent on this machine may host the store
+            torchrun([word.replace("is_host=true", "is_host=false") for word in arguments])
     except ChildFailedError as error:
         _write_report([_failure_record(rank, failure) for rank, failure in error.failures.items()])
         return 1

@@ -1,0 +1,233 @@
+"""Runs as Slurm jobs: submit, chain, follow to the end; warn where settings defeat a run's survival."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.config import Config
+from whet.core.console import info, warn
+from whet.core.errors import ExitCode, WhetError
+from whet.core.files import append_json_line, atomic_write, hash_bytes, read_json_lines
+from whet.core.run_folder import read_status
+from whet.launch.config import SlurmConfig
+from whet.launch.slurm_script import SlurmJob, render_script, require_plain_paths, time_limit_seconds, warning_seconds
+
+SCRIPT, RECIPE, JOBS = "job.sh", "recipe.yaml", "jobs.jsonl"
+_POLL_S = 2.0
+_COMMAND_S = 60.0
+_ENDED = (
+    "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+)  # fmt: skip
+
+_NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "PartitionInactive")
+"""Why Slurm keeps a job in its queue that it will not start as things are."""
+_REFUSALS = {
+    r"invalid account": ("launch.slurm.account", "`sacctmgr show associations user=$USER` lists yours"),
+    r"invalid partition": ("launch.slurm.partition", "`sinfo -s` lists the partitions"),
+    r"invalid qos": ("launch.slurm.qos", "`sacctmgr show qos` lists them"),
+    r"time ?limit": ("launch.slurm.time", "`sinfo -o '%P %l'` shows the limit of each partition"),
+    r"feature|BadConstraints": ("launch.slurm.constraint", "`sinfo -o '%P %f'` shows the features of nodes"),
+    r"node count|too many nodes|PartitionNodeLimit": ("launch.nodes", "`sinfo -s` shows how many nodes there are"),
+    r"PartitionInactive|PartitionConfig": ("launch.slurm.partition", "`scontrol show partition` shows its limits"),
+    r"node configuration|generic resource|gres": (
+        "launch.gpus, launch.slurm.cpus or launch.slurm.memory", "`sinfo -o '%P %D %c %m %G'` shows what nodes have",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The jobs of a launch: those of the run, then the one after it, if there is one."""
+
+    jobs: tuple[int, ...]
+    then: int | None
+    script: Path
+
+
+def slurm_job(config: Config, then: Sequence[str] | None = None) -> SlurmJob:
+    """The job of a run, or of the command that follows it."""
+    require_plain_paths(config.folder)
+    folder, name = config.folder / "slurm", config.run.name or "whet"
+    if then is not None:
+        return SlurmJob(f"{name}-then", folder, tuple(then), config.launch, is_training=False)
+    return SlurmJob(name, folder, ("train", str(folder / RECIPE), "--resume"), config.launch)
+
+
+def render_job(config: Config) -> str:
+    """The script that would be submitted."""
+    return render_script(slurm_job(config))
+
+
+def submit_run(config: Config, chain: int = 1, then: str | None = None, resume: bool = False) -> Submitted:
+    """Write RUN/slurm/job.sh and submit it, `chain` times one after the other, then the command `then`."""
+    require_submittable(config, resume)
+    job = slurm_job(config)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    script = _write_script(job.folder / SCRIPT, render_script(job))
+    atomic_write(job.folder / RECIPE, config.dump().encode())
+    for problem in cluster_problems(config.launch.slurm, chain):
+        warn(problem)
+    jobs: list[int] = []
+    for _ in range(chain):
+        after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
+        jobs.append(_sbatch([*after, str(script)]))
+        append_json_line(job.folder / JOBS, {"job": jobs[-1], "submitted": time.time(), "script": SCRIPT})
+    next_job = None
+    if then is not None:
+        words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
+        then_script = _write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
+        next_job = _sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)])
+        append_json_line(job.folder / JOBS, {"job": next_job, "submitted": time.time(), "script": "then.sh"})
+    return Submitted(tuple(jobs), next_job, script)
+
+
+def require_submittable(config: Config, resume: bool) -> None:
+    """Refuse a folder with another run, and a run that is queued or running already."""
+    folder = config.folder
+    if (folder / "config.yaml").exists() and not resume:
+        raise WhetError(
+            f"{folder}: this folder holds a run already. Continue it with --resume, or give the new run another "
+            "folder: run.dir=FOLDER"
+        )
+    waiting = [each["job"] for each in read_json_lines(folder / "slurm" / JOBS)[0]]
+    active = [number for number in waiting if job_state(number) not in (None, *_ENDED)]
+    if active:
+        raise WhetError(
+            f"{folder}: job {', '.join(map(str, active))} of this run is queued or running. Wait for it, or cancel it: "
+            f"scancel {' '.join(map(str, active))}"
+        )
+
+
+def _write_script(path: Path, text: str) -> Path:
+    """Write a script; one that its user has edited stays."""
+    record = path.with_suffix(".hash")
+    if path.exists() and (not record.exists() or record.read_text() != hash_bytes(path.read_bytes())):
+        raise WhetError(f"{path} was edited. Submit it yourself (sbatch {path}), or delete it: whet writes a new one")
+    atomic_write(path, text.encode())
+    path.chmod(0o755)
+    atomic_write(record, hash_bytes(text.encode()).encode())
+    return path
+
+
+def _sbatch(arguments: Sequence[str]) -> int:
+    """Submit a script; returns the job's number. A job that would wait forever is refused too."""
+    done = _slurm("sbatch", "--parsable", *arguments)
+    if done.returncode == 0:
+        job = int(done.stdout.strip().split(";")[0].splitlines()[-1])
+        reason = _pending_reason(job)
+        if reason not in _NEVER:
+            return job
+        _slurm("scancel", str(job))
+    else:
+        reason = done.stderr.strip().removeprefix("sbatch: error: ")
+    for pattern, (key, remedy) in _REFUSALS.items():
+        if re.search(pattern, reason, re.IGNORECASE):
+            raise WhetError(f"{key}: Slurm refused the job ({reason}). {remedy}")
+    raise WhetError(f"Slurm refused the job: {reason}")
+
+
+def _pending_reason(job: int) -> str:
+    """Why a new job waits, as far as the scheduler tells within two seconds."""
+    for _ in range(10):
+        fields = job_fields(job)
+        if fields.get("JobState") != "PENDING" or fields.get("Reason") not in ("None", "PartitionConfig"):
+            break
+        time.sleep(0.2)
+    return fields.get("Reason", "")
+
+
+def _slurm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [program, *arguments], capture_output=True, text=True, check=False, timeout=_COMMAND_S, env=_plain_output()
+        )
+    except FileNotFoundError:
+        raise WhetError(
+            f"--on slurm: {program} is not installed here. Run this on a login node of the cluster; --dry-run prints "
+            "the script anywhere"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise WhetError(f"--on slurm: {program} did not answer within {_COMMAND_S:g} s. Is slurmctld up?") from None
+
+
+def _plain_output() -> dict[str, str]:
+    """Without what changes the output or the options of Slurm's commands."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SBATCH_", "SINFO_"))}
+
+
+# Following a job.
+
+
+def job_state(job: int) -> str | None:
+    """Such as PENDING or COMPLETED; None for a job that Slurm has forgotten."""
+    return job_fields(job).get("JobState")
+
+
+def job_fields(job: int) -> dict[str, str]:
+    """What `scontrol show job` tells; empty for a job that Slurm has forgotten."""
+    done = _slurm("scontrol", "show", "job", str(job), "--oneliner")
+    return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
+
+
+def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
+    """Wait for the last of the jobs; returns the run's exit code and how the job ended."""
+    shown, state = "", "COMPLETED"
+    for job in jobs:
+        while True:
+            fields = job_fields(job)
+            state = fields.get("JobState", "COMPLETED")
+            if state in _ENDED or not fields:
+                break
+            status = read_status(folder) if state == "RUNNING" else {}
+            reason = f" ({fields['Reason']})" if state == "PENDING" and fields.get("Reason", "None") != "None" else ""
+            steps = f", step {status['step']} of {status['steps']}" if status else ""
+            line = f"job {job}: {state.lower()}{reason}{steps}"
+            if line != shown:
+                info(line)
+                shown = line
+            time.sleep(_POLL_S)
+    status = read_status(folder)
+    code = status.get("exit_code")
+    if state == "COMPLETED" and code is not None:
+        return int(code), str(status.get("reason") or status["state"])
+    reasons = {
+        "NODE_FAIL": "a node failed", "TIMEOUT": "its time limit ended it", "CANCELLED": "it was cancelled",
+        "OUT_OF_MEMORY": "it used more memory than launch.slurm.memory", "PREEMPTED": "it was preempted",
+    }  # fmt: skip
+    reason = f"job {jobs[-1]}: {reasons.get(state, state.lower())}; its output is in {folder / 'slurm'}"
+    return int(code) if code else ExitCode.FAILED, reason
+
+
+# What defeats a run's survival.
+
+
+def cluster_problems(slurm: SlurmConfig, chain: int) -> list[str]:
+    """Settings of the job or of the cluster with which a run would not survive its time limit or a preemption."""
+    done = _slurm("scontrol", "show", "config")
+    if done.returncode != 0:
+        raise WhetError(f"--on slurm: the cluster does not answer ({done.stderr.strip()}). Is slurmctld up?")
+    found = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", done.stdout, re.MULTILINE))
+    problems: list[str] = []
+    if slurm.time is None:
+        problems.append("launch.slurm.time is not set, so Slurm gives no warning before the partition's limit")
+    elif time_limit_seconds(slurm.time) < warning_seconds(slurm) + 120:
+        problems.append(
+            f"launch.slurm.time: of {slurm.time}, the last {warning_seconds(slurm)} s are for saving "
+            "(launch.slurm.warning), which leaves too little to train. Give more time"
+        )
+    preempts, kill_wait = found.get("PreemptMode", "OFF").upper(), found.get("KillWait", "30 sec")
+    if "REQUEUE" in preempts and "send_user_signal" not in found.get("PreemptParameters", ""):
+        problems.append(
+            f"this cluster preempts jobs (PreemptMode={preempts}) and gives them {kill_wait} to end (KillWait): a run "
+            "that cannot save in that time continues from its newest checkpoint. Set checkpoint.minutes"
+        )
+    if "CANCEL" in preempts and chain == 1:
+        problems.append("this cluster cancels the jobs that it preempts instead of queueing them again. Use --chain")
+    return problems

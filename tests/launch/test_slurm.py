@@ -1,0 +1,198 @@
+"""`whet launch --on slurm`: the script, and runs on a real Slurm of two nodes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launch_options import OPTIONS
+from slurm_cluster import Cluster, missing_programs, slurm_cluster
+
+from whet.launch.slurm_script import time_limit_seconds
+
+SITE = (
+    "launch.nodes=192", "launch.gpus=8", "launch.slurm.account=465001281", "launch.slurm.partition=standard-g",
+    "launch.slurm.exclusive=user", "launch.slurm.gpu_type=mi250", "launch.slurm.cpus=7", "launch.slurm.memory=0",
+    "launch.slurm.time=20:00:00", "launch.slurm.hint=nomultithread", "launch.slurm.modules=[LUMI]",
+    "launch.slurm.container=/scratch/rocm.sif", "launch.slurm.binds=[/scratch, /project]", "launch.env.HF_TOKEN=hidden",
+    "launch.slurm.setup=['source misc/purge.sh']",
+)  # fmt: skip
+
+
+def script_of(whet: Any, recipe: str, *options: str) -> str:
+    ended = whet("launch", recipe, "--on", "slurm", "--dry-run", "run.dir=/runs/x", *options)
+    assert ended.code == 0, ended.err
+    done = subprocess.run(["bash", "-n"], input=ended.out, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return str(ended.out)
+
+
+def test_the_script_has_what_the_site_wants_and_no_secret(whet: Any, recipe: str) -> None:
+    lines = script_of(whet, recipe, *SITE).splitlines()
+    for option in (
+        "--account=465001281", "--partition=standard-g", "--exclusive=user", "--nodes=192", "--gpus-per-node=mi250:8",
+        "--ntasks-per-node=1", "--cpus-per-task=56", "--mem=0", "--time=20:00:00", "--hint=nomultithread",
+        "--signal=B:USR1@300", "--requeue", "--output=/runs/x/slurm/%j.out",
+    ):  # fmt: skip
+        assert f"#SBATCH {option}" in lines
+    [srun] = [line for line in lines if line.startswith("srun ")]
+    assert "exec --bind=/scratch,/project /scratch/rocm.sif python -m whet launch /runs/x/slurm/recipe.yaml" in srun
+    assert lines.index("module load LUMI") < lines.index("source misc/purge.sh") < lines.index(srun)
+    assert not any("hidden" in line for line in lines)
+
+
+def test_one_task_per_gpu(whet: Any, recipe: str) -> None:
+    script = script_of(whet, recipe, *SITE, "launch.slurm.tasks=gpu")
+    assert "#SBATCH --ntasks-per-node=8" in script
+    assert "#SBATCH --cpus-per-task=7" in script
+    assert "srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' task" in script
+
+
+@given(st.integers(0, 9), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_time_limits_in_every_notation(days: int, hours: int, minutes: int, seconds: int) -> None:
+    clock = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    assert time_limit_seconds(f"{days}-{hours}:{minutes:02}:{seconds:02}") == clock
+    assert time_limit_seconds(f"{days * 24 + hours}:{minutes:02}:{seconds:02}") == clock
+    assert time_limit_seconds(f"{days}-{hours}:{minutes:02}") == clock - seconds
+    assert time_limit_seconds(f"{days}-{hours}") == (days * 24 + hours) * 3600
+    assert time_limit_seconds(f"{minutes}:{seconds:02}") == minutes * 60 + seconds
+    assert time_limit_seconds(f"{minutes}") == minutes * 60
+
+
+def test_where_there_is_no_slurm(whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}")
+    assert ended.code == 1
+    assert "is not installed here. Run this on a login node" in ended.err
+    assert whet("launch", recipe, "--wait").code == 2
+
+
+# On a real Slurm.
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"needs the Debian packages slurm-wlm and munge (no {missing[0]}): make system-deps")
+    folder = Path(tempfile.mkdtemp(prefix="whet-", dir="/tmp"))  # a short path: sockets have 108 bytes for it
+    folder.chmod(0o755)  # munge wants its socket to be reachable by everyone
+    try:
+        with slurm_cluster(folder / "s") as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    for name, value in running.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [_source_folder(), os.environ.get("PYTHONPATH")])))
+    yield running
+    running.cancel_all()
+
+
+def _source_folder() -> str:
+    import whet
+
+    return str(Path(whet.__file__).parents[1])
+
+
+@pytest.fixture
+def submit(whet: Any, recipe: str, cluster: Cluster, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Submit a run of few steps; returns what --json prints."""
+
+    def run(*options: str, code: int = 0) -> dict[str, Any]:
+        ended = whet(
+            "launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}", *OPTIONS, "launch.slurm.time=10",
+            "launch.processes=1", f"launch.rendezvous=127.0.0.1:{cluster.free_port()}", "--json", *options,
+        )  # fmt: skip
+        assert ended.code == code, ended.err
+        return dict(json.loads(ended.out))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [("launch.slurm.partition=none", "launch.slurm.partition"), ("launch.nodes=7", "launch.nodes"),
+     ("launch.slurm.constraint=x", "launch.slurm.constraint"),
+     ("launch.slurm={partition: short, time: 100}", "launch.slurm.time")],
+)  # fmt: skip
+def test_what_slurm_refuses_is_named(submit: Any, option: str, key: str, tmp_path: Path) -> None:
+    error = submit(option, code=1)["error"]
+    assert key in error
+    assert "Slurm refused the job" in error
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_a_script_that_was_edited_stays(submit: Any, tmp_path: Path) -> None:
+    submit("launch.slurm.partition=none", code=1)
+    script = tmp_path / "run/slurm/job.sh"
+    script.write_text(script.read_text() + "# mine\n")
+    assert f"{script} was edited" in submit(code=1)["error"]
+    assert script.read_text().endswith("# mine\n")
+
+
+def test_a_run_on_two_nodes_is_that_of_one_process(
+    submit: Any, whole: Path, tmp_path: Path, assert_same: Any, whet: Any, recipe: str
+) -> None:
+    found = submit("launch.nodes=2", "--wait")
+    assert found["exit_code"] == 0, found
+    assert_same(tmp_path / "run", whole)
+    ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}")
+    assert "holds a run already" in ended.err
+
+
+@pytest.mark.slow
+def test_a_warned_job_saves_is_queued_again_and_ends_the_same(
+    submit: Any, cluster: Cluster, whole: Path, tmp_path: Path, assert_same: Any
+) -> None:
+    job = submit("launch.nodes=2", "--then", "eval {run} --no-base --json")
+    wait_for_step(cluster, job["job"], tmp_path / "run", 3)
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job["job"]))  # what Slurm sends before the time limit
+    text = cluster.wait_for_state(job["job"], "COMPLETED")
+    assert "Restarts=1" in text
+    assert_same(tmp_path / "run", whole)
+    cluster.wait_for_state(job["then"], "COMPLETED")
+    assert '"val_loss"' in cluster.output(tmp_path / "run", job["then"])
+
+
+@pytest.mark.slow
+def test_a_chain_continues_and_its_rest_ends_at_once(
+    submit: Any, cluster: Cluster, whole: Path, tmp_path: Path, assert_same: Any
+) -> None:
+    jobs = submit("launch.slurm.max_requeues=0", "--chain", "3")["jobs"]
+    wait_for_step(cluster, jobs[0], tmp_path / "run", 3)
+    cluster.run("scancel", "--batch", "--signal=USR1", str(jobs[0]))
+    assert "ExitCode=75:0" in cluster.wait_for_state(jobs[0], "FAILED")
+    cluster.wait_for_state(jobs[2], "COMPLETED")
+    assert "nothing to do" in cluster.output(tmp_path / "run", jobs[2])
+    assert_same(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_one_task_per_process_is_the_same_run(
+    submit: Any, whole: Path, tmp_path: Path, assert_same: Any, cluster: Cluster
+) -> None:
+    found = submit("launch.slurm.tasks=gpu", "launch.processes=2", "--wait")
+    assert found["exit_code"] == 0, cluster.output(tmp_path / "run", found["job"])
+    assert_same(tmp_path / "run", whole)
+
+
+def wait_for_step(cluster: Cluster, job: int, run: Path, step: int) -> None:
+    metrics, until = run / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or f'"step": {step}' not in metrics.read_text():
+        assert time.monotonic() < until, cluster.output(run, job)
+        time.sleep(0.05)
