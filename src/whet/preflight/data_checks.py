@@ -75,7 +75,7 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
     PREFILL_MISSING: (
         "warning",
         "the generation prompt ends with a reasoning tag such as <think> that the answer does not begin with, so the "
-        "model is asked for answers in another way than it learns them",
+        "model is prompted for answers in another way than it learns them",
         "Add the reasoning, or use a template whose prompt has no such tag (data.template)",
     ),
     EXCHANGE_TOO_LONG: (
