@@ -138,3 +138,22 @@ def test_the_time_starts_anew_in_each_inner_block() -> None:
         for _ in range(3):
             with limited(0.05, ValueError):
                 spin()
+
+
+def test_time_that_runs_out_while_garbage_is_collected_ends_the_block_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Garbage:
+        def __del__(self) -> None:
+            spin(0.3)
+
+    def spin(seconds: float) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < seconds:
+            pass
+
+    reported: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", reported.append)
+    with pytest.raises(WhetError, match=r"ran for more than 0\.1 s"), limited(0.1, WhetError):
+        spin(60 if Garbage() else 0)
+    assert reported == []

@@ -274,6 +274,10 @@ class ParallelStorageWriter(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)  # tensors are on the host
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        Path(self.path).mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
+        return plan
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
             prefix = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")

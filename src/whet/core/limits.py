@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class limited:  # noqa: N801
 
     _active: limited | None = None
     _has_new_block = False
+    _can_raise = True
 
     def __init__(self, seconds: float, make_error: Callable[[str], Exception]) -> None:
         self._seconds, self._make_error = seconds, make_error
@@ -53,6 +55,7 @@ class limited:  # noqa: N801
         self._memory_limits = resource.getrlimit(resource.RLIMIT_DATA)
         _limit_memory(*self._memory_limits)
         limited._active = self
+        self._unraisable_hook, sys.unraisablehook = sys.unraisablehook, self._report_unraisable
         self._handler = signal.signal(signal.SIGALRM, self._check_time)
         self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, _REPEAT_S)
 
@@ -60,9 +63,16 @@ class limited:  # noqa: N801
         """Wall-clock time brings the signal, CPU time decides: the process may have been suspended."""
         if self._has_new_block:  # the time of an inner block counts from the first signal in it
             self._began, self._has_new_block = time.thread_time(), False
-        can_raise = frame is not None and frame.f_code.co_name not in ("__exit__", "__del__")
+        can_raise = self._can_raise and frame is not None and frame.f_code.co_name not in ("__exit__", "__del__")
         if limited._active is self and can_raise and time.thread_time() - self._began >= self._seconds:
             raise _TimeUp
+
+    def _report_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised while it collects garbage. The next signal raises _TimeUp again."""
+        if unraisable.exc_type is not _TimeUp:
+            self._can_raise = False
+            self._unraisable_hook(unraisable)
+            self._can_raise = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if limited._active is self:
@@ -70,6 +80,7 @@ class limited:  # noqa: N801
             resource.setrlimit(resource.RLIMIT_DATA, self._memory_limits)
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
             signal.signal(signal.SIGALRM, self._handler)
+            sys.unraisablehook = self._unraisable_hook
         if kind is _TimeUp:
             raise self._make_error(f"it ran for more than {self._seconds:g} s") from None
         if isinstance(error, MemoryError):
