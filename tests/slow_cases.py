@@ -131,6 +131,18 @@ SLOW_CASES = {
         "training/test_step.py::test_a_loss_scale_changes_nothing_in_fp64[1024.0]",
     "training/test_adamw.py::test_few_bits_learn_like_many[*-0.95]":
         "training/test_adamw.py::test_few_bits_learn_like_many[8-0.999]",
+    "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(0, 32)]":
+        "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(2, 3, 32)]",
+    "model/lora/test_fused_lora_fp8.py::test_operators_pass_opcheck[0]":
+        "model/lora/test_fused_lora_fp8.py::test_operators_pass_opcheck[5]",
+    "execution/test_compile.py::test_layers_of_a_kind_share_one_compilation_for_all_batches[Qwen3]":
+        "execution/test_compile.py::test_layers_of_a_kind_share_one_compilation_for_all_batches[Llama]",
+    "execution/test_compile.py::test_layers_of_a_kind_share_one_compilation_for_all_batches[GPTNeoX]":
+        "execution/test_compile.py::test_layers_of_a_kind_share_one_compilation_for_all_batches[GPT2]",
+    "execution/test_compile.py::test_compiled_layers_compute_the_same_gradients[eager-none-none]":
+        "execution/test_compile.py::test_compiled_layers_compute_the_same_gradients[eager-selective-activations]",
+    "execution/test_recompute.py::test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs[selective-0]":
+        "execution/test_recompute.py::test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs[full-6]",
     "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(1, 5, 32)]":
         "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(2, 3, 32)]",
     "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(5, 32)]":
