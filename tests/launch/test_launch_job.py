@@ -11,19 +11,18 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.launch.config import LaunchConfig
-from whet.launch.local import LaunchJob, format_command, launch_command, make_launch_job
+from whet.launch.local import LaunchJob, format_command, launch_command, make_launch_job, train_command
 
 
 def job(**launch: Any) -> LaunchJob:
-    return make_launch_job(
-        Path("my.yaml"), ("a=1",), Path("runs/my"), "my", LaunchConfig(**launch), resume=False, quiet=True
-    )
+    command = train_command(Path("my.yaml"), ("a=1",), quiet=True)
+    return make_launch_job(command, Path("runs/my"), "my", LaunchConfig(**launch))
 
 
 def test_one_process_is_started_directly() -> None:
     made = job(processes=1)
     assert launch_command(made, resume=False) == [sys.executable, "-m", "whet", "train", "my.yaml", "a=1", "--quiet"]
-    assert launch_command(made, resume=True)[-2:] == ["--resume", "--quiet"]
+    assert launch_command(made, resume=True)[-2:] == ["--quiet", "--resume"]
 
 
 def test_several_are_started_by_torchrun_which_forwards_sigusr1_and_does_not_restart() -> None:

@@ -62,10 +62,17 @@ def test_only_a_crash_is_restarted(ending: AttemptResult, code: int) -> None:
         assert decision.exit_code == code
 
 
+def test_a_program_of_which_steps_are_not_known_uses_up_its_restarts_and_its_exit_code_stays() -> None:
+    attempts = [AttemptResult("crashed", 7, None, "exit code 7", 0)] * 3
+    assert isinstance(decide_restart(attempts[:2], 2, 1.0), Restart)
+    last = decide_restart(attempts, 2, 1.0)
+    assert last == Finish(7, "no restarts left (launch.max_restarts = 2); rank 0 failed: exit code 7")
+
+
 endings = st.builds(
     AttemptResult, st.sampled_from(["done", "stopped", "input", "crashed"]), st.sampled_from([0, 1, 3, 75, 130]),
-    st.integers(0, 3), st.sampled_from(["a 1", "a 2", "b"]), st.none() | st.integers(0, 3),
-)  # fmt: skip
+    st.none() | st.integers(0, 3), st.sampled_from(["a 1", "a 2", "b"]), st.none() | st.integers(0, 3),
+).filter(lambda one: one.kind != "crashed" or one.exit_code)  # fmt: skip
 
 
 @given(st.lists(endings, min_size=1, max_size=8), st.integers(0, 5), st.floats(0.01, 100))

@@ -54,7 +54,7 @@ def launch(
     from whet.config import read_config
     from whet.core.console import info, print_error, print_result
     from whet.core.errors import ExitCode
-    from whet.launch.local import format_command, make_launch_job
+    from whet.launch.local import format_command, make_launch_job, train_command
     from whet.launch.supervise import supervise
 
     config = read_config(recipe, overrides or [])
@@ -62,9 +62,8 @@ def launch(
         return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)
     if wait or chain > 1 or then:
         raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")
-    job = make_launch_job(
-        recipe, tuple(overrides or ()), config.folder, config.run.name or "", config.launch, resume, quiet
-    )
+    command = train_command(recipe, overrides or (), quiet)
+    job = make_launch_job(command, config.folder, config.run.name or "", config.launch, resume)
     if dry_run:
         line = format_command(job, resume)
         if not as_json:

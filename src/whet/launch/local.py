@@ -9,7 +9,7 @@ import shlex
 import socket
 import struct
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +37,12 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """One machine's part of a run."""
+    """One machine's part of a run, or of a program of the user's."""
 
-    recipe: Path
-    overrides: tuple[str, ...]
-    folder: Path
+    command: tuple[str, ...]
+    """Of each process: `whet train`, or the program."""
+    folder: Path | None
+    """The run folder; None for a program, of which only the exit code is known."""
     name: str
     nodes: int
     processes: int
@@ -53,17 +54,22 @@ class LaunchJob:
     """The variables of launch.env, whose values are not shown."""
     max_restarts: int
     wait_s: float
-    resume: bool
-    quiet: bool
+    resume: bool = False
 
     @property
     def uses_torchrun(self) -> bool:
-        """A single process is started directly."""
-        return self.nodes * self.processes > 1
+        """A single process of a run is started directly; programs may need torchrun's variables (RANK, MASTER_ADDR)."""
+        return self.folder is None or self.nodes * self.processes > 1
+
+
+def train_command(recipe: Path, overrides: Sequence[str], quiet: bool) -> tuple[str, ...]:
+    """`whet train`, without --resume and without the values of launch.env."""
+    options = ["--quiet"] if quiet else []
+    return (sys.executable, "-m", "whet", "train", str(recipe), *map(_without_values, overrides), *options)
 
 
 def make_launch_job(
-    recipe: Path, overrides: tuple[str, ...], folder: Path, name: str, launch: LaunchConfig, resume: bool, quiet: bool
+    command: tuple[str, ...], folder: Path | None, name: str, launch: LaunchConfig, resume: bool = False
 ) -> LaunchJob:
     """Count this machine's devices and resolve the rendezvous."""
     nodes, most = launch.node_range()
@@ -85,16 +91,16 @@ def make_launch_job(
         env[variable] = value
     if "OMP_NUM_THREADS" not in os.environ:
         env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+    if folder is None:
+        env.setdefault("PYTHONUNBUFFERED", "1")  # as torchrun starts Python, so that a log shows what happens now
     if rendezvous is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo resolves the machine's own name, which often is 127.0.1.1, where no other machine can reach it
         interface = _interface_of(rendezvous.address)
         if interface is not None:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return LaunchJob(
-        recipe=recipe, overrides=overrides, folder=folder, name=name, nodes=nodes, processes=processes,
-        rendezvous=rendezvous, env=env, named=tuple(launch.env),
-        max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
-        quiet=quiet,
+        command=command, folder=folder, name=name, nodes=nodes, processes=processes, rendezvous=rendezvous, env=env,
+        named=tuple(launch.env), max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
     )  # fmt: skip
 
 
@@ -136,13 +142,12 @@ def _interface_of(address: str) -> str | None:
 def launch_command(job: LaunchJob, resume: bool) -> list[str]:
     """One process is started directly, several by torchrun, without its restarts: it has no backoff and does not notice
     failures that repeat."""
-    train = ["whet", "train", str(job.recipe), *map(_without_values, job.overrides)]
-    train += ["--resume"] * resume + ["--quiet"] * job.quiet
+    command = [*job.command, *(["--resume"] if resume and job.folder is not None else [])]
     if not job.uses_torchrun:
-        return [sys.executable, "-m", *train]
+        return command
     return [
         sys.executable, "-m", "whet.launch.torchrun_agent", *_rendezvous_arguments(job), "--nproc-per-node",
-        str(job.processes), "--max-restarts", "0", "--signals-to-handle", _FORWARDED_SIGNALS, "-m", *train,
+        str(job.processes), "--max-restarts", "0", "--signals-to-handle", _FORWARDED_SIGNALS, "--no-python", *command,
     ]  # fmt: skip
 
 

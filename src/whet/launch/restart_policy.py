@@ -27,9 +27,9 @@ class AttemptResult:
 
     kind: Literal["done", "stopped", "input", "crashed"]
     exit_code: int
-    """The exit code of `whet train` without torchrun, which turns every code into 1."""
-    step: int
-    """Finished steps; the newest checkpoint may be older."""
+    """The exit code of the process that failed first; torchrun turns every code into 1."""
+    step: int | None
+    """Finished steps; the newest checkpoint may be older. None: not known, as of a program of the user's."""
     message: str = ""
     rank: int | None = None
     """Which process failed first; None: unknown."""
@@ -39,6 +39,10 @@ class AttemptResult:
     def who(self) -> str:
         where = f" on {self.host}" if self.host else ""
         return "the run" if self.rank is None else f"rank {self.rank}{where}"
+
+    @property
+    def when(self) -> str:
+        return "" if self.step is None else f" after step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +71,17 @@ def decide_restart(history: Sequence[AttemptResult], max_restarts: int, first_wa
     if last.kind == "input":
         return Finish(ExitCode.INPUT, last.message)
     if len(history) > 1 and is_same_failure(last, history[-2]):
-        return Finish(
-            ExitCode.FAILED, f"{last.who} failed again after step {last.step}, with the same message: {last.message}"
-        )
+        return Finish(last.exit_code, f"{last.who} failed again{last.when}, with the same message: {last.message}")
     if len(history) > max_restarts:
         limit = f"no restarts left (launch.max_restarts = {max_restarts})"
-        return Finish(ExitCode.FAILED, f"{limit}; {last.who} failed after step {last.step}: {last.message}")
+        return Finish(last.exit_code, f"{limit}; {last.who} failed{last.when}: {last.message}")
     return Restart(min(_MAX_BACKOFF_S, first_wait_s * 2 ** min(len(history) - 1, 30)))
 
 
 def is_same_failure(one: AttemptResult, other: AttemptResult) -> bool:
-    """Whether two failures are the same up to numbers: addresses, ports and times differ between attempts."""
-    return (one.step, _VOLATILE_NUMBERS.sub("#", one.message)) == (
+    """Whether two failures are the same up to numbers: addresses, ports and times differ between attempts. Where the
+    steps are not known, the second attempt may have come further."""
+    return one.step is not None and (one.step, _VOLATILE_NUMBERS.sub("#", one.message)) == (
         other.step,
         _VOLATILE_NUMBERS.sub("#", other.message),
     )
@@ -90,6 +93,21 @@ _STOPPED = (ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _INPUT = (ExitCode.INPUT, ExitCode.USAGE)
 _TORCHRUN_KILL_SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 """What torchrun sends to the other workers when one has failed."""
+
+
+def read_program_result(code: int, report: Path, stop_requested: bool) -> AttemptResult:
+    """How an attempt of a program of the user's ended: every exit code but 0 is a crash, unless a stop was requested or
+    the program says so with 75."""
+    if code == ExitCode.DONE:
+        return AttemptResult("done", ExitCode.DONE, None)
+    # torchrun ends the others with SIGTERM
+    failures = sorted(_read_failures(report), key=lambda one: (one["exit_code"] == -signal.SIGTERM, one["time"]))
+    first = failures[0] if failures else _without_report(code)
+    ended: int = first["exit_code"]
+    exit_code = 128 - ended if ended < 0 else ended  # as a shell has it
+    if stop_requested or ended == ExitCode.STOPPED:
+        return AttemptResult("stopped", exit_code, None, "stopped")
+    return AttemptResult("crashed", exit_code, None, first["message"] or f"exit code {ended}", first["rank"])
 
 
 def read_attempt_result(
@@ -142,17 +160,24 @@ def _first_failure(folder: Path, code: int, report: Path | None, began: float) -
     if report is None:
         message = f"killed by {signal.Signals(-code).name}" if code < 0 else read_status(folder).get("reason") or ""
         return {"rank": 0, "exit_code": code, "message": message}
-    failures: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError, ValueError):
-        failures = json.loads(report.read_text())
+    failures = _read_failures(report)
     crashed = [one for one in failures if one["exit_code"] < 0 and -one["exit_code"] not in _TORCHRUN_KILL_SIGNALS]
     killed = [one for one in failures if one["exit_code"] == -signal.SIGKILL]
     exited = [one for one in failures if one["exit_code"] > 0]
     exited.sort(key=lambda one: (one["exit_code"] in _STOPPED, not one["message"], one["time"]))
     reported = [report_of_process | {"own_error": True}] if report_of_process else []
     causes = [*crashed, *reported, *killed, *exited]
-    if causes:
-        return causes[0]
+    return causes[0] if causes else _without_report(code)
+
+
+def _read_failures(report: Path) -> list[dict[str, Any]]:
+    """torchrun's report: the failed processes of this machine."""
+    with contextlib.suppress(OSError, ValueError):
+        return list(json.loads(report.read_text()))
+    return []
+
+
+def _without_report(code: int) -> dict[str, Any]:
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return {"rank": None, "exit_code": ExitCode.FAILED, "message": f"torchrun ended without a report ({name})"}
 

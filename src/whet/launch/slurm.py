@@ -22,7 +22,7 @@ from whet.launch.slurm_script import SlurmJob, render_script, require_plain_path
 SCRIPT, RECIPE, JOBS = "job.sh", "recipe.yaml", "jobs.jsonl"
 _POLL_S = 2.0
 _COMMAND_S = 60.0
-_ENDED = (
+ENDED_STATES = (
     "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ def slurm_job(config: Config, then: Sequence[str] | None = None) -> SlurmJob:
     require_plain_paths(config.folder)
     folder, name = config.folder / "slurm", config.run.name or "whet"
     if then is not None:
-        return SlurmJob(f"{name}-then", folder, tuple(then), config.launch, is_training=False)
+        return SlurmJob(f"{name}-then", folder, tuple(then), config.launch, kind="verb")
     return SlurmJob(name, folder, ("train", str(folder / RECIPE), "--resume"), config.launch)
 
 
@@ -70,20 +70,20 @@ def submit_run(config: Config, chain: int = 1, then: str | None = None, resume: 
     require_submittable(config, resume)
     job = slurm_job(config)
     job.folder.mkdir(parents=True, exist_ok=True)
-    script = _write_script(job.folder / SCRIPT, render_script(job))
+    script = write_script(job.folder / SCRIPT, render_script(job))
     atomic_write(job.folder / RECIPE, config.dump().encode())
     for problem in cluster_problems(config.launch.slurm, chain):
         warn(problem)
     jobs: list[int] = []
     for _ in range(chain):
         after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        jobs.append(_sbatch([*after, str(script)]))
+        jobs.append(sbatch([*after, str(script)]))
         append_json_line(job.folder / JOBS, {"job": jobs[-1], "submitted": time.time(), "script": SCRIPT})
     next_job = None
     if then is not None:
         words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
-        then_script = _write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
-        next_job = _sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)])
+        then_script = write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
+        next_job = sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)])
         append_json_line(job.folder / JOBS, {"job": next_job, "submitted": time.time(), "script": "then.sh"})
     return Submitted(tuple(jobs), next_job, script)
 
@@ -97,7 +97,7 @@ def require_submittable(config: Config, resume: bool) -> None:
             "folder: run.dir=FOLDER"
         )
     waiting = [each["job"] for each in read_json_lines(folder / "slurm" / JOBS)[0]]
-    active = [number for number in waiting if job_state(number) not in (None, *_ENDED)]
+    active = [number for number in waiting if job_state(number) not in (None, *ENDED_STATES)]
     if active:
         raise WhetError(
             f"{folder}: job {', '.join(map(str, active))} of this run is queued or running. Wait for it, or cancel it: "
@@ -105,7 +105,7 @@ def require_submittable(config: Config, resume: bool) -> None:
         )
 
 
-def _write_script(path: Path, text: str) -> Path:
+def write_script(path: Path, text: str) -> Path:
     """Write a script; one that its user has edited stays."""
     record = path.with_suffix(".hash")
     if path.exists() and (not record.exists() or record.read_text() != hash_bytes(path.read_bytes())):
@@ -116,15 +116,15 @@ def _write_script(path: Path, text: str) -> Path:
     return path
 
 
-def _sbatch(arguments: Sequence[str]) -> int:
+def sbatch(arguments: Sequence[str]) -> int:
     """Submit a script; returns the job's number. A job that would wait forever is refused too."""
-    done = _slurm("sbatch", "--parsable", *arguments)
+    done = run_slurm("sbatch", "--parsable", *arguments)
     if done.returncode == 0:
         job = int(done.stdout.strip().split(";")[0].splitlines()[-1])
         reason = _pending_reason(job)
         if reason not in _NEVER:
             return job
-        _slurm("scancel", str(job))
+        run_slurm("scancel", str(job))
     else:
         reason = done.stderr.strip().removeprefix("sbatch: error: ")
     for pattern, (key, remedy) in _REFUSALS.items():
@@ -143,7 +143,7 @@ def _pending_reason(job: int) -> str:
     return fields.get("Reason", "")
 
 
-def _slurm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_slurm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             [program, *arguments], capture_output=True, text=True, check=False, timeout=_COMMAND_S, env=_plain_output()
@@ -172,7 +172,7 @@ def job_state(job: int) -> str | None:
 
 def job_fields(job: int) -> dict[str, str]:
     """What `scontrol show job` tells; empty for a job that Slurm has forgotten."""
-    done = _slurm("scontrol", "show", "job", str(job), "--oneliner")
+    done = run_slurm("scontrol", "show", "job", str(job), "--oneliner")
     return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
 
 
@@ -183,7 +183,7 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
         while True:
             fields = job_fields(job)
             state = fields.get("JobState", "COMPLETED")
-            if state in _ENDED or not fields:
+            if state in ENDED_STATES or not fields:
                 break
             status = read_status(folder) if state == "RUNNING" else {}
             reason = f" ({fields['Reason']})" if state == "PENDING" and fields.get("Reason", "None") != "None" else ""
@@ -210,7 +210,7 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
 
 def cluster_problems(slurm: SlurmConfig, chain: int) -> list[str]:
     """Settings of the job or of the cluster with which a run would not survive its time limit or a preemption."""
-    done = _slurm("scontrol", "show", "config")
+    done = run_slurm("scontrol", "show", "config")
     if done.returncode != 0:
         raise WhetError(f"--on slurm: the cluster does not answer ({done.stderr.strip()}). Is slurmctld up?")
     found = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", done.stdout, re.MULTILINE))

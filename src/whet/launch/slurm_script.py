@@ -1,4 +1,4 @@
-"""The sbatch script of a run: short, readable, and the user's to edit.
+"""The sbatch script of a run, a program or a verb: short, readable, and the user's to edit.
 
 The batch shell waits for Slurm's warning, passes it on to the tasks, and queues the job again when they have saved. It
 does that outside the container, where Slurm's commands are.
@@ -6,12 +6,14 @@ does that outside the container, where Slurm's commands are.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from whet.core.errors import WhetError
 from whet.launch.config import LaunchConfig, SlurmConfig
@@ -27,35 +29,61 @@ class SlurmJob:
     folder: Path
     """Of the script and the log: RUN/slurm."""
     command: Sequence[str]
-    """The arguments of whet, such as train CONFIG --resume."""
+    """The arguments of whet, such as train CONFIG --resume, or the words of a program."""
     launch: LaunchConfig
-    is_training: bool = True
-    """Runs on all nodes and is queued again; other verbs run once on one node."""
+    kind: Literal["run", "program", "verb", "module"] = "run"
+    """A run is on all nodes, is warned and queued again. A program is on all nodes. Other verbs, and modules such as
+    whet.launch.notebook, run once on one node."""
     array: int | None = None
     """How many jobs of an array run the command, each with its SLURM_ARRAY_TASK_ID."""
+
+    @property
+    def on_all_nodes(self) -> bool:
+        return self.kind in ("run", "program")
+
+    @property
+    def is_warned(self) -> bool:
+        """Slurm's warning would kill a program that does not know it: only where launch.slurm.warning is set."""
+        slurm = self.launch.slurm
+        return slurm.time is not None and (self.kind == "run" or (self.kind == "program" and slurm.warning is not None))
+
+
+class ShellText(str):
+    """A word of a command that the shell expands."""
 
 
 def render_script(job: SlurmJob) -> str:
     """The script, as text."""
-    slurm = job.launch.slurm
+    options = [*map(_quote_option, sbatch_options(job)), *job.launch.slurm.options]
     parts = [
-        ["#!/bin/bash", *(f"#SBATCH {option}" for option in sbatch_options(job))],
-        [f"module load {shlex.join(slurm.modules)}"] if slurm.modules else [],
-        _variable_lines(job),
-        slurm.setup,
-        _training_lines(job) if job.is_training else [f"srun {_whet(job, job.command)}"],
+        ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)],
+        *_setup_parts(job),
+        _training_lines(job) if job.on_all_nodes else [f"srun {_command_line(job)}"],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def sbatch_options(job: SlurmJob) -> list[str]:
-    """The options of sbatch, as in its manual."""
+def srun_command(job: SlurmJob) -> list[str]:
+    """srun with the settings of the script, for a command in the user's terminal."""
+    lines = [line for part in _setup_parts(job) for line in part]
+    options = [option for each in job.launch.slurm.options for option in shlex.split(each)]
+    script = "\n".join([*lines, f"exec {_command_line(job)}"])
+    return ["srun", *sbatch_options(job, in_terminal=True), *options, "--pty", "bash", "-c", script]
+
+
+def _setup_parts(job: SlurmJob) -> list[list[str]]:
+    slurm = job.launch.slurm
+    return [[f"module load {shlex.join(slurm.modules)}"] if slurm.modules else [], _variable_lines(job), slurm.setup]
+
+
+def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
+    """The options of sbatch, or of srun in a terminal, as in their manuals; without launch.slurm.options."""
     launch, slurm = job.launch, job.launch.slurm
-    least, most = launch.node_range() if job.is_training else (1, 1)
+    least, most = launch.node_range() if job.on_all_nodes else (1, 1)
     gpus = f"{slurm.gpu_type}:{launch.gpus}" if slurm.gpu_type else launch.gpus
     per_node = launch.gpus or launch.processes or 1
-    tasks = per_node if slurm.tasks == "gpu" and job.is_training else 1
-    cpus = slurm.cpus and slurm.cpus * (per_node // tasks if job.is_training else 1)
+    tasks = per_node if slurm.tasks == "gpu" and job.on_all_nodes else 1
+    cpus = slurm.cpus and slurm.cpus * (per_node // tasks if job.on_all_nodes else 1)
     warning = warning_seconds(slurm)
     values: dict[str, object] = {
         "job-name": job.name,
@@ -70,17 +98,20 @@ def sbatch_options(job: SlurmJob) -> list[str]:
         "time": slurm.time,
         "hint": slurm.hint,
         "constraint": slurm.constraint,
-        "signal": f"B:USR1@{warning}" if slurm.time and job.is_training else None,
-        "array": f"0-{job.array - 1}" if job.array else None,
-        "output": f"{job.folder}/%{'A_%a' if job.array else 'j'}.out",
-        "open-mode": "append",
+        "signal": f"B:USR1@{warning}" if job.is_warned else None,
     }
+    if not in_terminal:
+        values |= {
+            "array": f"0-{job.array - 1}" if job.array else None,
+            "output": f"{job.folder}/%{'A_%a' if job.array else 'j'}.out",
+            "open-mode": "append",
+        }
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     if slurm.exclusive:
         options.append("--exclusive=user" if slurm.exclusive == "user" else "--exclusive")
-    if job.is_training:
+    if job.kind == "run":
         options.append("--requeue" if slurm.max_requeues else "--no-requeue")
-    return [*map(_quote_option, options), *slurm.options]
+    return options
 
 
 def _quote_option(option: str) -> str:
@@ -111,7 +142,7 @@ def time_limit_seconds(text: str) -> int:
 def _variable_lines(job: SlurmJob) -> list[str]:
     """What must be in the environment, and where the nodes meet. Values of launch.env are not written down."""
     lines = [f': "${{{name}:?is not set}}"' for name in job.launch.env]
-    if not job.is_training:
+    if not job.on_all_nodes:
         return lines
     host = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     address = job.launch.rendezvous or f"{host}:$((20000 + SLURM_JOB_ID % 20000))"
@@ -119,18 +150,19 @@ def _variable_lines(job: SlurmJob) -> list[str]:
 
 
 def _training_lines(job: SlurmJob) -> list[str]:
-    verb, *rest = job.command
     lines = []
     if job.launch.slurm.tasks == "node":
-        nodes = ["launch.nodes=$SLURM_JOB_NUM_NODES", "launch.rendezvous=$rendezvous"]
-        start = f"srun {_whet(job, ['launch', *rest, *nodes])}"
+        options = " --kill-on-bad-exit=1" if job.kind == "program" else ""  # a run tells its other nodes by itself
+        start = f"srun{options} {_agent_line(job)}"
     else:
         lines = [
             "export MASTER_ADDR=${rendezvous%:*} MASTER_PORT=${rendezvous##*:}",
             "export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE",
         ]
         rank = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"'
-        start = f"srun --kill-on-bad-exit=1 bash -c '{rank}' task {_whet(job, [verb, *rest])}"
+        start = f"srun --kill-on-bad-exit=1 bash -c '{rank}' task {_command_line(job)}"
+    if not job.is_warned and job.kind == "program":
+        return [*lines, start]
     lines += [
         "# Slurm warns the batch shell before the time limit; the run saves, stops with 75, and is queued again.",
         "trap 'warned=yes; kill -USR1 $tasks' USR1",
@@ -148,26 +180,54 @@ def _training_lines(job: SlurmJob) -> list[str]:
     return [*lines, "exit $code"]
 
 
-def _whet(job: SlurmJob, words: Sequence[str]) -> str:
-    """The command line of whet, in the container if there is one. Words with a `$` are for the shell to expand."""
+def _agent_line(job: SlurmJob) -> str:
+    """`whet launch` on each node: starts the processes of the node and restarts them."""
+    nodes = [ShellText("launch.nodes=$SLURM_JOB_NUM_NODES"), ShellText("launch.rendezvous=$rendezvous")]
+    if job.kind == "run":
+        return _python_line(job, ["whet", "launch", *job.command[1:], *nodes])
+    kept = job.launch.model_dump(exclude={"slurm", "nodes", "rendezvous", "env"}, exclude_defaults=True, mode="json")
+    if job.launch.env:
+        kept["env"] = list(job.launch.env)
+    settings = [f"launch.{key}={value if isinstance(value, int) else json.dumps(value)}" for key, value in kept.items()]
+    return _python_line(job, ["whet", "launch", *settings, *nodes, "--", *job.command])
+
+
+def _command_line(job: SlurmJob) -> str:
+    """The command itself, in the container if there is one."""
+    if job.kind == "program":
+        return " ".join(map(_word, [*_container_words(job), *job.command]))
+    return _python_line(job, job.command if job.kind == "module" else ["whet", *job.command])
+
+
+def _python_line(job: SlurmJob, words: Sequence[str]) -> str:
+    """python -m, with the Python that has whet."""
     slurm = job.launch.slurm
-    python = slurm.python or ("python" if slurm.container else sys.executable)
-    prefix: list[str] = []
-    if slurm.container:
-        binds = [f"--bind={','.join(slurm.binds)}"] if slurm.binds else []
-        prefix = [_container_program(), "exec", *binds, *slurm.container_options, slurm.container]
-    return " ".join([*map(_word, prefix), _word(python), "-m", "whet", *map(_word, words)])
+    python = _site_text(slurm.python or ("python" if slurm.container else sys.executable))
+    return " ".join(map(_word, [*_container_words(job), python, "-m", *words]))
+
+
+def _container_words(job: SlurmJob) -> list[str]:
+    slurm = job.launch.slurm
+    if not slurm.container:
+        return []
+    binds = [f"--bind={','.join(slurm.binds)}"] if slurm.binds else []
+    return [_container_program(), "exec", *map(_site_text, [*binds, *slurm.container_options, slurm.container])]
+
+
+def _site_text(text: str) -> str:
+    """A setting in which the shell of the job expands variables, such as $SCRATCH/image.sif."""
+    return ShellText(text) if "$" in text and "'" not in text and " " not in text else text
 
 
 def _word(text: str) -> str:
-    return text if "$" in text and "'" not in text and " " not in text else shlex.quote(text)
+    return text if isinstance(text, ShellText) else shlex.quote(text)
 
 
 def _container_program() -> str:
     return "apptainer" if shutil.which("apptainer") else "singularity"
 
 
-def require_plain_paths(folder: Path) -> None:
+def require_plain_paths(folder: Path, remedy: str = "Give another folder: run.dir=FOLDER") -> None:
     """Slurm expands % in the name of the log."""
     if "%" in str(folder) or " " in str(folder):
-        raise WhetError(f"run.dir: {folder}: Slurm cannot take blanks or % in it. Give another folder: run.dir=FOLDER")
+        raise WhetError(f"{folder}: Slurm cannot take blanks or % in it. {remedy}")

@@ -29,6 +29,7 @@ from whet.launch.restart_policy import (
     decide_restart,
     finished_steps,
     read_attempt_result,
+    read_program_result,
 )
 from whet.launch.torchrun_agent import REPORT_VARIABLE
 
@@ -45,14 +46,14 @@ class LaunchResult:
     attempts: list[AttemptResult]
 
 
-def supervise(job: LaunchJob) -> LaunchResult:
-    """Start the job, and again after each crash, until decide_restart ends it."""
+def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
+    """Start the job, and again after each crash, until decide_restart ends it. `stdout`: of the processes."""
     attempts: list[AttemptResult] = []
     given_up = GivenUpFile(job)
-    with _SignalForwarder() as signals:
+    with _SignalForwarder(is_run=job.folder is not None) as signals:
         while True:
             began = time.time()
-            result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, began)
+            result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, began, stdout)
             attempts.append(result)
             decision: Restart | Finish = decide_restart(attempts, job.max_restarts, job.wait_s)
             if isinstance(decision, Restart) and (other := given_up.read()):
@@ -61,7 +62,7 @@ def supervise(job: LaunchJob) -> LaunchResult:
             if isinstance(decision, Finish):
                 return _finish_launch(job, decision, attempts, given_up)
             warn(
-                f"{result.who} failed after step {result.step}: {result.message or 'no error message'}. Restart "
+                f"{result.who} failed{result.when}: {result.message or 'no error message'}. Restart "
                 f"{len(attempts)} of {job.max_restarts} in {decision.after_s:g} s"
             )
             if signals.wait(decision.after_s):
@@ -71,7 +72,7 @@ def supervise(job: LaunchJob) -> LaunchResult:
 def _finish_launch(
     job: LaunchJob, decision: Finish, attempts: list[AttemptResult], given_up: GivenUpFile
 ) -> LaunchResult:
-    if decision.exit_code == ExitCode.FAILED:
+    if decision.exit_code == ExitCode.FAILED and job.folder is not None:
         record_failure(job.folder, decision.reason, ExitCode.FAILED)
     if decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
         given_up.write(decision.reason)
@@ -80,12 +81,14 @@ def _finish_launch(
 
 def _stopped_during_backoff(job: LaunchJob, signals: _SignalForwarder) -> tuple[int, str]:
     """A signal between two attempts."""
+    if job.folder is None:
+        return ExitCode.STOPPED if signals.by_program else ExitCode.INTERRUPTED, "stopped before the restart"
     stopped = read_attempt_result(job.folder, 1, None, time.time(), stop_requested=True, by_program=signals.by_program)
     return stopped.exit_code, stopped.message
 
 
 def _run_attempt(
-    job: LaunchJob, resume: bool, signals: _SignalForwarder, given_up: GivenUpFile, began: float
+    job: LaunchJob, resume: bool, signals: _SignalForwarder, given_up: GivenUpFile, began: float, stdout: int | None
 ) -> AttemptResult:
     """Start the processes, forward signals to them, and wait until they end."""
     command = launch_command(job, resume)
@@ -93,12 +96,15 @@ def _run_attempt(
         report = Path(scratch) / "report.json" if job.uses_torchrun else None
         env = {**os.environ, **job.env} | ({} if report is None else {REPORT_VARIABLE: str(report)})
         # in a new session: otherwise Ctrl-C in a terminal reaches them twice, and the second one stops at once
-        process = subprocess.Popen(command, env=env, stdout=_STDERR, start_new_session=True)
+        process = subprocess.Popen(command, env=env, stdout=stdout, start_new_session=True)
         with signals.forwarded_to(process, has_workers=report is not None):
             gone: dict[str, Any] | None = None
             while (code := _poll_exit_code(process)) is None:
                 if gone is None and (gone := given_up.read()) is not None:  # its processes will not come back
                     process.terminate()
+        if job.folder is None:
+            assert report is not None
+            return read_program_result(code, report, stop_requested=signals.count > 0)
         if gone is not None and not signals.count:  # they were stopped, but on nobody's request
             message = f"{gone['host']} has given up: {gone['reason']}"
             return AttemptResult("crashed", ExitCode.FAILED, finished_steps(job.folder), message)
@@ -116,7 +122,7 @@ def _poll_exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 def _log_attempt(job: LaunchJob, attempt: int, began: float, result: AttemptResult, decision: Restart | Finish) -> None:
     """Append a line to launch.jsonl, except in a folder without a run or with another one."""
-    if result.kind == "input" or not (job.folder / "config.yaml").exists():
+    if result.kind == "input" or job.folder is None or not (job.folder / "config.yaml").exists():
         return
     line = {"attempt": attempt, "node": socket.gethostname(), "began": began, "ended": time.time(), **asdict(result)}
     line |= {"then": "restart" if isinstance(decision, Restart) else "end", **asdict(decision)}
@@ -128,7 +134,7 @@ class GivenUpFile:
     """logs/given-up.json tells the supervisors on other machines, which wait at the rendezvous, to give up too."""
 
     def __init__(self, job: LaunchJob) -> None:
-        self._file = job.folder / "logs" / "given-up.json" if job.nodes > 1 else None
+        self._file = job.folder / "logs" / "given-up.json" if job.folder is not None and job.nodes > 1 else None
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
@@ -146,10 +152,12 @@ class GivenUpFile:
 
 
 class _SignalForwarder:
-    """Forwards signals of this process to the processes of the run."""
+    """Forwards signals of this process to the processes of the run. Processes of the user's program that outlive a
+    first signal are killed by a second Ctrl-C; those of a run save before they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_run: bool) -> None:
         self.count = 0
+        self._is_run = is_run
         self.by_program = False
         """From a scheduler, which will start the run again; SIGINT is Ctrl-C."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -187,9 +195,12 @@ class _SignalForwarder:
         workers = _child_pids(self._process.pid) if self._has_workers else []
         for pid in workers or [self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                if self._is_run or not workers:
+                    os.kill(pid, number)
+                else:  # each is the leader of its group, in which a shell may have started others
+                    os.killpg(pid, signal.SIGKILL if self.count > 1 and number == signal.SIGINT else number)
         if self.count == 1:
-            info("stopping after the current step is saved")
+            info("stopping after the current step is saved" if self._is_run else "stopping; Ctrl-C again: kill")
 
 
 def _child_pids(pid: int) -> list[int]:
