@@ -58,6 +58,17 @@ def test_one_task_per_gpu(whet: Any, recipe: str) -> None:
     assert "srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' task" in script
 
 
+def test_a_range_of_nodes_leaves_the_tasks_to_srun(whet: Any, recipe: str) -> None:
+    """--ntasks-per-node=1 would make Slurm take a single node of a range that begins at 1."""
+    script = script_of(whet, recipe, *SITE, "launch.nodes=1-4")
+    assert "#SBATCH --nodes=1-4\n" in script
+    assert "#SBATCH --ntasks" not in script
+    assert "srun --ntasks-per-node=1 " in script
+    script = script_of(whet, recipe, *SITE, "launch.nodes=1-4", "launch.slurm.tasks=gpu")
+    assert "#SBATCH --mincpus=56" in script
+    assert "srun --ntasks-per-node=8 --kill-on-bad-exit=1" in script
+
+
 @given(st.integers(0, 9), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
 def test_time_limits_in_every_notation(days: int, hours: int, minutes: int, seconds: int) -> None:
     clock = ((days * 24 + hours) * 60 + minutes) * 60 + seconds

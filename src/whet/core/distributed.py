@@ -22,6 +22,7 @@ from whet.core import launch_env
 from whet.core.console import info
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
+from whet.core.rendezvous import StartBarrier, join_rendezvous
 from whet.core.resources import cores_per_process
 
 _SHUTDOWN_TIMEOUT_S = 5.0  # for a launcher that no longer answers: all work is done
@@ -152,6 +153,10 @@ def init_distributed(timeout_s: float = 1800.0) -> Ranks:
         if not dist.is_initialized():
             if launch_env.has_agent_store():
                 store_barrier("joining", rank, world_size, _log_missing)
+            else:
+                host, port = launch_env.store_address()
+                barrier = StartBarrier(host, port, launch_env.job(), world_size, "processes", timeout_s)
+                _store, _ = join_rendezvous(barrier, may_host=rank == 0)  # in use until the process group shares it
             dist.init_process_group(_backend_for(device), timeout=datetime.timedelta(seconds=timeout_s))
     return Ranks(rank, world_size, device)
 

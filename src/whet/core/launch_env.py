@@ -37,6 +37,11 @@ def store_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
+def job() -> str:
+    """What the processes of one job share: Slurm's number of it, else nothing."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
 def started_by_torchrun() -> bool:
     """Whether torchrun started this process. It puts each worker in a session of its own, so a signal to torchrun's
     process group does not reach them, and they would outlive it."""

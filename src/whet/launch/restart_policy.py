@@ -69,7 +69,7 @@ def decide_restart(history: Sequence[AttemptResult], max_restarts: int, first_wa
     if last.kind == "stopped":
         return Finish(last.exit_code, last.message)
     if last.kind == "input":
-        return Finish(ExitCode.INPUT, last.message)
+        return Finish(last.exit_code, last.message)
     if len(history) > 1 and is_same_failure(last, history[-2]):
         return Finish(last.exit_code, f"{last.who} failed again{last.when}, with the same message: {last.message}")
     if len(history) > max_restarts:
@@ -107,6 +107,8 @@ def read_program_result(code: int, report: Path, stop_requested: bool) -> Attemp
     exit_code = 128 - ended if ended < 0 else ended  # as a shell has it
     if stop_requested or ended == ExitCode.STOPPED:
         return AttemptResult("stopped", exit_code, None, "stopped")
+    if first.get("final"):
+        return AttemptResult("input", ended, None, first["message"])
     return AttemptResult("crashed", exit_code, None, first["message"] or f"exit code {ended}", first["rank"])
 
 
@@ -128,6 +130,8 @@ def read_attempt_result(
         return _stopped_result(folder, step, by_program)
     if first["exit_code"] in _STOPPED:
         return _stopped_result(folder, step, by_program=first["exit_code"] == ExitCode.STOPPED)
+    if first.get("final"):
+        return AttemptResult("input", first["exit_code"], step, first["message"])
     kind = "input" if first["exit_code"] in _INPUT and first["rank"] is not None else "crashed"
     exit_code = ExitCode.INPUT if kind == "input" else ExitCode.FAILED
     return AttemptResult(kind, exit_code, step, first["message"], first["rank"], first.get("host"))  # type: ignore[arg-type]

@@ -80,6 +80,7 @@ def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
     """The options of sbatch, or of srun in a terminal, as in their manuals; without launch.slurm.options."""
     launch, slurm = job.launch, job.launch.slurm
     least, most = launch.node_range() if job.on_all_nodes else (1, 1)
+    is_range = least != most
     gpus = f"{slurm.gpu_type}:{launch.gpus}" if slurm.gpu_type else launch.gpus
     per_node = launch.gpus or launch.processes or 1
     tasks = per_node if slurm.tasks == "gpu" and job.on_all_nodes else 1
@@ -90,9 +91,11 @@ def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
         "account": slurm.account,
         "partition": slurm.partition,
         "qos": slurm.qos,
-        "nodes": least if least == most else f"{least}-{most}",
+        "nodes": f"{least}-{most}" if is_range else least,
         "gpus-per-node": gpus,
-        "ntasks-per-node": tasks,
+        # of a range, Slurm would take only as many nodes as the tasks of the least need: srun has the number of tasks
+        "ntasks-per-node": None if is_range else tasks,
+        "mincpus": tasks * (cpus or 1) if is_range and tasks > 1 else None,
         "cpus-per-task": cpus,
         "mem": slurm.memory,
         "time": slurm.time,
@@ -150,17 +153,21 @@ def _variable_lines(job: SlurmJob) -> list[str]:
 
 
 def _training_lines(job: SlurmJob) -> list[str]:
+    least, most = job.launch.node_range()
+    per_node = job.launch.gpus or job.launch.processes or 1
+    tasks = 1 if job.launch.slurm.tasks == "node" else per_node
+    srun = "srun" if least == most else f"srun --ntasks-per-node={tasks}"
     lines = []
     if job.launch.slurm.tasks == "node":
         options = " --kill-on-bad-exit=1" if job.kind == "program" else ""  # a run tells its other nodes by itself
-        start = f"srun{options} {_agent_line(job)}"
+        start = f"{srun}{options} {_agent_line(job)}"
     else:
         lines = [
             "export MASTER_ADDR=${rendezvous%:*} MASTER_PORT=${rendezvous##*:}",
-            "export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE",
+            f"export WORLD_SIZE=$((SLURM_JOB_NUM_NODES * {per_node})) LOCAL_WORLD_SIZE={per_node}",
         ]
         rank = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"'
-        start = f"srun --kill-on-bad-exit=1 bash -c '{rank}' task {_command_line(job)}"
+        start = f"{srun} --kill-on-bad-exit=1 bash -c '{rank}' task {_command_line(job)}"
     if not job.is_warned and job.kind == "program":
         return [*lines, start]
     lines += [

@@ -72,8 +72,9 @@ def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
 def _finish_launch(
     job: LaunchJob, decision: Finish, attempts: list[AttemptResult], given_up: GivenUpFile
 ) -> LaunchResult:
-    if decision.exit_code == ExitCode.FAILED and job.folder is not None:
-        record_failure(job.folder, decision.reason, ExitCode.FAILED)
+    has_crashed = decision.exit_code == ExitCode.FAILED or len(attempts) > 1
+    if job.folder is not None and has_crashed and decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
+        record_failure(job.folder, decision.reason, decision.exit_code)
     if decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
         given_up.write(decision.reason)
     return LaunchResult(decision.exit_code, decision.reason, attempts)
