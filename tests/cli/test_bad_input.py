@@ -97,7 +97,7 @@ def test_a_misspelt_key_proposes_the_right_one(refused: Refused) -> None:
     [
         ("train.steps=many", "train.steps: 'many' is not valid: expected integer"),
         ("train.steps=0", "train.steps: 0 is not valid"),
-        ("train.row_length=100", "shorter than data.max_length = 512"),
+        ("train.row_length=100", "shorter than data.max_length = 256"),
         ("export.at_end=adapter", "without an adapter section"),
         ("train.steps", "KEY=VALUE"),
     ],

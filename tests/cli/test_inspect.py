@@ -144,7 +144,7 @@ def test_the_batches_are_the_plan(whet: Any, recipe: str, store: Store, packing:
     assert batches[0] == first
     seen = []
     for step, batch in enumerate(batches, 1):
-        assert (batch["step"], batch["row_length"]) == (step, 512)
+        assert (batch["step"], batch["row_length"]) == (step, 256)
         for row in batch["rows"]:
             at = 0
             for document in row["documents"]:
@@ -154,7 +154,7 @@ def test_the_batches_are_the_plan(whet: Any, recipe: str, store: Store, packing:
                 assert document["supervised"] == store.targets[document["id"]]
                 assert document["origin"] == str(store.origin(document["id"]))
                 seen.append(document["id"])
-            assert row["tokens"] == at <= 512
+            assert row["tokens"] == at <= 256
     assert sorted(seen) == list(range(len(store)))  # an epoch
     assert all(len(row["documents"]) == 1 for batch in batches for row in batch["rows"]) == (packing == "none")
 
@@ -172,11 +172,11 @@ def test_a_drawn_batch_has_borders_and_padding(whet: Any, recipe: str) -> None:
     shown = result_of(whet("inspect", recipe, "--batch", 2, "--json"))
     out = whet("inspect", recipe, "--batch", 2).out
     title, *rows = out.splitlines()
-    assert f"step 2 of 12 · {len(shown['rows'])} rows of 512 tokens" in title
+    assert f"step 2 of 12 · {len(shown['rows'])} rows of 256 tokens" in title
     for line, row in zip(rows, shown["rows"], strict=False):
         assert line.count("│") == len(row["documents"]) + 1
-        assert f"{row['tokens']}/512, {len(row['documents'])} documents" in line
-        assert abs(line.count("·") - (512 - row["tokens"]) * 100 / 512) <= 1
+        assert f"{row['tokens']}/256, {len(row['documents'])} documents" in line
+        assert abs(line.count("·") - (256 - row["tokens"]) * 100 / 256) <= 1
         assert "█" in line
 
 

@@ -25,7 +25,7 @@ SITE = (
     "launch.slurm.exclusive=user", "launch.slurm.gpu_type=mi250", "launch.slurm.cpus=7", "launch.slurm.memory=0",
     "launch.slurm.time=20:00:00", "launch.slurm.hint=nomultithread", "launch.slurm.modules=[LUMI]",
     "launch.slurm.container=/scratch/rocm.sif", "launch.slurm.binds=[/scratch, /project]", "launch.env.HF_TOKEN=hidden",
-    "launch.slurm.setup=['source misc/purge.sh']",
+    "launch.slurm.setup=['source misc/purge.sh']", "train.batch={rows: 1536}",
 )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def submit(whet: Any, recipe: str, cluster: Cluster, tmp_path: Path) -> Callable
 
 @pytest.mark.parametrize(
     ("option", "key"),
-    [("launch.slurm.partition=none", "launch.slurm.partition"), ("launch.nodes=7", "launch.nodes"),
+    [("launch.slurm.partition=none", "launch.slurm.partition"), ("launch.nodes=3", "launch.nodes"),
      ("launch.slurm.constraint=x", "launch.slurm.constraint"),
      ("launch.slurm={partition: short, time: 100}", "launch.slurm.time")],
 )  # fmt: skip

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from several_processes import on_gpu, torchrun
 from tiny_architectures import save_tiny_model
 
 Steps = Callable[[Path], list[dict[str, Any]]]
 
 
 def together(processes: int, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port),
-        "-m", "whet", "train", *map(str, arguments),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    return torchrun(processes, "-m", "whet", "train", *arguments, "launch.share_gpu=true")
 
 
 def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -38,7 +30,15 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize(
     ("processes", "mesh"),
-    [(2, ["parallel.shard=2"]), (4, ["parallel.shard=2", "parallel.context=2", "train.micro_rows=2"])],
+    [
+        (2, ["parallel.shard=2"]),
+        (4, ["parallel.shard=2", "parallel.context=2", "train.micro_rows=2"]),
+        on_gpu(2, []),
+        on_gpu(2, ["parallel.shard=2"]),
+        on_gpu(2, ["parallel.context=2"]),
+        on_gpu(4, ["parallel.shard=4"]),
+        on_gpu(4, ["parallel.shard=2", "parallel.context=2", "train.micro_rows=2"]),
+    ],
 )
 def test_one_run_by_one_by_several_and_by_one_again(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, processes: int, mesh: list[str]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_sharded_runs import assert_equal, together
 
+from several_processes import on_gpu
 from whet.model.load.builtin_models import builtin_folder
 
 Steps = Callable[[Path], list[dict[str, Any]]]
@@ -21,13 +22,18 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [(2, []), on_gpu(2, []), on_gpu(4, ["parallel.shard=2"]), on_gpu(4, ["parallel.replicate=2"])],
+)
 def test_a_run_becomes_tensor_parallel_in_the_middle(
-    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
+    whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, processes: int, mesh: list[str]
 ) -> None:
     folder = tmp_path / "run"
     options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
     assert whet("train", *options, "--until", "4").code == 0
-    done = together(2, *options, "parallel.tensor=2", "eval.tasks=[orders]", "eval.examples=2", "--until", "8")
+    tasks = ("eval.tasks=[orders]", "eval.examples=2")
+    done = together(processes, *options, "parallel.tensor=2", *mesh, *tasks, "--until", "8")
     assert done.returncode == 0, done.stderr
     assert whet("train", *options).code == 0
     assert_equal(steps_of(folder), steps_of(tiny_run))

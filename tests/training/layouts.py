@@ -184,6 +184,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     model = model_of(layout.family)
     if layout.adapter != "none":
         model = unwrap_peft(add_adapter(model, AdapterConfig(rank=4), seed=0).to(torch.float64))
+    model.to(ranks.device)
     attention.install_backend(model, layout.attention)
     root = LossModel(model)
     apply_ulysses(root, mesh)
@@ -196,9 +197,9 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         part=(ranks.context_rank, ranks.context_size),
     )  # fmt: skip
     if layout.adapter == "fused":
-        measure(root, loader)
+        measure(root, loader, ranks.device)
         assert fuse_lora_(root) == 3 * model.config.num_hidden_layers  # q k v, o, and the MLP
-    measure(root, loader)  # a forward pass without a backward pass must not keep anything from what follows
+    measure(root, loader, ranks.device)  # a forward pass without a backward pass must not change what follows
     before, linear_cross_entropy._CHUNK_BYTES_CPU = (
         linear_cross_entropy._CHUNK_BYTES_CPU,
         layout.chunk_rows * model.config.vocab_size * 8,
@@ -208,14 +209,14 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     finally:
         linear_cross_entropy._CHUNK_BYTES_CPU = before
         loader.close()
-    weights = {name: whole(weight) for name, weight in model.state_dict().items()}
+    weights = {name: whole(weight).cpu() for name, weight in model.state_dict().items()}
     return Trace([r.loss for r in results], [r.grad_norm for r in results], weights, apart(model, ranks))
 
 
 def apart(model: nn.Module, ranks: Ranks) -> tuple[str, ...]:
     """See `Trace`; to the last bit."""
     mine = [
-        (name, shard_index(weight), local_tensor(weight).detach().double().numpy().tobytes())
+        (name, shard_index(weight), local_tensor(weight).detach().double().cpu().numpy().tobytes())
         for name, weight in model.named_parameters()
     ]
     found: dict[tuple[str, int], set[bytes]] = {}
@@ -225,9 +226,9 @@ def apart(model: nn.Module, ranks: Ranks) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def measure(root: LossModel, loader: Loader) -> None:
+def measure(root: LossModel, loader: Loader, device: torch.device) -> None:
     for _, batch in loader.micro_batches(0):
-        root(batch)
+        root(batch.to(device))
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
@@ -301,13 +302,13 @@ for adapters, by two processes."""
 
 def end_of_each_rank(store: Store, ranks: Ranks) -> list[list[float]]:
     """Where bf16 weights are on every rank after six steps of random rounding: each draws it for itself."""
-    model = load_model(TINY, torch.bfloat16)
+    model = load_model(TINY, torch.bfloat16).to(ranks.device)
     attention.install_backend(model, "sdpa")
     root = LossModel(model)
     optimizer = build_optimizer(root, OptimizerConfig(name="adamw16bit", lr=3e-3), seed=1)
     loader = Loader(store, plan_of(store, "none"), 1, ranks.rank, ranks.world_size)
     for step in range(6):
-        take(root, optimizer, loader, step, ranks=ranks, autocast=torch.autocast("cpu", torch.bfloat16))
+        take(root, optimizer, loader, step, ranks=ranks, autocast=torch.autocast(ranks.device.type, torch.bfloat16))
     loader.close()
     return ranks.all_gather([[weight.double().sum().item() for weight in model.parameters()]])
 
@@ -316,7 +317,7 @@ def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
     """What comes apart where kernels add in no fixed order, on each process in another one, so that gradients differ
     from process to process, and where bf16 weights are rounded at random."""
     mesh = build_mesh(ParallelConfig(tensor=ranks.world_size), ranks)
-    model = model_of("llama").bfloat16()
+    model = model_of("llama").bfloat16().to(ranks.device)
     attention.install_backend(model, "sdpa")
     root = LossModel(model)
     apply_fsdp(root, mesh, torch.bfloat16)
@@ -334,7 +335,10 @@ def copies_under_noise(store: Store, ranks: Ranks) -> tuple[str, ...]:
     return apart(model, mesh.ranks)
 
 
-def all_of(world: int) -> list[Layout]:
+def layouts_of(world: int) -> list[Layout]:
+    """What so many processes run: all of it on CPUs, only what is divided on a GPU."""
+    if torch.cuda.is_available():
+        return list(DIVIDED[world])
     if world == 2:
         few = (FEW_STEPS, DIVIDED_STEPS, DIVIDED_STEPS)
         replicated = [replace(layout, steps=steps) for layout, steps in zip(TOGETHER, few, strict=True)]
@@ -343,9 +347,9 @@ def all_of(world: int) -> list[Layout]:
 
 
 def main(folder: Path) -> None:
-    ranks = init_distributed()
+    ranks = init_distributed(share_gpu=True)
     store = make_store()
-    for number, layout in enumerate(all_of(ranks.world_size)):
+    for number, layout in enumerate(layouts_of(ranks.world_size)):
         trace = run_steps(store, layout, ranks=ranks)
         if ranks.is_main:
             torch.save(trace.weights, folder / f"{number}.pt")

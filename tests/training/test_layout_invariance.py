@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +16,15 @@ from layouts import (
     STEPS,
     Layout,
     Trace,
-    all_of,
     in_pairs,
+    layouts_of,
     make_store,
     plan_of,
     run_naively,
     run_steps,
 )
 
+from several_processes import on_gpu, torchrun
 from whet.data.prepare.store import Store
 
 
@@ -104,21 +101,15 @@ def run_plainly(store: Store, plain: Layout) -> Trace:
     return run_naively(store, plain.family, plain.steps)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, on_gpu(2), on_gpu(4)])
 def test_neither_the_number_of_processes_matters_nor_what_they_shard(
     store: Store, naive: Trace, tmp_path: Path, world: int
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(port),
-        str(Path(__file__).with_name("layouts.py")), str(tmp_path),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ))
+    """On a GPU too, compared with one process on the CPU."""
+    done = torchrun(world, Path(__file__).with_name("layouts.py"), tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
     alone = {Layout(): naive}
-    for number, layout in enumerate(all_of(world)):
+    for number, layout in enumerate(layouts_of(world)):
         found = json.loads((tmp_path / f"{number}.json").read_text())
         weights = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         if (plain := plain_of(layout)) not in alone:

@@ -56,14 +56,20 @@ def launch(
     from whet.core.errors import ExitCode
     from whet.launch.local import format_command, make_launch_job, train_command
     from whet.launch.supervise import supervise
+    from whet.run.step_rows import require_rows
 
     config = read_config(recipe, overrides or [])
+    is_new = not (resume and (config.folder / "config.yaml").exists())
     if on is LaunchTarget.SLURM:
+        if is_new:
+            require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes or 1)
         return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)
     if wait or chain > 1 or then:
         raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")
     command = train_command(recipe, overrides or (), quiet)
     job = make_launch_job(command, config.folder, config.run.name or "", config.launch, resume)
+    if is_new:
+        require_rows(config, job.nodes, job.processes)
     if dry_run:
         line = format_command(job, resume)
         if not as_json:

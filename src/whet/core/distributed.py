@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from whet.core import launch_env
-from whet.core.console import info
+from whet.core.console import info, warn
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.rendezvous import StartBarrier, join_rendezvous
@@ -122,28 +122,33 @@ def is_peer_failure(error: BaseException) -> bool:
 # Initialisation
 
 
-def get_local_device() -> torch.device:
-    """The device of this machine that this process uses."""
+def get_local_device(share_gpu: bool = False) -> torch.device:
+    """The device of this machine that this process uses. `share_gpu`: processes without one of their own share them."""
     local = launch_env.local_rank()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
-    if local >= torch.accelerator.device_count():
+    count = torch.accelerator.device_count()
+    if share_gpu and accelerator.type == "cuda":  # Gloo carries no tensors of other accelerators
+        return torch.device("cuda", local % count)
+    if local >= count:
+        shared = ", or let processes share one, for tests: launch.share_gpu=true" if accelerator.type == "cuda" else ""
         raise WhetError(
-            f"this machine has {torch.accelerator.device_count()} {accelerator.type} devices, and process {local + 1} "
-            "needs one of its own. Start fewer processes: torchrun --nproc-per-node"
+            f"this machine has {count} {accelerator.type} device{'s' if count > 1 else ''}, and process {local + 1} "
+            f"needs one of its own. Start fewer processes (launch.gpus={count}; torchrun: --nproc-per-node {count})"
+            f"{shared}"
         )
     return torch.device(accelerator.type, local)
 
 
-def init_distributed(timeout_s: float = 1800.0) -> Ranks:
+def init_distributed(timeout_s: float = 1800.0, share_gpu: bool = False) -> Ranks:
     """Select this process's device and join the process group, if the launcher started several processes.
 
     They may arrive hours apart, when each machine prepares its own data; later no collective takes longer than
-    `timeout_s`.
+    `timeout_s`. `share_gpu`: several processes may use one GPU, and communicate over Gloo (launch.share_gpu).
     """
     rank, world_size = launch_env.rank(), launch_env.world_size()
-    device = get_local_device()
+    device = get_local_device(share_gpu)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     if world_size > 1:
@@ -157,7 +162,7 @@ def init_distributed(timeout_s: float = 1800.0) -> Ranks:
                 host, port = launch_env.store_address()
                 barrier = StartBarrier(host, port, launch_env.job(), world_size, "processes", timeout_s)
                 _store, _ = join_rendezvous(barrier, may_host=rank == 0)  # in use until the process group shares it
-            dist.init_process_group(_backend_for(device), timeout=datetime.timedelta(seconds=timeout_s))
+            dist.init_process_group(_backend_for(device, share_gpu), timeout=datetime.timedelta(seconds=timeout_s))
     return Ranks(rank, world_size, device)
 
 
@@ -165,9 +170,20 @@ def _log_missing(missing: int) -> None:
     info(f"waiting for {missing} other process{'es' if missing > 1 else ''}")
 
 
-def _backend_for(device: torch.device) -> str:
-    """Gloo for the CPU; an accelerator's own backend, with Gloo beside it for tensors on the host."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+def _backend_for(device: torch.device, share_gpu: bool) -> str:
+    """Gloo for the CPU; an accelerator's own backend, with Gloo beside it for tensors on the host.
+
+    NCCL refuses two processes on one GPU. Gloo carries CUDA tensors through the host, in every collective that whet
+    uses: all_reduce, all_gather, reduce_scatter and all_to_all of single tensors, broadcast, with sums only. It has
+    neither ReduceOp.AVG nor coalesced CUDA tensors.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    if share_gpu and device.type == "cuda":
+        if launch_env.rank() == 0:
+            warn("launch.share_gpu: processes share GPUs and communicate over Gloo, through the host: for tests, slow")
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 # A barrier in the TCPStore. A collective has a deadline and needs a process group; this needs neither. It serves where

@@ -32,6 +32,13 @@ def local_world_size(default: int = 1) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", default))
 
 
+def process_layout() -> tuple[int, int]:
+    """(machines, processes on each); machines with different numbers count as one."""
+    everyone = world_size()
+    each = local_world_size(everyone)
+    return (everyone // each, each) if everyone % each == 0 else (1, everyone)
+
+
 def store_address() -> tuple[str, int]:
     """Host and port of the TCPStore at which all processes meet."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

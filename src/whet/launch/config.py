@@ -76,6 +76,10 @@ class LaunchConfig(Section):
     processes: int | None = Field(
         default=None, ge=1, description="Processes on each machine, instead of gpus: for machines without GPUs."
     )
+    share_gpu: bool = Field(
+        default=False,
+        description="Let several processes use one GPU, over Gloo, because NCCL refuses that. For tests: it is slow.",
+    )
     rendezvous: str | None = Field(
         default=None,
         pattern=r"^[^\s:]+:\d+$|^\[[0-9a-fA-F:]+\]:\d+$",

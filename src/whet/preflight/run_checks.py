@@ -10,13 +10,15 @@ from whet.core.errors import ExitCode, WhetError, describe_error
 from whet.data.prepare.tokenize import BadLineError
 from whet.preflight.data_checks import (
     Finding,
+    Level,
     check_duplicates,
     check_ledger,
     check_step_count,
     check_store,
     check_template,
 )
-from whet.run.data import RunData, load_run_tokenizer, make_conversation_tokenizer, prepare_data
+from whet.run.data import RunData, load_run_tokenizer, make_conversation_tokenizer, make_plan, prepare_data
+from whet.run.step_rows import describe_shortage, find_shortage, most_rows, step_layout, typical_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,6 +102,40 @@ def _tensor_parallel_finding(model: nn.Module, processes: int) -> Finding:
     return Finding("tensor", "ok", f"{layers} linear layers are sharded over {processes} processes")
 
 
+def check_batch(config: Config, data: RunData | None, unpacked: bool) -> Iterator[Finding]:
+    """Whether a step has rows for every device of `whet launch`; nothing for a single one. `unpacked`: each
+    conversation is a row."""
+    launch = config.launch
+    given, nodes = launch.gpus or launch.processes, launch.node_range()[1]
+    level, text = _batch_finding(config, data, nodes, given or 1, unpacked)
+    if level == "ok" and given is None and nodes == 1:  # `whet launch` would use all of this machine's
+        level, text = _batch_finding(config, data, 1, _device_count(), unpacked)
+        level, text = ("warning", f"{text}. `whet train` uses one device") if level == "fault" else (level, text)
+    if text:
+        yield Finding("batch", level, text)
+
+
+def _batch_finding(config: Config, data: RunData | None, nodes: int, devices: int, unpacked: bool) -> tuple[Level, str]:
+    layout = step_layout(config, most_rows(config), nodes, devices, unpacked)
+    if layout.ranks == 1:
+        return "ok", ""
+    if data is None:
+        return ("ok", "") if layout.fits else ("fault", describe_shortage(config, layout))
+    plan = make_plan(config, data)
+    plan = plan.unpacked(data.train.store.lengths) if unpacked else plan
+    shortage = find_shortage(config, data, plan, nodes, devices, unpacked)
+    if shortage is not None:
+        return "fault", shortage
+    rows = typical_rows(plan)
+    return "ok", f"a step has {rows:,} rows for {layout.ranks:,} data-parallel ranks, {rows / layout.ranks:.3g} each"
+
+
+def _device_count() -> int:
+    import torch
+
+    return max(1, torch.accelerator.device_count())
+
+
 def _vocabulary_finding(tokens: int, rows: int) -> Finding:
     text = f"the tokenizer has {tokens:,} tokens, the model {rows:,}"
     if tokens < (1 - _MAX_UNUSED_ROWS) * rows:
@@ -146,7 +182,11 @@ def _all_findings(config: Config) -> Iterator[Finding]:
     yield from _template_findings(config, data)
     if data is not None:
         yield from check_step_count(config, data)
-    yield from check_model(config, data)
+    unpacked = False
+    for finding in check_model(config, data):
+        unpacked = unpacked or (finding.check, finding.level) == ("leak", "warning")
+        yield finding
+    yield from check_batch(config, data, unpacked)
 
 
 def _prepare_for_check(config: Config) -> tuple[RunData | None, list[Finding]]:

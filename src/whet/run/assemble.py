@@ -15,9 +15,11 @@ from whet.checkpoint.retention import lower_is_better
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.checksums import write_hashed_json
+from whet.core.console import warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
+from whet.core.launch_env import process_layout
 from whet.core.resources import cores_per_process
 from whet.core.run_folder import RunFolder
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
@@ -44,6 +46,7 @@ from whet.run.model_builder import (
     build_sharded_loss_model,
     make_loader,
 )
+from whet.run.step_rows import find_shortage
 from whet.run.summary import describe_run, print_summary, run_flops_table
 from whet.training.checkpoints import (
     checkpoint_metadata,
@@ -67,11 +70,12 @@ from whet.training.trackers import open_trackers
 @contextlib.contextmanager
 def assemble(
     config: Config, data: RunData, store_check: StoreCheck, loading: BackgroundModelLoader, folder: RunFolder | None,
-    ranks: Ranks, *, until: int | None, save: bool, startup: StartupTimer, trackers: Sequence[str],
+    ranks: Ranks, *, is_new: bool, until: int | None, save: bool, startup: StartupTimer, trackers: Sequence[str],
 ) -> Iterator[Run]:  # fmt: skip
     """The run, restored from its newest checkpoint and ready for its next step. Leaving the block closes its files.
 
-    `folder` is rank 0's alone. `until`: the step after which this process ends. `save`: whether to write checkpoints.
+    `folder` is rank 0's alone. `is_new`: whether nothing was here before. `until`: the step after which this process
+    ends. `save`: whether to write checkpoints.
     """
     PHASE.enter("loading the model", unbounded=True)
     if data.validation is not None and not data.validation.targets[data.validation_documents].any():
@@ -86,6 +90,7 @@ def assemble(
     model = _build_training_model(config, data, loading, mesh, precision)
     if model.unpacked:
         plan = plan.unpacked(data.train.store.lengths)
+    check_rows(config, data, plan, bool(model.unpacked), is_new)
     most_rows, micro_rows = int(np.diff(plan.steps).max(initial=0)), 1 if model.unpacked else config.train.micro_rows
     if mesh.fsdp_mesh is None and precision.weights == torch.bfloat16 and most_rows > ranks.data_size * micro_rows:
         accumulate_in_fp32(model)
@@ -155,6 +160,15 @@ def assemble(
             write_hashed_json(folder.path / "plan.json", describe_run(run))
         print_summary(run)
         yield run
+
+
+def check_rows(config: Config, data: RunData, plan: Plan, unpacked: bool, is_new: bool) -> None:
+    """Refuse a new run whose steps have too few rows for its processes; a resumed one keeps its steps."""
+    shortage = find_shortage(config, data, plan, *process_layout(), unpacked, is_new)
+    if shortage is not None and is_new:
+        raise WhetError(shortage)
+    if shortage is not None:
+        warn(f"{shortage}. Until then the run continues with the same samples, and devices idle")
 
 
 def _build_training_model(

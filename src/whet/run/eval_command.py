@@ -17,6 +17,7 @@ import torch
 
 from whet.checkpoint import directory
 from whet.config import Config, read_config
+from whet.core import launch_env
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.config import load_config
 from whet.core.console import set_quiet, silence_libraries, warn
@@ -76,11 +77,11 @@ class EvaluationResult:
 def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     """Losses, task scores with intervals, and the difference from another model; what `whet eval --json` prints."""
     silence_libraries()
-    ranks = init_distributed()
-    if not ranks.is_main:
+    if launch_env.rank() > 0:
         set_quiet()
     config = _evaluation_config(request)
     load_tasks(config.eval)  # reports errors before a model is loaded
+    ranks = init_distributed(share_gpu=config.launch.share_gpu)
     if request.against is not None and not config.eval.tasks:
         raise WhetError("--against compares task scores, and there is no task. Add some: --tasks orders,my.jsonl")
     other = None if request.against is None else _other_task_results(request, config, ranks)

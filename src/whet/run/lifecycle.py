@@ -28,6 +28,7 @@ from whet.run.export_run import ExportRequest, export_model
 from whet.run.model_builder import BackgroundModelLoader, require_tensor_parallel_plan, set_deterministic
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
 from whet.run.resume import open_run_folder, recorded_data, write_run_inputs
+from whet.run.step_rows import require_rows
 from whet.training.run_state import Run
 from whet.training.timing import StartupTimer
 from whet.training.trackers import check_trackers
@@ -51,6 +52,8 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
     if config.quantize is not None:
         require_bitsandbytes()
     require_tensor_parallel_plan(config)
+    if not resume:
+        require_rows(config, *launch_env.process_layout())  # before data is prepared
     is_finished = resume and read_status(config.folder).get("state") == "finished"
     timeout_s = 60.0 * config.parallel.timeout
     PHASE.enter("preparing data", unbounded=True)
@@ -63,7 +66,8 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
         if is_finished:
             info(f"{config.folder}: this run is finished; nothing to do")
             return
-        if resume and folder is not None and not folder.holds_run():
+        is_new = folder is not None and not folder.holds_run()
+        if resume and is_new:
             info(f"{config.folder}: there is nothing to resume; the run starts at step 0")
         with run_while_waiting(loading.start):
             data = prepare_data(config, *recorded_data(config.folder))
@@ -72,15 +76,16 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
                 write_run_inputs(folder, config, data)
             digests = store_digests(data) if world_size > 1 else {}
             PHASE.enter("joining the process group")
-            ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S)
+            ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S, config.launch.share_gpu)
             with process_group(ranks):
                 hang_detector.start()
                 with report_failures(config.folder, rank, world_size), advise_on_out_of_memory():
                     require_consistent_ranks(config.folder, digests, ranks)  # rank 0 has written the plan by now
+                    [is_new] = ranks.all_gather([is_new] if ranks.is_main else [])
                     startup.end_phase("prepare_s")
                     with assemble(
-                        config, data, store_check, loading, folder, ranks, until=until, save=save, startup=startup,
-                        trackers=trackers,
+                        config, data, store_check, loading, folder, ranks, is_new=is_new, until=until, save=save,
+                        startup=startup, trackers=trackers,
                     ) as run:  # fmt: skip
                         train(run)
                 hang_detector.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from pathlib import Path
 
 from whet.config import Config, read_config
+from whet.core import launch_env
 from whet.core.run_folder import RunFolder
 from whet.data.config import Source, Validation
+from whet.run.step_rows import step_layout
 from whet.training.config import BatchConfig, TrainConfig
 
 # Each trial has a folder beside the run's, which the next trial replaces, so that it never touches the run itself.
@@ -17,7 +20,7 @@ SMOKE_STEPS = 5
 _TRIAL_TAG = "whet:trial"
 """Marks a folder as a trial, which may be deleted."""
 _MAX_CONVERSATIONS, _MAX_VALIDATION, _MAX_EXAMPLES = 64, 8, 4
-_MAX_BATCH = {"conversations": 4, "rows": 2}
+_MAX_CONVERSATIONS_PER_STEP, _MAX_ROWS_PER_STEP = 4, 2
 
 
 def smoke_config(config: Config) -> Config:
@@ -33,7 +36,7 @@ def smoke_config(config: Config) -> Config:
     few = {"examples": min(config.eval.examples, _MAX_EXAMPLES), "every": None, "tasks": tasks}
     measured = config.eval.model_copy(update=few)
     saved = config.checkpoint.model_copy(update={"every": SMOKE_STEPS, "minutes": None, "epochs": None, "keep_best": 0})
-    train = _shorten(config.train, config.row_length)
+    train = _shorten(config)
     changed = {"data": data, "train": train, "eval": measured, "checkpoint": saved, "profile": None}
     return _in_sibling_folder(config.model_copy(update=changed), "smoke")
 
@@ -77,9 +80,13 @@ def _limit_validation(validation: Validation | None) -> Validation | None:
     return validation.model_copy(update={"sources": _limit_samples(validation.sources, _MAX_VALIDATION)})
 
 
-def _shorten(train: TrainConfig, row_length: int) -> TrainConfig:
-    batch = {
-        unit: min(n, _MAX_BATCH.get(unit, row_length)) for unit, n in train.batch.model_dump(exclude_none=True).items()
-    }
+def _shorten(config: Config) -> TrainConfig:
+    """Few steps of few rows, yet enough for every process: how many rows conversations take only the data tells."""
+    train, needed = config.train, step_layout(config, 0, *launch_env.process_layout()).needed
+    limits = {
+        "conversations": _MAX_CONVERSATIONS_PER_STEP if launch_env.world_size() == 1 else sys.maxsize,
+        "rows": max(_MAX_ROWS_PER_STEP, needed), "tokens": config.row_length * max(1, needed),
+    }  # fmt: skip
+    batch = {unit: min(n, limits[unit]) for unit, n in train.batch.model_dump(exclude_none=True).items()}
     length = {"steps": SMOKE_STEPS, "epochs": None, "tokens": None}
     return train.model_copy(update={**length, "batch": BatchConfig(**batch)})

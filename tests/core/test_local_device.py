@@ -1,0 +1,49 @@
+"""Which device a process uses, and over which backend processes communicate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from whet.core import distributed
+from whet.core.distributed import get_local_device
+from whet.core.errors import WhetError
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a single GPU, as far as torch tells."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    return monkeypatch
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused_and_told_of_the_setting(one_gpu: pytest.MonkeyPatch) -> None:
+    one_gpu.setenv("LOCAL_RANK", "1")
+    with pytest.raises(WhetError) as refused:
+        get_local_device()
+    assert str(refused.value) == (
+        "this machine has 1 cuda device, and process 2 needs one of its own. Start fewer processes (launch.gpus=1; "
+        "torchrun: --nproc-per-node 1), or let processes share one, for tests: launch.share_gpu=true"
+    )
+
+
+@pytest.mark.parametrize(("rank", "devices", "device"), [(0, 1, 0), (3, 1, 0), (1, 2, 1), (3, 2, 1)])
+def test_processes_may_share_gpus(one_gpu: pytest.MonkeyPatch, rank: int, devices: int, device: int) -> None:
+    one_gpu.setattr(torch.accelerator, "device_count", lambda: devices)
+    one_gpu.setenv("LOCAL_RANK", str(rank))
+    assert get_local_device(share_gpu=True) == torch.device("cuda", device)
+
+
+def test_shared_gpus_communicate_over_gloo_and_whet_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = torch.device("cuda", 0)
+    assert distributed._backend_for(gpu, share_gpu=False) == "cpu:gloo,cuda:nccl"
+    assert capsys.readouterr().err == ""
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        assert distributed._backend_for(gpu, share_gpu=True) == "gloo"
+    assert capsys.readouterr().err.count("for tests") == 1
+    assert distributed._backend_for(torch.device("cpu"), share_gpu=True) == "gloo"
+    assert capsys.readouterr().err == ""
