@@ -100,18 +100,18 @@ def test_a_variable_that_is_not_set_is_named_with_place_and_remedy(monkeypatch: 
     [
         ("a: 1\nb: 2\na: 3\n", "f.yaml:3: the key 'a' is given twice (first at f.yaml:1)"),
         ("x:\n  a: 1\n  a: 1\n", "f.yaml:3: the key 'a' is given twice (first at f.yaml:2)"),
-        ("a: 1\nb: [\n", "f.yaml:3: not valid YAML"),
-        ("a: 1\n\tb: 2\n", "f.yaml:2: not valid YAML"),
-        ("a: b: c\n", "f.yaml:1: not valid YAML"),
-        ("a: 1\n---\nb: 2\n", "f.yaml:2: not valid YAML"),
-        ("a: *nowhere\n", "f.yaml:1: not valid YAML"),
+        ("a: 1\nb: [\n", "f.yaml:3:1: not valid YAML"),
+        ("a: 1\n\tb: 2\n", "f.yaml:2:1: not valid YAML"),
+        ("a: b: c\n", "f.yaml:1:5: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "f.yaml:2:1: not valid YAML"),
+        ("a: *nowhere\n", "f.yaml:1:4: not valid YAML"),
         ("a: 1\n? [b]\n: 2\n", "f.yaml:1: a key must be plain text"),
         ("a: \x00\n", "f.yaml: not valid YAML: unacceptable character #x0000"),
         ("[" * 5000, "f.yaml: not valid YAML"),
     ],
     ids=lambda value: repr(value[:25]),
 )
-def test_what_is_not_yaml_is_an_error_with_file_and_line(text: str, says: str) -> None:
+def test_what_is_not_yaml_is_an_error_with_file_line_and_column(text: str, says: str) -> None:
     with pytest.raises(WhetError) as caught:
         parse_yaml(text, "f.yaml")
     assert str(caught.value).startswith(says)

@@ -10,7 +10,7 @@ import typer
 
 from whet.cli.common import JsonOption, QuietOption, cli_command
 
-app = typer.Typer(name="import", help="Convert checkpoints of other programs.", no_args_is_help=True)
+app = typer.Typer(name="import", help="Bring checkpoints and configurations of other programs.", no_args_is_help=True)
 
 
 class ImportKind(StrEnum):
@@ -51,3 +51,39 @@ def checkpoint(
     from whet.convert.converter import import_checkpoint
 
     return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms)
+
+
+@app.command()
+@cli_command
+def config(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[KIND] FILE",
+            help="The configuration; KIND is determined, deepspeed, neox, nanochat, mindspeed, trl, axolotl or "
+            "llamafactory. Without it, whet tells by the keys.",
+            show_default=False,
+        ),
+    ],
+    onto: Annotated[
+        Path | None,
+        typer.Option("--onto", metavar="RECIPE", help="Add it to this recipe, whose values it replaces."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The new recipe. Absent: it goes to stdout.")
+    ] = None,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> dict[str, Any]:
+    """Write a recipe from another program's configuration; print what has no equivalent or means something else."""
+    from whet.convert.configs.importer import import_config
+    from whet.core import console
+    from whet.core.errors import UsageError
+
+    if len(source) > 2:
+        raise UsageError(f"give a kind and a file, not {len(source)} arguments: whet import config [KIND] FILE")
+    *kind, file = source
+    result = import_config(kind[0] if kind else None, Path(file), onto, out)
+    if out is None and not as_json:
+        console.print_result(result["recipe"], end="")
+    return result

@@ -58,11 +58,16 @@ def load_config(
     root: type[AnySection], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all"
 ) -> AnySection:
     """Read a recipe and the recipes it extends, apply KEY=VALUE overrides, validate."""
-    tree = _read_with_parents(path, root, (), {}, expand) if path else Node({}, "defaults")
+    tree = read_tree(root, path, expand) if path else Node({}, "defaults")
     given = Node({}, "command line")
     for text in overrides:  # merged first: two alternatives on one command line are an error, the last does not win
-        given = _merge_nodes(given, _parse_override(text), None)
-    return validate_config(root, _merge_nodes(tree, given, root))
+        given = merge_trees(given, _parse_override(text), None)
+    return validate_config(root, merge_trees(tree, given, root))
+
+
+def read_tree(root: type[Section], path: Path, expand: Expand = "all") -> Node:
+    """A recipe with the recipes it extends, not validated: every value has its file and line."""
+    return _read_with_parents(path, root, (), {}, expand)
 
 
 def validate_config(root: type[AnySection], tree: Node) -> AnySection:
@@ -135,8 +140,8 @@ def _read_with_parents(
             raise WhetError(f"{parents.place}: extends {name}: no such file ({parent}). Paths are relative to {path}")
         if parent not in read:
             read[parent] = _read_with_parents(parent, root, below, read, expand)
-        base = _merge_nodes(base, read[parent], root)
-    return _merge_nodes(base, tree, root)
+        base = merge_trees(base, read[parent], root)
+    return merge_trees(base, tree, root)
 
 
 def _parse_override(text: str) -> Node:
@@ -151,14 +156,14 @@ def _parse_override(text: str) -> Node:
     return node
 
 
-def _merge_nodes(base: Node, over: Node, section: type[Section] | None) -> Node:
+def merge_trees(base: Node, over: Node, section: type[Section] | None) -> Node:
     """`base` updated with `over`: mappings merge key by key, other values are replaced, integer keys index lists."""
     if isinstance(base.value, list) and isinstance(over.value, dict) and _are_indices(over.value):
         items = list(base.value)
         for key, node in over.value.items():
             if int(key) >= len(items):
                 raise WhetError(f"{node.place}: there is no item {key}: the list has {len(items)} (counted from 0)")
-            items[int(key)] = _merge_nodes(items[int(key)], node, section)
+            items[int(key)] = merge_trees(items[int(key)], node, section)
         return Node(items, base.place)
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
@@ -168,7 +173,7 @@ def _merge_nodes(base: Node, over: Node, section: type[Section] | None) -> Node:
             merged = {key: node for key, node in merged.items() if key not in group or key in over.value}
     for key, node in over.value.items():
         field = section.model_fields.get(key) if section else None
-        merged[key] = _merge_nodes(merged[key], node, _section_type(field)) if key in merged else node
+        merged[key] = merge_trees(merged[key], node, _section_type(field)) if key in merged else node
     return Node(merged, base.place)
 
 

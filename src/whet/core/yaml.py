@@ -118,7 +118,7 @@ def parse_yaml(text: str, name: str, numbered: bool = True, expand: Expand = "al
             return _convert_node(document, name, numbered, expand)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{name}:{mark.line + 1}" if mark and numbered else name
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark and numbered else name
         problem = getattr(error, "problem", None) or first_line(error)
         raise WhetError(f"{place}: not valid YAML: {problem}") from None
     except RecursionError:
@@ -211,6 +211,12 @@ def _parse_scalar(text: str) -> Scalar:
 def dump_yaml(value: Any) -> str:
     """YAML that `parse_yaml` reads back as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def dump_yaml_inline(value: Any) -> str:
+    """The same on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9, default_flow_style=True)
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 class _Dumper(yaml.SafeDumper):

@@ -1,0 +1,1 @@
+"""Configurations of other programs → recipes: `whet import config`."""

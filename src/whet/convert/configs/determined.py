@@ -1,0 +1,226 @@
+"""Determined's experiment YAML, with the arguments of a Hugging Face script in its entrypoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whet.convert.configs import deepspeed
+from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_training_arguments
+from whet.convert.configs.read import parse_command
+from whet.convert.configs.rules import put_adapter, put_batch, put_targets
+from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as, under
+from whet.convert.configs.trl import dataset_path
+from whet.core.yaml import Node
+
+_ROWS: Rows = {
+    **by_rule(
+        "entrypoint hyperparameters searcher resources.slots_per_trial environment.environment_variables "
+        "min_validation_period min_checkpoint_period checkpoint_storage.save_trial_latest "
+        "checkpoint_storage.save_trial_best checkpoint_storage.save_experiment_best reproducibility.experiment_seed"
+    ),
+    **copied("text", name="run.name"),
+    **copied("texts", labels="run.tags"),
+    **copied("integer", max_restarts="launch.max_restarts"),
+    **copied("flag", perform_initial_validation="eval.at_start"),
+    **no_equivalent("remote checkpoint storage: whet keeps checkpoints in the run folder", under(
+        "checkpoint_storage",
+        "type bucket host_path storage_path container container_path prefix access_key secret_key endpoint_url "
+        "connection_string account_url credential hdfs_url user propagation directory save_experiment_latest",
+    )),
+    **no_equivalent("a container image: launch.slurm.container for Singularity", "environment.image "
+                    "environment.registry_auth environment.force_pull_image environment.drop_capabilities "
+                    "environment.add_capabilities environment.pod_spec environment.ports environment.proxy_ports"),
+    **no_equivalent("the cluster's queues: launch.slurm", "resources.resource_pool resources.priority resources.weight "
+                    "resources.max_slots resources.shm_size resources.devices resources.agent_label "
+                    "resources.native_parallel resources.is_single_node bind_mounts slurm pbs"),
+    **no_equivalent("a group of experiments", "workspace project"),
+    **no_equivalent("a text about the run: run.tags has words", "description"),
+    **no_equivalent("rules about log lines", "log_policies preemption_timeout retention_policy"),
+    **no_equivalent("settings that the script reads by itself", "data data_layer integrations pachyderm"),
+    **no_equivalent("profile has its own options", "profiling tensorboard_storage"),
+    **not_needed("whet checkpoints by its own rules", "checkpoint_policy"),
+    **not_needed(SPEED, "optimizations debug records_per_epoch scheduling_unit template security internal unmanaged"),
+}  # fmt: skip
+
+_ARGUMENTS: Rows = {
+    **ROWS,
+    **LORA_ROWS,
+    **by_rule("dataset_name dataset_config_name train_file validation_file validation_split_percentage block_size "
+              "max_train_samples max_eval_samples torch_dtype use_lora"),
+    **same_as(dtype="torch_dtype"),
+    **copied("text", model_name_or_path="model.path", model_revision="model.revision",
+             tokenizer_name="model.tokenizer"),
+    **copied("flag", trust_remote_code="model.trust_remote_code"),
+    **no_equivalent("streaming: whet prepares the data before step 1", "streaming"),
+    **no_equivalent("another configuration of the model", "config_name config_overrides model_type"),
+    **not_needed(SPEED, "cache_dir overwrite_cache preprocessing_num_workers keep_linebreaks use_auth_token token"),
+}  # fmt: skip
+"""Of transformers' run_clm.py, which Determined's examples start."""
+
+
+def read_arguments(draft: Draft) -> None:
+    """The script's arguments: hyperparameters.training_arguments wins over the entrypoint, to which it is appended."""
+    given = draft.entries["hyperparameters"].node if draft.has("hyperparameters") else Node({}, "")
+    if not isinstance(given.value, dict):
+        raise draft.fail("hyperparameters", "is not a mapping")
+    arguments = given.value.get("training_arguments", Node({}, given.place))
+    for key, node in arguments.value.items() if isinstance(arguments.value, dict) else ():
+        draft.add(key, _constant(draft, f"hyperparameters.training_arguments.{key}", node), argument=True)
+    for key, node in given.value.items():
+        if key not in ("training_arguments", "deepspeed_config"):
+            draft.note("no equivalent", "hyperparameters", f"{key}: {node.plain(named=True)!r}: the script reads it")
+    draft.use("hyperparameters")
+    if draft.has("entrypoint"):
+        entry = draft.entries["entrypoint"].node
+        words = entry.plain()
+        text = " ".join(map(str, words)) if isinstance(words, list) else str(words)
+        command = parse_command(" ".join(text.split()), entry.place, numbered=False) if "--" in text else Node({}, "")
+        assert isinstance(command.value, dict)
+        for key, node in command.value.items():
+            draft.add(key, node, argument=True)
+        draft.use("entrypoint")
+        if "run_clm" not in text:
+            draft.note("decide", "entrypoint", "the script is not run_clm.py: its arguments are read as if it were, "
+                       "and what it trains on is not in this file. Check data.train_on and data.sources")  # fmt: skip
+    if "deepspeed_config" in given.value and not draft.has("deepspeed"):
+        draft.add("deepspeed", given.value["deepspeed_config"], argument=True)
+
+
+def _constant(draft: Draft, key: str, node: Node) -> Node:
+    """The value of a hyperparameter; of a range that is searched, its first."""
+    if not isinstance(node.value, dict) or "type" not in node.value:
+        return node
+    inside = node.value
+    if inside["type"].value == "const":
+        return Node(inside["val"].value, node.place) if "val" in inside else node
+    values = inside.get("vals")
+    first = values.value[0] if values is not None and isinstance(values.value, list) and values.value else None
+    if first is None and "minval" in inside:
+        first = inside["minval"]
+        base = inside["base"].value if "base" in inside else 10
+        if inside["type"].value == "log" and isinstance(first.value, int | float) and isinstance(base, int | float):
+            first = Node(_power(base, first.value), first.place)
+    draft.note("decide", "hyperparameters", f"{key} is searched ({node.plain()!r}), and whet has no search yet: its "
+               f"first value, {first.plain() if first is not None else 'none'}, is written")  # fmt: skip
+    return Node(first.value if first is not None else None, node.place)
+
+
+def _power(base: float, exponent: float) -> float | None:
+    try:
+        return float(f"{float(base) ** float(exponent):.12g}")
+    except (OverflowError, TypeError, ZeroDivisionError):  # TypeError: a complex number
+        return None
+
+
+def put_experiment(draft: Draft) -> None:
+    """Slots, environment, intervals, retention; searches are named."""
+    slots = draft.integer("resources.slots_per_trial")
+    if slots:
+        draft.world = slots
+        draft.put("launch.gpus", slots, "resources.slots_per_trial", why="on one machine")
+    given = draft.raw("environment.environment_variables")
+    if isinstance(given, dict):  # by device type, or names and values
+        given = next(
+            (value for value in given.values() if isinstance(value, list)), [f"{k}={v}" for k, v in given.items()]
+        )
+    if given and not isinstance(given, list):
+        raise draft.fail("environment.environment_variables", "is not a list such as [NAME=value]")
+    if given:
+        pairs = dict(str(each).partition("=")[::2] for each in given if "=" in str(each))
+        draft.put("launch.env", pairs, "environment.environment_variables")
+    for key, to in (("min_validation_period", "eval.every"), ("min_checkpoint_period", "checkpoint.every")):
+        period = draft.raw(key)
+        batches = period.get("batches") if isinstance(period, dict) else None
+        if isinstance(batches, int) and batches > 0:
+            draft.put(to, batches, key)
+        elif period is not None:
+            draft.note("no equivalent", key, f"{to} counts steps: set it by hand")
+    if (latest := draft.integer("checkpoint_storage.save_trial_latest")) and latest > 0:
+        draft.put("checkpoint.keep_last", latest, "checkpoint_storage.save_trial_latest")
+    for key in ("checkpoint_storage.save_trial_best", "checkpoint_storage.save_experiment_best"):
+        if draft.has(key) and not is_off(draft.raw(key)):
+            draft.note("different", key, "checkpoint.keep_best keeps the best; it needs eval.every and data.validation")
+    if (seed := draft.integer("reproducibility.experiment_seed")) is not None and not draft.has("seed"):
+        draft.put("run.seed", seed, "reproducibility.experiment_seed")
+    _put_searcher(draft)
+
+
+def _put_searcher(draft: Draft) -> None:
+    searcher = draft.raw("searcher")
+    if not isinstance(searcher, dict):
+        if searcher is not None:
+            raise draft.fail("searcher", "is not a mapping")
+        return
+    name, length = str(searcher.get("name", "single")), searcher.get("max_length")
+    batches = length.get("batches") if isinstance(length, dict) else length
+    if not draft.has("max_steps", "num_train_epochs") and isinstance(batches, int) and batches > 0:
+        draft.put("train.steps", batches, "searcher", why="max_length")
+    if name != "single":
+        draft.note("decide", "searcher", f"{name}: whet has no search yet; this recipe is one of its trials")
+    draft.use("searcher")
+
+
+def put_data(draft: Draft) -> None:
+    """run_clm.py joins all texts into blocks and trains on every token: no template, no mask."""
+    draft.put("data.train_on", "all", why="run_clm.py has no template and no mask")
+    draft.note("different", "dataset_name" if draft.has("dataset_name") else "train_file", "run_clm.py joins texts "
+                                                        "into blocks across documents and trains on every token; whet "
+                                                        "packs whole documents. Conversations with their template and "
+                                                        "mask: data.train_on: assistant")  # fmt: skip
+    draft.put("data.max_length", draft.integer("block_size"), "block_size")
+    draft.put("data.too_long", "split", "block_size", why="into windows")
+    draft.put("data.packing", "best-fit", "block_size")
+    put_batch(draft, "rows")
+    files = [key for key in ("train_file", "dataset_name") if draft.has(key)][:1]
+    for key in files:
+        path = draft.text(key) or ""
+        draft.put("data.sources.0.path", path if key == "train_file" else dataset_path(draft, path), key)
+        if key == "dataset_name":
+            if draft.text("dataset_config_name") not in (None, "default"):
+                draft.put("data.sources.0.subset", draft.text("dataset_config_name"), "dataset_config_name")
+            draft.put("data.sources.0.split", "train", why="run_clm.py's")
+        if (limit := draft.integer("max_train_samples")) is not None:
+            draft.put("data.sources.0.max_samples", limit, "max_train_samples")
+    draft.use("dataset_config_name")
+    if draft.has("validation_file"):
+        draft.put("data.validation.sources.0.path", draft.text("validation_file"), "validation_file")
+        if (limit := draft.integer("max_eval_samples")) is not None:
+            draft.put("data.validation.sources.0.max_samples", limit, "max_eval_samples")
+    elif draft.has("do_eval") and files:
+        share = draft.integer("validation_split_percentage") or 5
+        draft.put("data.validation.fraction", share / 100, "validation_split_percentage", "do_eval",
+                  why="where the dataset has no validation split")  # fmt: skip
+
+
+def put_model(draft: Draft) -> None:
+    """LoRA, as the script configures it, and DeepSpeed."""
+    if draft.flag("use_lora") or draft.flag("use_peft"):
+        put_adapter(draft, "use_lora", "use_peft")
+        put_targets(draft)
+        if not draft.has("lora_r"):
+            draft.note("decide", "use_lora", "rank, alpha and dropout are in the script, not in this file; 8, 32 and "
+                       "0.1, those of PEFT's examples, are written")  # fmt: skip
+    dtype = str(draft.text("torch_dtype")).removeprefix("torch.")
+    if dtype in ("float16", "fp16"):
+        draft.note("different", "torch_dtype", "weights in fp16: whet keeps those it trains in fp32, frozen ones in "
+                   "train.precision")  # fmt: skip
+    elif dtype == "bfloat16" and "adapter.method" not in draft.settings and _value(draft, "train.precision") == "bf16":
+        draft.put("model.dtype", "bf16", "torch_dtype")
+    if draft.has("deepspeed") and not is_off(draft.raw("deepspeed")):
+        deepspeed.include(draft, "deepspeed")
+
+
+def _value(draft: Draft, to: str) -> Any:
+    node = draft.settings.get(to)
+    return None if node is None else node.value
+
+
+KIND = Kind(
+    "determined",
+    "Determined 0.38 with run_clm.py",
+    _ROWS,
+    (read_arguments, put_training_arguments, put_experiment, put_data, put_model),
+    defaults={**DEFAULTS, "block_size": 1024, "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "max_restarts": 5},
+    arguments=_ARGUMENTS,
+)

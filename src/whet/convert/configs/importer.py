@@ -1,0 +1,175 @@
+"""`whet import config`: a configuration of another program → a recipe, and what it does not say or says otherwise."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from whet import __version__
+from whet.config import Config
+from whet.convert.configs import axolotl, deepspeed, determined, llamafactory, mindspeed, nanochat, neox, trl
+from whet.convert.configs.draft import CATEGORIES, Draft, as_node
+from whet.convert.configs.read import read_tree
+from whet.convert.configs.table import Kind
+from whet.convert.configs.write import describe, write_recipe
+from whet.core import console
+from whet.core.config import list_settings, merge_trees, validate_config
+from whet.core.config import read_tree as read_recipe_tree
+from whet.core.errors import WhetError
+from whet.core.files import atomic_write
+from whet.core.yaml import Node, parse_yaml
+
+KINDS: dict[str, Kind] = {
+    module.KIND.name: module.KIND
+    for module in (determined, deepspeed, neox, nanochat, mindspeed, trl, axolotl, llamafactory)
+}
+
+
+def import_config(kind: str | None, file: Path, onto: Path | None = None, out: Path | None = None) -> dict[str, Any]:
+    """Write the recipe to `out`, or to stdout, and print what has no equivalent or means something else."""
+    if out is not None and out.exists():
+        raise WhetError(f"{out}: the file exists. Give another name with --out, or delete it")
+    known = find_kind(kind) if kind is not None else None
+    candidates = [known] if known is not None else KINDS.values()
+    tree = read_tree(file, tuple(kind.command for kind in candidates if kind.command))
+    chosen = known or recognize(tree, file)
+    if known is not None and (better := _best(tree)) and known.name not in better:
+        console.warn(f"{file}: looks like {' or '.join(better)} more than {known.name}. Did you mean {better[0]}?")
+    recipe = read_recipe_tree(Config, onto) if onto is not None else None
+    draft = fill(chosen, tree, recipe)
+    result = draft.tree()
+    if recipe is not None and onto is not None:
+        result = merge_trees(read_recipe_tree(Config, onto, expand="none"), result, Config)
+    missing = _validate(draft.tree() if recipe is None else merge_trees(recipe, draft.tree(), Config))
+    title = (
+        f"Imported by whet {__version__} from {file}, read as a file of {chosen.tool}. The comment beside a value says "
+        "where it comes from; the comments at the end say what else you should know."
+    )
+    if missing:
+        title += f" Not in the file: {', '.join(missing)}; set them here or on the command line."
+    text = write_recipe(result, draft.notes, title)
+    if parse_yaml(text, "", expand="none").plain() != result.plain(named=True):
+        raise AssertionError(f"the recipe does not read back:\n{text}")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(out, text)
+    _print_notes(draft, chosen, file, missing, out)
+    notes = [
+        {
+            "category": note.category,
+            "key": note.key,
+            "place": note.place,
+            "value": _finite(note.value),
+            "text": note.text,
+        }
+        for note in draft.notes
+    ]
+    return {
+        "kind": chosen.name, "tool": chosen.tool, "file": str(file), "out": None if out is None else str(out),
+        "missing": missing, "config": result.plain(named=True), "notes": notes, "recipe": text,
+    }  # fmt: skip
+
+
+def _finite(value: Any) -> Any:
+    """The value without NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def fill(kind: Kind, tree: Node, recipe: Node | None = None) -> Draft:
+    """The settings and notes of a file. `recipe`: what it is imported onto, which may give the number of processes."""
+    draft = Draft(kind, tree, _world(recipe) if recipe is not None else None, recipe)
+    for rule in kind.rules:
+        rule(draft)
+    draft.finish()
+    draft.settings = dict(sorted(draft.settings.items(), key=lambda item: _position(item[0])))
+    return draft
+
+
+def _position(key: str) -> tuple[int, str]:
+    """Where `whet config` lists a key."""
+    order, generic = _order_of_settings(), re.sub(r"\.\d+(?=\.|$)", "[]", key)
+    return order.get(generic, order.get(generic.partition("[]")[0], len(order))), key
+
+
+@functools.cache
+def _order_of_settings() -> dict[str, int]:
+    return {setting.key: number for number, setting in enumerate(list_settings(Config))}
+
+
+def _world(recipe: Node) -> int | None:
+    """The number of processes that a recipe launches; None if it does not say."""
+    given = [recipe.at(("launch", key)).value for key in ("nodes", "gpus", "processes")]
+    nodes, gpus, processes = (value if isinstance(value, int) else None for value in given)
+    each = gpus or processes
+    return None if each is None else each * (nodes or 1)
+
+
+def find_kind(name: str) -> Kind:
+    """The kind of this name."""
+    if name not in KINDS:
+        close = difflib.get_close_matches(name.lower().replace("-", "").replace("_", ""), KINDS, n=1, cutoff=0.5)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise WhetError(f"{name!r} is no kind of configuration. {hint}whet imports {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def recognize(tree: Node, file: Path) -> Kind:
+    """The kind whose table has most of the file's keys."""
+    best = _best(tree)
+    if len(best) != 1:
+        found = f"looks like {' or '.join(best)}" if best else "has no key that whet knows"
+        raise WhetError(
+            f"{file}: this {found}. Say what it is: whet import config KIND {file}, where KIND is one of "
+            f"{', '.join(KINDS)}"
+        )
+    console.info(f"{file}: read as a file of {KINDS[best[0]].tool}")
+    return KINDS[best[0]]
+
+
+def _best(tree: Node) -> list[str]:
+    """The kinds that know most of the file's keys; none if no key is known."""
+    known = {name: sum(kind.knows(key) for key, _ in kind.flatten(tree)) for name, kind in KINDS.items()}
+    return [name for name, count in known.items() if count and count == max(known.values())]
+
+
+_REQUIRED = {"model.path": "builtin:tiny", "data.sources": [{"path": "builtin:orders"}]}
+
+
+def _validate(tree: Node) -> list[str]:
+    """Whether the result is a recipe but for what is missing, which may be given later. The result: what is missing."""
+    missing = []
+    given = tree.plain()
+    for key, stand_in in _REQUIRED.items():
+        section, name = key.split(".")
+        if not isinstance(given.get(section, {}), dict) or name in given.get(section, {}):
+            continue
+        missing.append(key)
+        tree = merge_trees(tree, as_node({section: {name: stand_in}}, "import"), Config)
+    validate_config(Config, tree)
+    return missing
+
+
+def _print_notes(draft: Draft, kind: Kind, file: Path, missing: list[str], out: Path | None) -> None:
+    styles = {"decide": "yellow", "unknown": "yellow"}
+    for category, meaning in CATEGORIES.items():
+        found = [note for note in draft.notes if note.category == category]
+        if found and category == "not needed":
+            console.info(f"{meaning}: {', '.join(dict.fromkeys(note.key for note in found))}")
+        elif found:
+            console.info(f"{meaning}:", style=styles.get(category))
+            for note in found:
+                console.info_item("-", note.key, describe(note))
+    if missing:
+        console.warn(f"{', '.join(missing)} are not in {file}: set them in the recipe or on the command line")
+    if kind.partial and draft.target is None:
+        console.warn(f"a file of {kind.tool} is a part of a configuration: --onto RECIPE adds it to a recipe")
+    if out is not None:
+        console.info(f"written: {out}")
