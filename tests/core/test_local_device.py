@@ -35,6 +35,16 @@ def test_processes_may_share_gpus(one_gpu: pytest.MonkeyPatch, rank: int, device
     assert get_local_device(share_gpu=True) == torch.device("cuda", device)
 
 
+def test_a_task_that_slurm_bound_to_its_own_gpu_uses_it(one_gpu: pytest.MonkeyPatch) -> None:
+    """Each of the four tasks of a node sees one GPU."""
+    for name, value in {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "SLURM_GPUS_ON_NODE": "4"}.items():
+        one_gpu.setenv(name, value)
+    assert get_local_device() == torch.device("cuda", 0)
+    one_gpu.setenv("SLURM_GPUS_ON_NODE", "1")
+    with pytest.raises(WhetError, match="process 4 needs one of its own"):
+        get_local_device()
+
+
 def test_shared_gpus_communicate_over_gloo_and_whet_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ def script_of(whet: Any, recipe: str, *options: str) -> str:
     assert ended.code == 0, ended.err
     done = subprocess.run(["bash", "-n"], input=ended.out, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return str(ended.out)
+    return str(ended.out).replace(" \\\n    ", " ")  # long lines are wrapped
 
 
 def test_the_script_has_what_the_site_wants_and_no_secret(whet: Any, recipe: str) -> None:
@@ -55,7 +55,8 @@ def test_one_task_per_gpu(whet: Any, recipe: str) -> None:
     script = script_of(whet, recipe, *SITE, "launch.slurm.tasks=gpu")
     assert "#SBATCH --ntasks-per-node=8" in script
     assert "#SBATCH --cpus-per-task=7" in script
-    assert "srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' task" in script
+    task = "bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec \"$@\"' task"
+    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=7 {task} " in script
 
 
 def test_a_range_of_nodes_leaves_the_tasks_to_srun(whet: Any, recipe: str) -> None:
@@ -67,6 +68,46 @@ def test_a_range_of_nodes_leaves_the_tasks_to_srun(whet: Any, recipe: str) -> No
     script = script_of(whet, recipe, *SITE, "launch.nodes=1-4", "launch.slurm.tasks=gpu")
     assert "#SBATCH --mincpus=56" in script
     assert "srun --ntasks-per-node=8 --kill-on-bad-exit=1" in script
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_the_script_of_lumi_says_what_the_site_wants(whet: Any) -> None:
+    """Also what the manual script of the site has: CPU masks, hint, caches, bind mounts."""
+    script = script_of(whet, str(RECIPES / "lumi.yaml"))
+    for line in (
+        "#SBATCH --account=project_465001281", "#SBATCH --partition=standard-g", "#SBATCH --exclusive=user",
+        "#SBATCH --nodes=192", "#SBATCH --gpus-per-node=mi250:8", "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --cpus-per-task=7", "#SBATCH --mem=0", "#SBATCH --time=20:00:00", "#SBATCH --hint=nomultithread",
+        "export MIOPEN_USER_DB_PATH=/tmp/$USER-miopen-$SLURM_JOB_ID",
+        "export WORLD_SIZE=$((SLURM_JOB_NUM_NODES * 8)) LOCAL_WORLD_SIZE=8",
+    ):  # fmt: skip
+        assert line in script.splitlines()
+    [srun] = [line for line in script.splitlines() if line.startswith("srun ")]
+    masks = srun.partition("--cpu-bind=mask_cpu:")[2].split()[0].split(",")
+    cores = [{core for core in range(64) if int(mask, 16) >> core & 1} for mask in masks]
+    assert [len(each) for each in cores] == [7] * 8
+    assert len(set.union(*cores)) == 56, "no core serves two processes"
+    assert min(core % 8 for each in cores for core in each) == 1, "the first core of each group is the system's"
+    image = "/opt/cray,/usr/lib64/libcxi.so.1 /scratch/project_465001281/containers/rocm603_flash.sif "
+    assert f"{image}/scratch/project_465001281/venvs/whet/bin/python -m whet train " in srun
+
+
+def test_the_batch_of_lumi_is_counted(whet: Any) -> None:
+    """192 nodes × 8 GCDs ÷ 8 (tensor) × 3 rows = 576; the seed's 192 rows are refused."""
+    ended = whet("launch", RECIPES / "lumi.yaml", "--on", "slurm", "--dry-run", "train.batch.rows=192")
+    assert ended.code == 1
+    assert "fewer than 576: 192 nodes × 8 devices ÷ 8 (parallel.tensor) = 192 data-parallel ranks" in ended.err
+    eight = ("launch.nodes=8", "train.batch.rows=24", "train.steps=10")  # as its first lines propose
+    assert whet("launch", RECIPES / "lumi.yaml", "--on", "slurm", "--dry-run", *eight).code == 0
+
+
+def test_the_script_of_a_small_cluster_is_short(whet: Any) -> None:
+    script = script_of(whet, str(RECIPES / "slurm-small.yaml"))
+    assert len(script.splitlines()) < 35
+    assert "module load cuda/12.8" in script
+    assert "srun --cpus-per-task=32 /shared/venvs/whet/bin/python -m whet launch " in script
 
 
 @given(st.integers(0, 9), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))

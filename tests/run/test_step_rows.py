@@ -106,6 +106,11 @@ def test_what_is_refused_and_proposed_is_counted_out(
         require_rows(proposed, launch.node_range()[1], launch.gpus or launch.processes or 1)
 
 
+@pytest.fixture(scope="module")
+def data(recipe: str) -> RunData:
+    return prepare_data(config_of(recipe))
+
+
 def test_the_seed_of_lumi_is_refused_with_its_arithmetic(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}", *SEED)
     assert ended.code == 1
@@ -123,6 +128,16 @@ def test_the_seed_of_lumi_is_refused_with_its_arithmetic(whet: Any, recipe: str,
     )
 
 
+def test_a_mesh_that_does_not_fit_is_refused_before_the_queue(whet: Any, recipe: str, data: RunData) -> None:
+    options = ("launch.nodes=2", "launch.gpus=8", "parallel.shard=64")
+    ended = whet("launch", recipe, "--on", "slurm", "--dry-run", *options)
+    assert ended.code == 1
+    assert "parallel.shard=64 does not fit 16 processes" in ended.err
+    [found] = check_batch(config_of(recipe, *options), data, unpacked=False)
+    assert found.level == "fault"
+    assert whet("launch", recipe, "--on", "slurm", "--dry-run", "parallel.shard=64").code == 0, "the nodes know"
+
+
 def test_a_local_launch_is_refused_before_a_process_starts(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet("launch", recipe, "launch.processes=6", f"run.dir={tmp_path / 'run'}")
     assert ended.code == 1
@@ -132,11 +147,6 @@ def test_a_local_launch_is_refused_before_a_process_starts(whet: Any, recipe: st
     (tmp_path / "run" / "config.yaml").touch()
     ended = whet("launch", recipe, "launch.processes=6", f"run.dir={tmp_path / 'run'}", "--resume", "--dry-run")
     assert ended.code == 0, "a run that exists keeps its steps on any number of processes"
-
-
-@pytest.fixture(scope="module")
-def data(recipe: str) -> RunData:
-    return prepare_data(config_of(recipe))
 
 
 def test_packed_conversations_are_counted_in_their_rows(recipe: str, data: RunData) -> None:

@@ -62,7 +62,7 @@ def launch(
     is_new = not (resume and (config.folder / "config.yaml").exists())
     if on is LaunchTarget.SLURM:
         if is_new:
-            require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes or 1)
+            require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes)
         return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)
     if wait or chain > 1 or then:
         raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")

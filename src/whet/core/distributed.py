@@ -131,6 +131,8 @@ def get_local_device(share_gpu: bool = False) -> torch.device:
     count = torch.accelerator.device_count()
     if share_gpu and accelerator.type == "cuda":  # Gloo carries no tensors of other accelerators
         return torch.device("cuda", local % count)
+    if launch_env.gpus_bound_by_slurm(count):
+        return torch.device(accelerator.type, local % count)
     if local >= count:
         shared = ", or let processes share one, for tests: launch.share_gpu=true" if accelerator.type == "cuda" else ""
         raise WhetError(

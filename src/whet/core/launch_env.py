@@ -32,6 +32,12 @@ def local_world_size(default: int = 1) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", default))
 
 
+def gpus_bound_by_slurm(visible: int) -> bool:
+    """Whether Slurm shows each task of this machine only its own GPUs (--gpus-per-task, --gpu-bind): fewer are visible
+    than there are processes, yet the job has one for each."""
+    return visible < local_world_size() <= int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+
+
 def process_layout() -> tuple[int, int]:
     """(machines, processes on each); machines with different numbers count as one."""
     everyone = world_size()

@@ -46,6 +46,9 @@ class SlurmConfig(Section):
     hint: str | None = Field(default=None, description="How to use cores, such as nomultithread.")
     constraint: str | None = Field(default=None, description="Features that nodes must have.")
     options: list[str] = Field(default=[], description="Further options of sbatch, such as --mail-type=END.")
+    srun_options: list[str] = Field(
+        default=[], description="Further options of srun, such as --cpu-bind=mask_cpu:fe,fe00."
+    )
     modules: list[str] = Field(default=[], description="Environment modules to load.")
     setup: list[str] = Field(default=[], description="Shell lines to run on the first node before training.")
     container: str | None = Field(default=None, description="A Singularity or Apptainer image to run in.")

@@ -19,6 +19,7 @@ from whet.core.errors import WhetError
 from whet.launch.config import LaunchConfig, SlurmConfig
 
 _WARNING_S = 300
+_LINE_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +157,18 @@ def _training_lines(job: SlurmJob) -> list[str]:
     least, most = job.launch.node_range()
     per_node = job.launch.gpus or job.launch.processes or 1
     tasks = 1 if job.launch.slurm.tasks == "node" else per_node
-    srun = "srun" if least == most else f"srun --ntasks-per-node={tasks}"
+    kills_all = job.launch.slurm.tasks == "gpu" or job.kind == "program"  # a run tells its other nodes by itself
+    options = [f"--ntasks-per-node={tasks}"] * (least != most) + ["--kill-on-bad-exit=1"] * kills_all
     lines = []
     if job.launch.slurm.tasks == "node":
-        options = " --kill-on-bad-exit=1" if job.kind == "program" else ""  # a run tells its other nodes by itself
-        start = f"{srun}{options} {_agent_line(job)}"
+        start = _wrap(_srun(job, options), _agent_line(job))
     else:
         lines = [
             "export MASTER_ADDR=${rendezvous%:*} MASTER_PORT=${rendezvous##*:}",
             f"export WORLD_SIZE=$((SLURM_JOB_NUM_NODES * {per_node})) LOCAL_WORLD_SIZE={per_node}",
         ]
         rank = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"'
-        start = f"{srun} --kill-on-bad-exit=1 bash -c '{rank}' task {_command_line(job)}"
+        start = _wrap(_srun(job, options), f"bash -c '{rank}' task", _command_line(job))
     if not job.is_warned and job.kind == "program":
         return [*lines, start]
     lines += [
@@ -185,6 +186,18 @@ def _training_lines(job: SlurmJob) -> list[str]:
             "fi",
         ]
     return [*lines, "exit $code"]
+
+
+def _srun(job: SlurmJob, options: Sequence[str]) -> str:
+    """srun with its options. Since Slurm 22.05 it does not take over --cpus-per-task from sbatch."""
+    cores = [option for option in sbatch_options(job) if option.startswith("--cpus-per-task=")]
+    return " ".join(["srun", *options, *cores, *(_word(_site_text(each)) for each in job.launch.slurm.srun_options)])
+
+
+def _wrap(*parts: str) -> str:
+    """A command in one line, or each part in its own where that is too long to read."""
+    line = " ".join(parts)
+    return line if len(line) <= _LINE_LENGTH else " \\\n    ".join(parts)
 
 
 def _agent_line(job: SlurmJob) -> str:

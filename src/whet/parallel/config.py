@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from whet.core.config import Section
+from whet.core.errors import WhetError
 
 
 class ParallelConfig(Section):
@@ -52,6 +53,23 @@ class ParallelConfig(Section):
         description="Minutes without progress in any process after which a run of several processes ends; the error "
         "names the process the others wait for.",
     )
+
+    def replicas(self, processes: int) -> int:
+        """The size of the axis `replicate` for so many processes; an error if the mesh does not fit them."""
+        fixed = (self.shard or 1) * self.context * self.tensor
+        replicate = self.replicate or max(1, processes // fixed)
+        if replicate * fixed == processes:
+            return replicate
+        sizes = {
+            "replicate": self.replicate, "shard": self.shard, "context": self.context if self.context > 1 else None,
+            "tensor": self.tensor if self.tensor > 1 else None,
+        }  # fmt: skip
+        product = " · ".join(f"parallel.{key}={value}" for key, value in sizes.items() if value is not None)
+        raise WhetError(
+            f"{product} does not fit {processes:,} process{'es' if processes > 1 else ''}: the product must be the "
+            f"number of processes{'' if self.replicate else ' or a divisor of it'}. Change these keys, or the number "
+            "of processes (whet launch: launch.nodes, launch.gpus or launch.processes; torchrun: --nproc-per-node)"
+        )
 
     @property
     def uses_fsdp(self) -> bool:

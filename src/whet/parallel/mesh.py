@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from whet.compat.torch_private import set_group_timeout
 from whet.core.distributed import Ranks
-from whet.core.errors import WhetError
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.parallel.config import ParallelConfig
 
@@ -38,19 +37,7 @@ class Mesh:
 def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
     """Create the process groups that the configuration asks for. Every process must call this."""
     world, context = ranks.world_size, config.context
-    fixed = (config.shard or 1) * context * config.tensor
-    replicate = config.replicate or max(1, world // fixed)
-    if replicate * fixed != world:
-        sizes = {
-            "replicate": config.replicate, "shard": config.shard, "context": context if context > 1 else None,
-            "tensor": config.tensor if config.tensor > 1 else None,
-        }  # fmt: skip
-        product = " · ".join(f"parallel.{key}={value}" for key, value in sizes.items() if value is not None)
-        raise WhetError(
-            f"{product} does not fit {world} process{'es' if world > 1 else ''}: the product must be the number of "
-            f"processes{'' if config.replicate else ' or a divisor of it'}. Change these keys, or the number of "
-            "processes (whet launch: launch.gpus or launch.processes; torchrun: --nproc-per-node)"
-        )
+    replicate = config.replicas(world)
     ranks = replace(ranks, context_size=context, tensor_size=config.tensor)
     # a little longer than parallel.timeout: the watchdog, which names the culprit, reports first
     timeout = timedelta(minutes=config.timeout, seconds=COLLECTIVE_MARGIN_S)

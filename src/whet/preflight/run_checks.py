@@ -117,6 +117,11 @@ def check_batch(config: Config, data: RunData | None, unpacked: bool) -> Iterato
 
 def _batch_finding(config: Config, data: RunData | None, nodes: int, devices: int, unpacked: bool) -> tuple[Level, str]:
     layout = step_layout(config, most_rows(config), nodes, devices, unpacked)
+    try:
+        if config.launch.gpus or config.launch.processes:
+            config.parallel.replicas(nodes * devices)
+    except WhetError as error:
+        return "fault", str(error)
     if layout.ranks == 1:
         return "ok", ""
     if data is None:

@@ -85,9 +85,12 @@ def typical_rows(plan: Plan) -> int:
     return int(np.sort(np.diff(plan.steps))[len(plan) // 2])
 
 
-def require_rows(config: Config, nodes: int, devices: int) -> None:
-    """Refuse a new run whose configuration alone shows that a step has too few rows."""
-    layout = step_layout(config, most_rows(config), nodes, devices)
+def require_rows(config: Config, nodes: int, devices: int | None) -> None:
+    """Refuse a new run if its configuration alone shows that a step has too few rows, or that the mesh does not fit.
+    `devices`: of each node; None if only the nodes know."""
+    if devices is not None:
+        config.parallel.replicas(nodes * devices)
+    layout = step_layout(config, most_rows(config), nodes, devices or 1)
     if not layout.fits:
         raise WhetError(describe_shortage(config, layout))
 
