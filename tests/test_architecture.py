@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": {*_ENGINE, "run"},
     "bench": {*_ENGINE, "run"},
     "launch": {"core", "config"},
+    "runs": {"core", "config", "checkpoint", "launch", "report"},
     "report": {"core"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""

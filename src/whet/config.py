@@ -31,6 +31,7 @@ class RunConfig(Section):
     name: str | None = Field(default=None, description="Name of the run; default: the recipe's file name.")
     dir: str | None = Field(default=None, description="Its folder; default: runs/NAME.")
     seed: int = Field(default=0, ge=0, description="Seed of data order, initial weights and dropout.")
+    project: str | None = Field(default=None, description="Groups runs: `whet runs --project NAME` lists them.")
     tags: list[str] = Field(default=[], description="Words to find the run by.")
 
 

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from whet.core.errors import WhetError
+from whet.core.statistics import bootstrap_interval, mcnemar_p_value, paired_difference
 from whet.inference.comparison import (
     above_baseline,
-    bootstrap_interval,
     format_results,
-    mcnemar_p_value,
-    paired_difference,
     paired_scores,
     results_from_json,
     results_to_json,

@@ -47,7 +47,7 @@ def test_validation_counts_every_supervised_token_once(packing: str, micro_rows:
     loader = Loader(store, plan, micro_rows, 0, 1)
     found = validation_loss(
         LossModel(model).train(), loader, ALONE, torch.autocast("cpu", enabled=False), ValidationMetadata()
-    )
+    ).metrics
     assert found["val_loss"] == pytest.approx(total / count, rel=1e-9)
     assert found["val_accuracy"] == pytest.approx(right / count)
 
@@ -81,11 +81,11 @@ def test_bits_per_byte_and_losses_by_source_do_not_depend_on_the_layout(
     for rank in range(world):
         loader = Loader(store, plan, micro_rows, rank, world)
         ranks = Ranks(rank, world, torch.device("cpu"))
-        found = validation_loss(LossModel(model), loader, ranks, torch.autocast("cpu", enabled=False), metadata)
+        found = validation_loss(LossModel(model), loader, ranks, torch.autocast("cpu", enabled=False), metadata).metrics
     if world > 1:  # the result of an all-reduce
         monkeypatch.setattr(Ranks, "all_reduce_", lambda self, tensor: tensor.copy_(torch.stack(measured).sum(dim=0)))
         loader = Loader(store, plan, micro_rows, 0, world)
-        found = validation_loss(LossModel(model), loader, ALONE, torch.autocast("cpu", enabled=False), metadata)
+        found = validation_loss(LossModel(model), loader, ALONE, torch.autocast("cpu", enabled=False), metadata).metrics
     assert found["val_bpb"] == pytest.approx(nats / (np.log(2) * bytes_), rel=1e-9)
     for number, name in enumerate("ab"):
         total, count = by_source[number]

@@ -23,6 +23,7 @@ from whet.cli import (
     merge,
     prepare,
     report,
+    runs,
     train,
 )
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
@@ -73,6 +74,7 @@ for name, function in (
     ("config", config.config),
 ):
     app.command(name)(function)
+app.add_typer(runs.app)
 app.add_typer(import_.app)
 
 

@@ -60,6 +60,8 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
                 console.print_json(result)
             if result is not None and result.get("exit_code"):
                 raise typer.Exit(result["exit_code"])
+        finally:
+            console.close_log()
 
     return command
 

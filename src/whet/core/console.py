@@ -6,6 +6,8 @@ secrets are masked in messages.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import logging
 import math
@@ -16,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -82,6 +85,7 @@ class _Stderr:
 _stderr: Any = _Stderr()
 _console = SafeConsole(file=_stderr, stderr=True, soft_wrap=not sys.stderr.isatty())
 _quiet = False
+_log: SafeConsole | None = None
 _LOG_INTERVAL_S = 20.0
 
 
@@ -91,14 +95,41 @@ def set_quiet() -> None:
     _quiet = True
 
 
+def open_log(file: Path) -> None:
+    """Append every message to this file too, with its time, whatever --quiet says, until `close_log`."""
+    global _log
+    close_log()
+    with contextlib.suppress(OSError):  # a run does not depend on its log
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _log = SafeConsole(file=file.open("a", buffering=1, encoding="utf-8", errors="replace"), width=120)
+
+
+def close_log() -> None:
+    global _log
+    if _log is not None:
+        with contextlib.suppress(OSError):
+            _log.file.close()
+    _log = None
+
+
+def _write_log(*parts: Any) -> None:
+    if _log is not None:
+        moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+        with contextlib.suppress(OSError):
+            _log.print(moment, *parts)
+
+
 def info(*parts: Any, style: str | None = None) -> None:
     """Print a line or a rich renderable."""
+    masked = [mask_secrets(part) if isinstance(part, str) else part for part in parts]
+    _write_log(*masked)
     if not _quiet:
-        _console.print(*(mask_secrets(part) if isinstance(part, str) else part for part in parts), style=style)
+        _console.print(*masked, style=style)
 
 
 def info_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
     """Print a line with a sign and a title in `style`; terminals wrap it with an indent. `always`: despite --quiet."""
+    _write_log(f"{sign} {title}: {mask_secrets(text)}")
     if _quiet and not always:
         return
     line = Text.assemble((f"{title}: ", style), escape_controls(mask_secrets(text)))
@@ -112,18 +143,24 @@ def info_item(sign: str, title: str, text: str, style: str = "", always: bool = 
 
 def warn(text: str) -> None:
     """Print a warning."""
+    line = f"warning: {mask_secrets(text)}"
+    _write_log(line)
     if not _quiet:
-        _console.print(f"warning: {mask_secrets(text)}", style="yellow")
+        _console.print(line, style="yellow")
 
 
 def print_error(text: str) -> None:
     """Print the error that a command ends with, despite --quiet."""
-    SafeConsole(file=_stderr, stderr=True).print(mask_secrets(text), style="bold red")
+    line = mask_secrets(text)
+    _write_log(line)
+    SafeConsole(file=_stderr, stderr=True).print(line, style="bold red")
 
 
 def print_traceback() -> None:
     """Print the traceback of the exception being handled, despite --quiet."""
-    SafeConsole(file=_stderr, stderr=True).print(mask_secrets(traceback.format_exc()))
+    text = mask_secrets(traceback.format_exc())
+    _write_log(text)
+    SafeConsole(file=_stderr, stderr=True).print(text)
 
 
 def print_result(text: str, end: str = "\n") -> None:
@@ -148,12 +185,15 @@ class ProgressBar:
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self._progress.update(self._task, advance=n, note=escape_controls(note))
-        if not _console.is_terminal and not _quiet and time.monotonic() - self._logged > _LOG_INTERVAL_S:
+        if time.monotonic() - self._logged > _LOG_INTERVAL_S:
             self._logged = time.monotonic()
             task = self._progress.tasks[self._task]
             of = f"/{task.total:g}" if task.total else ""
             times = self._format_times(task.completed, task.total)
-            _console.print(f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}")
+            line = f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}"
+            _write_log(line)
+            if not _console.is_terminal and not _quiet:
+                _console.print(line)
 
     def _format_times(self, done: float, total: float | None) -> str:
         """Time since the start of this process, and an estimate of the time left."""

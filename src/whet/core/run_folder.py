@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,16 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import warn
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
-from whet.core.files import clear_leftovers, delete_atomically
+from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json
 from whet.core.heartbeat import format_age
+from whet.core.processes import holds_open, machine_id
 from whet.core.variables import VARIABLES_FILE
 
 RUN_FORMAT = 1
 """The version of the run folder that this code writes, and the newest that it reads."""
+
+SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"
+"""Environment variable with the process id of the `whet launch` that restarts this process."""
 
 _HEARTBEAT_INTERVAL_S = 5.0
 
@@ -114,8 +120,8 @@ class RunFolder:
             self.path / "status.json",
             {
                 "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
-                "pid": os.getpid(), "started": self._started, "heartbeat": self._heartbeat, "exit_code": exit_code,
-                "reason": reason and mask_secrets(reason), "first_step": self.first_step,
+                "pid": os.getpid(), "job": slurm_job(), "started": self._started, "heartbeat": self._heartbeat,
+                "exit_code": exit_code, "reason": reason and mask_secrets(reason), "first_step": self.first_step,
             },
         )  # fmt: skip
 
@@ -177,15 +183,15 @@ def _is_of_killed_start(entry: Path) -> bool:
 
 _STATUS_TYPES: dict[str, type | tuple[type, ...]] = {
     "state": str, "step": int, "steps": int, "started": (int, float), "heartbeat": (int, float),
-    "exit_code": (int, type(None)), "reason": (str, type(None)), "host": str,
+    "exit_code": (int, type(None)), "reason": (str, type(None)), "host": str, "job": (int, type(None)),
 }  # fmt: skip
 
 
 def read_status(path: Path) -> dict[str, Any]:
     """The content of status.json; empty if the run has not written it yet, or if it is damaged. Raises a WhetError for
     the folder of a newer whet."""
-    check_run_format(path)
     status = _read_status(path)
+    _require_known_format(path, status)
     has_types = all(isinstance(status[key], known) for key, known in _STATUS_TYPES.items() if key in status)
     return status if has_types else {}
 
@@ -200,7 +206,11 @@ def _read_status(path: Path) -> dict[str, Any]:
 
 def check_run_format(path: Path) -> None:
     """Refuse the run folder of a newer whet, whose files this one would misread."""
-    version = _read_status(path).get("format", 1)
+    _require_known_format(path, _read_status(path))
+
+
+def _require_known_format(path: Path, status: dict[str, Any]) -> None:
+    version = status.get("format", 1)
     if not isinstance(version, int) or version > RUN_FORMAT:
         raise WhetError(
             f"{path}: this run folder has format {version!r} (in status.json), and whet {whet.__version__} reads "
@@ -208,13 +218,34 @@ def check_run_format(path: Path) -> None:
         )
 
 
+_HASH_COMMENT = "# hash: "
+"""The last line of config.yaml has the hash of those above."""
+
+
+def write_config(path: Path, text: str, is_edited: bool = False) -> None:
+    """Write config.yaml, with its hash; `is_edited`: with one that says that it is not what the run wrote."""
+    digest = "edited" if is_edited else hash_json(text)
+    atomic_write(path / "config.yaml", f"{text}{_HASH_COMMENT}{digest}\n")
+
+
+def config_was_edited(path: Path) -> bool:
+    """Whether config.yaml is not what the run wrote."""
+    text, mark, digest = (path / "config.yaml").read_text(errors="replace").rpartition(_HASH_COMMENT)
+    return bool(mark) and digest.strip() != hash_json(text)
+
+
 def record_failure(path: Path, reason: str, exit_code: int, step: int = 0) -> None:
     """Set the status of a run to failed from a process that does not own the folder: its owner hangs or was killed."""
+    record_end(path, "failed", reason, exit_code, step)
+
+
+def record_end(path: Path, state: str, reason: str, exit_code: int, step: int = 0) -> None:
+    """Write how a run ended, from a process that does not own its folder."""
     with contextlib.suppress(OSError, WhetError):
         status = read_status(path)
         if status:
             done = max(step, status.get("step", 0))
-            end = {"state": "failed", "exit_code": exit_code, "reason": mask_secrets(reason), "step": done}
+            end = {"state": state, "exit_code": exit_code, "reason": mask_secrets(reason), "step": done}
             write_hashed_json(path / "status.json", status | end)
 
 
@@ -235,22 +266,73 @@ class FolderLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            owner = _describe_owner(self._file.read().strip())
+            owner = _describe_owner(self._file.readline().strip())
+            self._file.close()
             raise WhetError(
                 f"{folder}: in use by {owner}{_describe_heartbeat(folder)}. Wait for it, stop it (touch "
                 f"{folder / 'stop'}), or give this run another folder: run.dir=FOLDER"
             ) from None
-        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC)
+        supervisor = os.environ.get(SUPERVISOR_VARIABLE, "")
+        details = {
+            "since": now.timestamp(), "machine": machine_id(),
+            "supervisor": int(supervisor) if supervisor.isdecimal() else None, "job": slurm_job(),
+        }  # fmt: skip
         self._file.truncate(0)
-        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {since}\n")
+        moment = now.isoformat(timespec="seconds")
+        self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {moment}\n{json.dumps(details)}\n")
         self._file.flush()
 
     def release(self) -> None:
         self._file.close()
 
 
+def slurm_job() -> int | None:
+    """The number of the Slurm job that this process is in."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return int(job) if job.isdecimal() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that locked a folder last. It may have ended."""
+
+    host: str
+    pid: int
+    since: float
+    machine: str | None
+    """None: written by an earlier version."""
+    supervisor: int | None
+    """The process id of the `whet launch` that would restart it."""
+    job: int | None
+    """Of Slurm."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its process id means something in this process."""
+        return self.host == socket.gethostname() if self.machine is None else self.machine == machine_id()
+
+    def is_alive(self, folder: Path) -> bool | None:
+        """Whether it still owns the folder; None: it is on another machine."""
+        return holds_open(self.pid, folder / "lock") if self.is_local else None
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The last owner of a folder; None if it had none, or if its lock file is damaged."""
+    try:
+        first, _, rest = (folder / "lock").read_text().partition("\n")
+        name, _, moment = first.partition(" since ")
+        host, _, pid = name.partition(" pid ")
+        details = json.loads(rest) if rest.strip() else {}
+        since = float(details.get("since") or datetime.datetime.fromisoformat(moment.strip()).timestamp())
+        numbers = [value if isinstance(value := details.get(key), int) else None for key in ("supervisor", "job")]
+        return Owner(host, int(pid), since, details.get("machine"), *numbers)
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
 def _describe_owner(text: str) -> str:
-    """The content of a lock file, with the age of the lock."""
+    """The first line of a lock file, with the age of the lock."""
     name, since, moment = text.partition(" since ")
     try:
         began = datetime.datetime.fromisoformat(moment).timestamp()

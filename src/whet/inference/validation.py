@@ -6,7 +6,7 @@ import itertools
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from whet.core.console import progress
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
+from whet.core.validation_losses import ConversationLosses
 from whet.data.batch import PackedBatch
 from whet.data.loader import Loader
 from whet.model.loss.linear_cross_entropy import LossSum
@@ -34,6 +35,15 @@ class ValidationMetadata:
     sources: NDArray[np.integer] | None = None
     """The source index of each document of the store; None: there is only one source."""
     source_names: tuple[str, ...] = ()
+    hashes: NDArray[np.uint64] | None = None
+    """The hash of each document's conversation; None: losses are not kept by conversation."""
+
+
+class ValidationResult(NamedTuple):
+    """What a model achieves on held-out conversations."""
+
+    metrics: dict[str, float]
+    losses: ConversationLosses | None = None
 
 
 class ValidationSums:
@@ -76,6 +86,13 @@ class ValidationSums:
                     metrics |= {f"val_loss/{name}": _mean_per_token(part, NATS), f"val_tokens/{name}": int(part[COUNT])}
         return metrics
 
+    def by_conversation(self) -> ConversationLosses | None:
+        """The losses of each conversation, over all ranks once `results` has added them."""
+        if self._metadata.hashes is None:
+            return None
+        hashes = self._metadata.hashes[self._documents]
+        return ConversationLosses.from_documents(hashes, self._sums[:, COUNT], self._sums[:, NATS])
+
 
 def _mean_per_token(sums: NDArray[np.float64], column: int) -> float:
     return float(sums[column] / sums[COUNT]) if sums[COUNT] else math.nan
@@ -100,7 +117,7 @@ def validation_loss(
     ranks: Ranks,
     autocast: AbstractContextManager[object],
     metadata: ValidationMetadata,
-) -> dict[str, float]:
+) -> ValidationResult:
     """Metrics on held-out conversations, with the model and batches of training.
 
     val_loss is the mean −log p over all supervised tokens, val_accuracy the share of them with the highest logit.
@@ -116,4 +133,4 @@ def validation_loss(
                 result = model(batch.to(ranks.device))
             sums.add(batch, result)
             bar.advance()
-    return sums.results(ranks)
+    return ValidationResult(sums.results(ranks), sums.by_conversation())

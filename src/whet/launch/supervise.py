@@ -19,7 +19,8 @@ from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, write_json
-from whet.core.run_folder import record_failure
+from whet.core.processes import child_pids
+from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
 from whet.core.signals import stop_signals
 from whet.launch.local import LaunchJob, launch_command
 from whet.launch.restart_policy import (
@@ -95,7 +96,8 @@ def _run_attempt(
     command = launch_command(job, resume)
     with tempfile.TemporaryDirectory(prefix="whet-launch-") as scratch:
         report = Path(scratch) / "report.json" if job.uses_torchrun else None
-        env = {**os.environ, **job.env} | ({} if report is None else {REPORT_VARIABLE: str(report)})
+        env = {**os.environ, **job.env, SUPERVISOR_VARIABLE: str(os.getpid())}
+        env |= {} if report is None else {REPORT_VARIABLE: str(report)}
         # in a new session: otherwise Ctrl-C in a terminal reaches them twice, and the second one stops at once
         process = subprocess.Popen(command, env=env, stdout=stdout, start_new_session=True)
         with signals.forwarded_to(process, has_workers=report is not None):
@@ -193,7 +195,7 @@ class _SignalForwarder:
         if self._process is None:
             return
         # to the workers, not to torchrun: it kills those that are still saving 30 s after a signal
-        workers = _child_pids(self._process.pid) if self._has_workers else []
+        workers = child_pids(self._process.pid) if self._has_workers else []
         for pid in workers or [self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 if self._is_run or not workers:
@@ -202,12 +204,3 @@ class _SignalForwarder:
                     os.killpg(pid, signal.SIGKILL if self.count > 1 and number == signal.SIGINT else number)
         if self.count == 1:
             info("stopping after the current step is saved" if self._is_run else "stopping; Ctrl-C again: kill")
-
-
-def _child_pids(pid: int) -> list[int]:
-    """The direct children of a process."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found

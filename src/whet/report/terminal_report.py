@@ -22,24 +22,32 @@ _BRAILLE_BLANK = 0x2800
 _MIN_WIDTH, _MIN_HEIGHT = 24, 4
 
 
-def draw_loss_curve(points: Sequence[tuple[int, float]], width: int = 72, height: int = 14) -> str:
+def draw_loss_curve(
+    points: Sequence[tuple[int, float]],
+    width: int = 72,
+    height: int = 14,
+    frame: Sequence[tuple[int, float]] = (),
+) -> str:
     """A line chart of braille characters: `height` lines of `width` characters, including axes.
 
     A character has 2 × 4 dots. Points in the same column of dots are averaged; values that are not finite are skipped.
+    The axes cover the points of `frame` too, so that charts of several curves can be compared.
     """
     width, height = max(width, _MIN_WIDTH), max(height, _MIN_HEIGHT)
     points = sorted((step, loss) for step, loss in points if math.isfinite(loss))
     if not points:
         return "no loss logged".ljust(width)
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    framed = [*points, *((step, loss) for step, loss in frame if math.isfinite(loss))]
+    low, high = min(loss for _, loss in framed), max(loss for _, loss in framed)
+    first, last = min(step for step, _ in framed), max(step for step, _ in framed)
     rows = height - 2
     labels = _y_labels(low, high, rows)
     margin = max(map(len, labels))
     columns = width - margin - 2
-    canvas = _draw_braille(_curve_dots(points, low, high, 2 * columns, 4 * rows), columns, rows)
+    canvas = _draw_braille(_curve_dots(points, (first, last), (low, high), 2 * columns, 4 * rows), columns, rows)
     lines = [f"{label:>{margin}} {'┤' if label else '│'}{row}" for label, row in zip(labels, canvas, strict=True)]
     lines.append(" " * (margin + 1) + "└" + "─" * columns)
-    lines.append(_x_labels(points[0][0], points[-1][0], width, margin + 2))
+    lines.append(_x_labels(first, last, width, margin + 2))
     return "\n".join(lines)
 
 
@@ -68,10 +76,10 @@ def _distinct_texts(values: Sequence[float]) -> list[str]:
 
 
 def _curve_dots(
-    points: Sequence[tuple[int, float]], low: float, high: float, across: int, down: int
+    points: Sequence[tuple[int, float]], steps: tuple[int, int], losses: tuple[float, float], across: int, down: int
 ) -> list[tuple[int, int]]:
-    """The (column, row) of each dot of the curve; row 0 is the top."""
-    first, last = points[0][0], points[-1][0]
+    """The (column, row) of each dot of the curve, between the ends of both axes; row 0 is the top."""
+    (first, last), (low, high) = steps, losses
     by_column = defaultdict(list)
     for step, loss in points:
         column = (step - first) * (across - 1) // (last - first) if last > first else across // 2

@@ -196,7 +196,7 @@ def _validation_losses(
 ) -> dict[str, float]:
     with data.check() as store_check:
         root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
-        losses = evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device))
+        losses = evaluate_validation(config, data, root, ranks, precision.autocast(ranks.device)).metrics
         store_check.require_intact()
     return losses
 

@@ -15,7 +15,7 @@ from whet.inference.inference_model import InferenceModel, stop_token_ids
 from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
 from whet.inference.tasks.task import AnsweredExample, TaskResult
-from whet.inference.validation import ValidationMetadata, source_names, validation_loss
+from whet.inference.validation import ValidationMetadata, ValidationResult, source_names, validation_loss
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import is_sharded, reshard
@@ -23,30 +23,31 @@ from whet.run.data import RunData
 from whet.run.model_builder import make_loader
 from whet.tokenizer.token_bytes import bytes_per_token
 from whet.training.precision import PrecisionPolicy
+from whet.training.run_state import Evaluation
 
 
 def evaluate_run(
     config: Config, data: RunData, root: LossModel, ranks: Ranks, precision: PrecisionPolicy
-) -> tuple[dict[str, float], list[AnsweredExample]]:
-    """The metrics of the model's current weights, and its answers to the tasks."""
+) -> Evaluation:
+    """The metrics of the model's current weights, its answers to the tasks, and its losses by conversation."""
     samples: list[AnsweredExample] = []
     autocast = functools.partial(precision.autocast, ranks.device)
-    metrics = evaluate_validation(config, data, root, ranks, autocast())
+    metrics, losses = evaluate_validation(config, data, root, ranks, autocast())
     for result in evaluate_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, autocast):
         metrics[f"task/{result.task}"] = result.score
         if len(result.samples) < result.requested:
             metrics[f"scored/{result.task}"] = len(result.samples)
         samples += result.samples
     reshard(root)
-    return metrics, samples
+    return Evaluation(metrics, samples, losses)
 
 
 def evaluate_validation(
     config: Config, data: RunData, root: LossModel, ranks: Ranks, autocast: AbstractContextManager[object]
-) -> dict[str, float]:
+) -> ValidationResult:
     """The metrics on the validation data; empty if there is none."""
     if data.validation is None:
-        return {}
+        return ValidationResult({})
     plan = plan_single_step(
         data.validation.lengths, data.validation_documents, config.row_length, config.data.packing,
         config.data.bins, config.eval.rows,
@@ -54,10 +55,10 @@ def evaluate_validation(
     if root.unpacked:
         plan = plan.unpacked(data.validation.lengths)
     with contextlib.closing(make_loader(config, data.validation, plan, ranks, bool(root.unpacked))) as loader:
-        metrics = validation_loss(root, loader, ranks, autocast, _validation_metadata(data, root))
+        result = validation_loss(root, loader, ranks, autocast, _validation_metadata(data, root))
     if len(plan.documents) < len(data.validation_documents):
-        metrics["val_part"] = len(plan.documents) / len(data.validation_documents)
-    return metrics
+        result.metrics["val_part"] = len(plan.documents) / len(data.validation_documents)
+    return result
 
 
 def evaluate_tasks(
@@ -81,4 +82,6 @@ def _validation_metadata(data: RunData, root: LossModel) -> ValidationMetadata:
     paths = [account["source"] for account in data.validation.manifest["accounts"]]
     sources = data.validation.sources if len(paths) > 1 else None
     vocabulary = embedding_rows(root.language_model)
-    return ValidationMetadata(bytes_per_token(data.tokenizer, vocabulary), sources, source_names(paths))
+    return ValidationMetadata(
+        bytes_per_token(data.tokenizer, vocabulary), sources, source_names(paths), data.validation.hashes
+    )

@@ -9,7 +9,7 @@ import torch
 
 from whet.config import Config
 from whet.core import launch_env
-from whet.core.console import info, set_quiet, silence_libraries
+from whet.core.console import info, open_log, set_quiet, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import RunFailedError, first_line
 from whet.core.heartbeat import PHASE
@@ -67,6 +67,9 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
             info(f"{config.folder}: this run is finished; nothing to do")
             return
         is_new = folder is not None and not folder.holds_run()
+        log = config.folder / "logs" / f"rank-{rank}.log"
+        if folder is not None:  # the others wait until it exists
+            open_log(log)
         if resume and is_new:
             info(f"{config.folder}: there is nothing to resume; the run starts at step 0")
         with run_while_waiting(loading.start):
@@ -79,6 +82,8 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
             ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S, config.launch.share_gpu)
             with process_group(ranks):
                 hang_detector.start()
+                if folder is None:
+                    open_log(log)
                 with report_failures(config.folder, rank, world_size), advise_on_out_of_memory():
                     require_consistent_ranks(config.folder, digests, ranks)  # rank 0 has written the plan by now
                     [is_new] = ranks.all_gather([is_new] if ranks.is_main else [])

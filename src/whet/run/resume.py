@@ -16,8 +16,8 @@ from whet.core.config import ConfigPath, value_at
 from whet.core.console import info, warn
 from whet.core.display import holds_secret
 from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
-from whet.core.files import atomic_dir, atomic_write, hash_json
-from whet.core.run_folder import RunFolder
+from whet.core.files import atomic_dir
+from whet.core.run_folder import RunFolder, config_was_edited, write_config
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.variables import VariableHashes
 from whet.core.yaml import Template, parse_yaml, read_yaml
@@ -87,8 +87,8 @@ def _describe_change(key: str, old: Any, new: Any) -> str:
 
 
 _CHANGEABLE_ON_RESUME = (
-    "run.name", "run.dir", "run.tags", "eval.", "checkpoint.", "export.", "track.", "profile.", "parallel.",
-    "launch.",
+    "run.name", "run.dir", "run.project", "run.tags", "eval.", "checkpoint.", "export.", "track.", "profile.",
+    "parallel.", "launch.",
     "train.micro_rows", "train.on_nonfinite", "train.on_spike", "model.attention", "model.compile",
 )  # fmt: skip
 """Settings that may change when a run is resumed."""
@@ -104,7 +104,7 @@ def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     newest = directory.newest_checkpoint(path / "checkpoints")
     try:
         changed = _differences(read_yaml(file, expand="none").plain(), config, hashes)
-        if newest is None or not changed or not _was_edited(path):
+        if newest is None or not changed or not config_was_edited(path):
             return changed
         reason = f"{file} was changed after the run wrote it"
     except WhetError as error:
@@ -157,18 +157,9 @@ def read_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-_HASH_COMMENT = "# hash: "
-"""The last line of config.yaml has the hash of those above."""
-
-
-def _was_edited(path: Path) -> bool:
-    text, mark, digest = (path / "config.yaml").read_text(errors="replace").rpartition(_HASH_COMMENT)
-    return bool(mark) and digest.strip() != hash_json(text)
-
-
 def _warn_about_edited_config(path: Path) -> None:
     """Print a warning if the config.yaml of a run is not what the run wrote."""
-    if _was_edited(path):
+    if config_was_edited(path):
         warn(
             f"{path / 'config.yaml'} was changed after the run wrote it, so the result may not be the run's. If you "
             "did not edit it, restore it: `config` in checkpoints/*/manifest.json has the original"
@@ -187,8 +178,7 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
         )
     _warn_of_secrets(config.unexpanded())
     VariableHashes(path).write(config.variables())
-    text = config.dump()
-    atomic_write(path / "config.yaml", f"{text}{_HASH_COMMENT}{hash_json(text)}\n")
+    write_config(path, config.dump())
     (path / "checkpoints").mkdir(exist_ok=True)
     data.write_ledger_lines(path / LEDGER_LINES)
     ledger = data.ledger()

@@ -9,6 +9,7 @@ from typing import Any
 from whet.core.console import info
 from whet.core.files import JsonLinesWriter
 from whet.core.run_folder import RunFolder
+from whet.core.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
 from whet.inference.tasks.task import AnsweredExample
 from whet.training.records import RECORDS, Prefix, record_file, restore_records
 from whet.training.trackers import Trackers
@@ -23,7 +24,13 @@ class RunOutput:
 
     def write_step(self, line: dict[str, Any]) -> None: ...
 
-    def write_evaluation(self, step: int, results: dict[str, float], samples: Sequence[AnsweredExample]) -> None: ...
+    def write_evaluation(
+        self,
+        step: int,
+        results: dict[str, float],
+        samples: Sequence[AnsweredExample],
+        losses: ConversationLosses | None,
+    ) -> None: ...
 
     def write_event(self, event: dict[str, Any]) -> None: ...
 
@@ -57,9 +64,17 @@ class FolderOutput(RunOutput):
         self._trackers.write(line)
         self._folder.heartbeat(line["step"], self._steps)
 
-    def write_evaluation(self, step: int, results: dict[str, float], samples: Sequence[AnsweredExample]) -> None:
+    def write_evaluation(
+        self,
+        step: int,
+        results: dict[str, float],
+        samples: Sequence[AnsweredExample],
+        losses: ConversationLosses | None,
+    ) -> None:
         for sample in samples:
             self._records["samples"].write({"step": step, **sample.as_dict()})
+        if losses is not None:
+            add_validation_losses(self._folder.path, step, losses)
         line = {"time": time.time(), "step": step, **results}
         self._records["metrics"].write(line)
         self._trackers.write(line)
@@ -89,6 +104,7 @@ class FolderOutput(RunOutput):
 
     def _open_records(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
         restore_records(self._folder.path, step, prefixes)
+        truncate_validation_losses(self._folder.path, step)
         self._records = {name: JsonLinesWriter(record_file(self._folder.path, name)) for name in RECORDS}
         self._mark_step_end()
 

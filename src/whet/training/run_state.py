@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.distributed import Ranks
+from whet.core.validation_losses import ConversationLosses
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
@@ -30,6 +31,16 @@ from whet.training.timing import StartupTimer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found."""
+
+    metrics: dict[str, float]
+    samples: list[AnsweredExample]
+    """The answers to the tasks."""
+    losses: ConversationLosses | None
+    """Of each validation conversation; None without validation data."""
 
 
 @dataclass(slots=True)
@@ -51,8 +62,8 @@ class Run:
     loss_scaler: LossScaler
     guard: Guard
     intervals: Intervals
-    evaluate: Callable[[], tuple[dict[str, float], list[AnsweredExample]]]
-    """Metrics of the current model, and what it answered."""
+    evaluate: Callable[[], Evaluation]
+    """Of the current model."""
     saver: CheckpointSaver | None
     """None: --dry-run, nothing is saved."""
     output: RunOutput

@@ -140,7 +140,7 @@ def evaluate(run: Run) -> None:
     """Evaluate the current model, write the results, and score its checkpoint."""
     PHASE.enter("evaluating", run.step)
     release_cuda_graphs(run.model)
-    results, samples = run.evaluate()
+    results, samples, losses = run.evaluate()
     if not run.startup.is_done:
         run.startup.end_phase("measure_s")
     broken = [name for name, value in results.items() if not math.isfinite(value)]
@@ -152,7 +152,7 @@ def evaluate(run: Run) -> None:
     if not results:
         return
     run.evaluations[run.step] = results
-    run.output.write_evaluation(run.step, results, samples)
+    run.output.write_evaluation(run.step, results, samples, losses)
     best = run.config.eval.best
     if run.saver is not None and run.ranks.is_main and best in results:
         run.saver.add_scores({run.step: results[best]})

@@ -1,0 +1,163 @@
+"""What the files of a run say, and an index of it: a cache of the files that have not changed since they were read.
+
+The index is one JSON file for each folder of runs, in whet's cache. Deleting it costs the next list some time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.checkpoint.retention import lower_is_better
+from whet.core.errors import WhetError, first_line
+from whet.core.files import atomic_write, cache_dir, hash_json
+from whet.core.run_folder import Owner, read_owner, read_status
+from whet.core.yaml import parse_yaml
+from whet.runs.metrics_tail import MetricsTail
+
+_INDEX_VERSION = 1  # raise it when facts have other fields or another meaning
+_FILES = ("config.yaml", "slurm/recipe.yaml", "status.json", "metrics.jsonl", "lock")
+_SETTLED_S = 2.0  # a file that changed a moment ago may change again without a new time
+_SECTION = re.compile(r"^(?:run|eval):\n((?:[ \t#-].*\n|\n)*)", re.MULTILINE)
+_PLAIN_VALUE = re.compile(r"^  (project|best): ([A-Za-z][\w./-]*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What is read from the files of a run."""
+
+    status: dict[str, Any]
+    """The content of status.json; empty without one."""
+    is_readable: bool
+    """False: the run of a newer whet."""
+    owner: Owner | None
+    project: str | None
+    best_metric: str
+    """eval.best: what the run is judged by."""
+    step: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    best: float | None
+    longest_gap_s: float
+    problems: tuple[str, ...]
+    """What cannot be read, with the remedy."""
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> RunFacts:
+        owner = record["owner"]
+        return cls(**record | {"owner": owner and Owner(**owner), "problems": tuple(record["problems"])})
+
+
+def read_facts(folder: Path) -> RunFacts:
+    """Read a run's files. Damage is one of the problems, never an error."""
+    problems: list[str] = []
+    status: dict[str, Any] = {}
+    is_readable = True
+    try:
+        status = read_status(folder)
+        if not status and (folder / "status.json").exists():
+            problems.append(f"{folder / 'status.json'}: damaged; `whet runs resume` writes it again")
+    except WhetError as error:
+        is_readable = False
+        problems.append(str(error))
+    settings = _read_settings(folder, problems)
+    metric = settings.get("best", "val_loss")
+    tail = MetricsTail.read(folder / "metrics.jsonl") if is_readable else MetricsTail(b"")
+    return RunFacts(
+        status=status,
+        is_readable=is_readable,
+        owner=read_owner(folder),
+        project=settings.get("project"),
+        best_metric=metric,
+        step=tail.step,
+        loss=tail.loss,
+        tokens_per_s=tail.tokens_per_s,
+        best=tail.best(metric, lower_is_better(metric)),
+        longest_gap_s=tail.longest_gap_s() if status.get("state") == "running" else 0.0,
+        problems=tuple(problems),
+    )
+
+
+def read_all_facts(folders: Sequence[Path], root: Path | None) -> list[RunFacts]:
+    """The facts of many runs; with `root`, those of unchanged files from its index."""
+    if root is None:
+        return [read_facts(folder) for folder in folders]
+    file = cache_dir() / "runs" / f"{hash_json(os.path.realpath(root))[:20]}.json"
+    known, kept, facts = _read_index(file), dict[str, Any](), list[RunFacts]()
+    for folder in folders:
+        key, signature = str(folder.relative_to(root)), _signature(folder)
+        entry = known.get(key)
+        if entry is not None and entry["signature"] == signature:
+            facts.append(RunFacts.from_json(entry["facts"]))
+            kept[key] = entry
+            continue
+        facts.append(read_facts(folder))
+        if max((changed for _, changed, _ in signature), default=0) < (time.time() - _SETTLED_S) * 1e9:
+            kept[key] = {"signature": signature, "facts": asdict(facts[-1])}
+    if kept != known:
+        with contextlib.suppress(OSError, ValueError):  # without an index, the next list reads the files again
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(file, json.dumps({"version": _INDEX_VERSION, "runs": kept}))
+    return facts
+
+
+def _read_index(file: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(file.read_bytes())
+        if index["version"] != _INDEX_VERSION:
+            return {}
+        for entry in index["runs"].values():
+            entry["signature"] = [tuple(each) for each in entry["signature"]]
+            RunFacts.from_json(entry["facts"])
+        return dict(index["runs"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _signature(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, time and size of the files that facts come from."""
+    found = []
+    for name in _FILES:
+        with contextlib.suppress(OSError):
+            stat = os.stat(f"{folder}/{name}")  # noqa: PTH116 - a Path for each of five thousand files takes longer
+            found.append((name, stat.st_mtime_ns, stat.st_size))
+    return found
+
+
+def _read_settings(folder: Path, problems: list[str]) -> dict[str, str]:
+    """run.project and eval.best, without parsing the whole of config.yaml, which takes 10 ms."""
+    file = folder / "config.yaml"
+    if not file.exists() and (folder / "slurm" / "recipe.yaml").exists():
+        file = folder / "slurm" / "recipe.yaml"
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        if (folder / "status.json").exists() or (folder / "checkpoints").exists():
+            problems.append(f"{file}: missing, so this is half a run. Bring it back from a copy, or delete the folder")
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{file}: cannot be read ({first_line(error)}). Bring it back from a copy")
+        return {}
+    found: dict[str, str] = {}
+    for block in _SECTION.findall(text):
+        plain = {key: value for key, value in _PLAIN_VALUE.findall(block) if value not in ("null", "true", "false")}
+        is_plain = all(f"\n  {key}:" not in f"\n{block}" or key in plain for key in ("project", "best"))
+        found |= plain if is_plain else _parse_section(block, file, problems)
+    return found
+
+
+def _parse_section(block: str, file: Path, problems: list[str]) -> dict[str, str]:
+    try:
+        values = parse_yaml(block, str(file), numbered=False, expand="none").plain()
+    except WhetError as error:
+        problems.append(f"{error}. Bring it back from a copy")
+        return {}
+    values = values if isinstance(values, dict) else {}
+    return {key: values[key] for key in ("project", "best") if isinstance(values.get(key), str)}

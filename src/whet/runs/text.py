@@ -1,0 +1,118 @@
+"""Runs as text: the list as a table, and one run in full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+
+from whet.checkpoint.directory import list_steps
+from whet.core.display import escape_controls
+from whet.core.heartbeat import format_age
+from whet.report.formatting import DASH, format_count, format_time
+from whet.report.run_view import RunView
+from whet.report.terminal_report import draw_loss_curve
+from whet.runs.summary import RunSummary
+
+_QUIET_STATES = ("running", "finished", "stopped", "starting")
+"""States that need no explanation under the list."""
+_MAX_NOTES = 20
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns, two blanks apart; the last one is not padded."""
+    table = [
+        [escape_controls(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (header, *rows)
+    ]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def format_list(runs: Sequence[RunSummary]) -> list[str]:
+    """The runs as a table; those that were active last come last, where the eye is."""
+    now = time.time()
+    has_project = any(run.facts.project for run in runs)
+    header = [
+        "NAME",
+        *(["PROJECT"] if has_project else []),
+        "STATE",
+        "STEP",
+        "LOSS",
+        "BEST",
+        "TOKENS/S",
+        "AGE",
+        "HOST",
+        "JOB",
+    ]
+    rows = []
+    for run in runs:
+        of = f"/{run.steps}" if run.steps else ""
+        started = run.facts.status.get("started") or (run.owner.since if run.owner is not None else None)
+        rows.append([
+            run.name, *([run.facts.project or DASH] if has_project else []), run.state.name,
+            DASH if run.step is None else f"{run.step}{of}", _loss(run.facts.loss), _loss(run.facts.best),
+            format_count(run.facts.tokens_per_s), DASH if started is None else _age(now - started), run.host or DASH,
+            DASH if run.job is None else str(run.job),
+        ])  # fmt: skip
+    return format_table(header, rows)
+
+
+def list_notes(runs: Sequence[RunSummary]) -> list[str]:
+    """What a user should know about runs that are neither well nor done."""
+    notes = [f"{run.name}: {run.state.note}" for run in runs if run.state.note and run.state.name not in _QUIET_STATES]
+    notes += [problem for run in runs for problem in run.problems]
+    notes = list(dict.fromkeys(notes))
+    more = len(notes) - _MAX_NOTES
+    return notes[:_MAX_NOTES] + ([f"… and {more} more: `whet runs show RUN` tells them"] if more > 0 else [])
+
+
+def _loss(value: float | None) -> str:
+    return DASH if value is None else f"{value:.4f}"
+
+
+def _age(seconds: float) -> str:
+    return format_age(seconds).removesuffix(" ago")
+
+
+def format_run(run: RunSummary, view: RunView | None) -> list[str]:
+    """A run in full. `view`: its files; None for the beginning of a run, which has no configuration yet."""
+    status, facts = run.facts.status, run.facts
+    lines = {
+        "folder": str(run.folder),
+        "project": facts.project,
+        "tags": ", ".join(map(str, view.setting("run", "tags") or ())) if view else None,
+        "state": run.state.name + (f": {run.state.note}" if run.state.note else ""),
+        "progress": _progress(run),
+        "loss": None if facts.loss is None else _loss(facts.loss),
+        "best": None if facts.best is None else f"{_loss(facts.best)} ({facts.best_metric})",
+        "speed": None if facts.tokens_per_s is None else f"{format_count(facts.tokens_per_s)} tokens/s",
+        "started": format_time(status["started"]) if "started" in status else None,
+        "heartbeat": format_age(time.time() - status["heartbeat"]) if "heartbeat" in status else None,
+        "host": run.host and run.host + (f", process {run.owner.pid}" if run.owner is not None else ""),
+        "jobs": ", ".join(job.describe() for job in run.jobs) or (str(run.job) if run.job else None),
+    }
+    if view is not None:
+        steps = list_steps(run.folder / "checkpoints")
+        lines |= {
+            "model": view.setting("model", "path"),
+            "data": ", ".join(source.name for source in view.sources if source.use == "train") or None,
+            "checkpoints": ", ".join(map(str, steps)) or None,
+            "exports": ", ".join(str(each["kind"]) for each in view.certificates) or None,
+            "events": f"{len(view.events)} in events.jsonl" if view.events else None,
+        }
+    text = [
+        f"{key:<12} {' '.join(escape_controls(str(value)).split(chr(10)))}" for key, value in lines.items() if value
+    ]
+    if view is not None and len(view.losses) > 1:
+        text += ["", *draw_loss_curve(view.losses, height=10).split("\n")]
+    return text
+
+
+def _progress(run: RunSummary) -> str | None:
+    if run.step is None:
+        return None
+    return f"step {run.step:,}" + (f" of {run.steps:,} ({run.step / run.steps:.0%})" if run.steps else "")
