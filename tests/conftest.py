@@ -92,6 +92,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (cache / "models").symlink_to(models.resolve())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WHET_CACHE", str(cache))
+        patch.setenv("WHET_MODELS", str(cache / "registry"))
         yield cache
 
 

@@ -12,7 +12,7 @@ import whet
 
 SOURCE = Path(whet.__file__).parent
 
-_DATA_AND_MODEL = {"core", "compat", "config", "tokenizer", "data", "model"}
+_DATA_AND_MODEL = {"core", "compat", "config", "tokenizer", "data", "model", "registry"}
 _DEVICES = {*_DATA_AND_MODEL, "parallel", "execution"}
 _ENGINE = {*_DEVICES, "checkpoint", "exporting", "convert", "inference", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -21,7 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"core"},  # and the packages' config modules
     "tokenizer": {"core", "compat"},
     "data": {"core", "compat", "tokenizer"},
-    "model": {"core", "compat", "tokenizer"},
+    "registry": {"core"},
+    "model": {"core", "compat", "tokenizer", "registry"},
     "parallel": _DATA_AND_MODEL,
     "execution": {*_DATA_AND_MODEL, "parallel"},
     "inference": _DEVICES,

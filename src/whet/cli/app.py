@@ -21,6 +21,7 @@ from whet.cli import (
     inspect,
     launch,
     merge,
+    models,
     prepare,
     report,
     runs,
@@ -76,6 +77,7 @@ for name, function in (
     app.command(name)(function)
 app.add_typer(runs.app)
 app.add_typer(import_.app)
+app.add_typer(models.app)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|RUN", help="A model folder, a hub id, builtin:smollm2, an adapter folder or a run folder."
+            metavar="MODEL|RUN", help="A model or adapter folder, a hub id, builtin:NAME, a run folder or models:NAME."
         ),
     ],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this prompt and exit.")] = None,

@@ -14,7 +14,7 @@ def evaluate(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|MODEL", help="A run folder, RUN@STEP, a model folder, a hub id or builtin:smollm2."
+            metavar="RUN|MODEL", help="A run folder, RUN@STEP, a model folder, a hub id, builtin:NAME or models:NAME."
         ),
     ],
     overrides: OverridesArgument = None,

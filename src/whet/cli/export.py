@@ -34,7 +34,7 @@ class ExportDtype(StrEnum):
 
 @cli_command
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, RUN@STEP or RUN@best.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, RUN@STEP, RUN@best or models:NAME.")],
     to: Annotated[
         ExportKind,
         typer.Option(

@@ -26,6 +26,7 @@ from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import hash_model_folder, locate_model, require_certified_files, weights_hash
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, unwrap_peft
+from whet.registry.references import local_path, pin_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,7 +62,7 @@ def merge_adapter_folders(base: str, adapters: Sequence[str], how: CombinationTy
         raise WhetError(f"--out {out}: this folder is not empty. Choose another one")
     parts = [_parse_adapter(text) for text in adapters]
     require_mergeable(parts)
-    config = ModelConfig(path=base)
+    config = ModelConfig(path=pin_version(base))
     for part in parts:
         _require_same_base(config, part)
     model = load_model(config, "auto")
@@ -77,14 +78,14 @@ def merge_adapter_folders(base: str, adapters: Sequence[str], how: CombinationTy
 def _parse_adapter(text: str) -> WeightedAdapter:
     folder, equals, weight = text.rpartition("=")
     if not equals or user_path(text).is_dir():
-        return WeightedAdapter(_adapter_folder(user_path(text)))
+        return WeightedAdapter(_adapter_folder(local_path(text)))
     try:
         number = float(weight)
     except ValueError:
         raise WhetError(f"--adapter {text}: {weight!r} is not a number. Write FOLDER or FOLDER=WEIGHT") from None
     if not abs(number) < 1e6 or number == 0:
         raise WhetError(f"--adapter {text}: the weight {weight} is not usable. Use a finite number other than 0")
-    return WeightedAdapter(_adapter_folder(user_path(folder)), number)
+    return WeightedAdapter(_adapter_folder(local_path(folder)), number)
 
 
 def _adapter_folder(folder: Path) -> Path:

@@ -14,7 +14,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str = Field(
-        description="A model folder, a hub id, a run (RUN, RUN@STEP, RUN@best, RUN@latest: its weights only), "
+        description="A model folder, a hub id, a run (RUN, RUN@STEP, RUN@best, RUN@latest: its weights only), a "
+        "registered model (models:NAME, models:NAME@VERSION, models:NAME@ALIAS), "
         "builtin:smollm2 (real, small) or builtin:tiny (random, for tests). random:NAME, random:FOLDER or "
         "random:FILE.json: random weights of that architecture, to measure speed (whet bench)."
     )

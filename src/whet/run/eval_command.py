@@ -31,6 +31,7 @@ from whet.inference.tasks.task import TaskResult
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
+from whet.registry.references import pin_version
 from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
 from whet.run.evaluation import evaluate_tasks, evaluate_validation
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
@@ -79,6 +80,9 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     silence_libraries()
     if launch_env.rank() > 0:
         set_quiet()
+    pinned = [None if each is None else pin_version(each) for each in (request.reference, request.against)]
+    reference, against = ranks.all_gather([pinned])[0]  # an alias that moves meanwhile: all ranks load the same model
+    request = dataclasses.replace(request, reference=reference, against=against)
     config = _evaluation_config(request)
     load_tasks(config.eval)  # reports errors before a model is loaded
     ranks = init_distributed(share_gpu=config.launch.share_gpu)

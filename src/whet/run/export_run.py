@@ -29,6 +29,7 @@ from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
 from whet.run.load_models import load_checkpoint_model
 from whet.run.model_builder import build_model
+from whet.run.register_model import run_reference
 from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
@@ -72,7 +73,7 @@ def export_model(
 def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificate]:
     """Export a checkpoint of a run: RUN, RUN@STEP, RUN@best or RUN@latest."""
     silence_libraries()
-    path, which = parse_run_reference(reference)
+    path, which = parse_run_reference(run_reference(reference))
     config = read_run_config(path)
     step = directory.resolve_step(path / "checkpoints", which)
     require_same_tokenizer(config, path / "ledger.json")
@@ -85,7 +86,7 @@ def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificat
 def check_export(reference: str, folder: Path) -> Certificate:
     """Load an existing export, compare it with the run again, and rewrite its certificate."""
     silence_libraries()
-    path, _ = parse_run_reference(reference)
+    path, _ = parse_run_reference(run_reference(reference))
     config = read_run_config(path)
     recorded = read_hashed_json(folder / "certificate.json", f"Export again: whet export {reference}")
     missing = [key for key in ("kind", "step", "dtype", "files") if key not in recorded]
@@ -142,7 +143,7 @@ def _build_spec(
     dtype = choose_dtype(kind, request.dtype, compute, trained.lossless_dtype)
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
-        resolve_path(config.folder).name,
+        resolve_path(config.folder).name, str(resolve_path(config.folder)),
     )  # fmt: skip
 
 

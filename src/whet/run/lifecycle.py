@@ -85,7 +85,8 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
                 if folder is None:
                     open_log(log)
                 with report_failures(config.folder, rank, world_size), advise_on_out_of_memory():
-                    require_consistent_ranks(config.folder, digests, ranks)  # rank 0 has written the plan by now
+                    # rank 0 has written the plan by now
+                    require_consistent_ranks(config.folder, digests, config.model.path, ranks)
                     [is_new] = ranks.all_gather([is_new] if ranks.is_main else [])
                     startup.end_phase("prepare_s")
                     with assemble(

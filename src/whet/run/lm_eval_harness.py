@@ -15,9 +15,9 @@ from whet.core.console import silence_libraries
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path, user_path
 from whet.model.config import ModelConfig
-from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.tokenizer import load_tokenizer
-from whet.model.load.weight_files import require_certified_files
+from whet.model.load.weight_files import locate_model, require_certified_files
+from whet.registry.registry import PREFIX
 from whet.run.export_run import ExportRequest, export_run
 from whet.run.load_models import find_run
 
@@ -61,8 +61,8 @@ def _task_name_in(file: str) -> str:
 
 def _model_folder(reference: str) -> str:
     """The folder of a model; for a run its merged export, which is created if there is none of the current step."""
-    if reference.startswith("builtin:"):
-        return str(builtin_folder(reference))
+    if reference.startswith(("builtin:", PREFIX)):
+        return locate_model(reference)
     run = find_run(reference)
     if run is None:
         load_tokenizer(ModelConfig(path=reference))  # raises whet's own error for what is not a model

@@ -42,6 +42,7 @@ from whet.model.lora.adapter_folder import (
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, merge_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
+from whet.registry.references import local_path, pin_version
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.model_builder import build_model
 from whet.run.resume import read_run_config
@@ -99,24 +100,26 @@ def _load_run(path: Path, step: str, load: LoadMode) -> tuple[Config, nn.Module,
 
 
 def load_inference_model(reference: str, load: LoadMode = "auto") -> InferenceModel:
-    """The model of a run (RUN, RUN@STEP, RUN@best, RUN@latest), an adapter folder, a model folder, a hub id or
-    builtin:NAME."""
+    """The model of a run (RUN, RUN@STEP, RUN@best, RUN@latest), an adapter folder, a model folder, a hub id,
+    builtin:NAME or models:NAME."""
     silence_libraries()
+    reference = pin_version(reference)
     if run := find_run(reference):
         config, trained, renderer = _load_run(*run, load)
         # a merged adapter is a little faster, but merging into a 4-bit base would need memory for the full weights
         model = unwrap_peft(trained) if config.quantize else merge_adapter(trained)
         attention.use_native_attention(model)
         return _inference_model(model, renderer, config.model, reference)
-    if is_adapter_folder(Path(reference)):
-        return _load_adapter_and_base(reference, base_model_of(Path(reference)), load)[0]
+    if is_adapter_folder(folder := local_path(reference)):
+        return _load_adapter_and_base(reference, base_model_of(folder), load)[0]
     config_ = _model_config(reference)
     return _inference_model(_load_base_model(config_, load), _renderer(config_), config_, reference)
 
 
 def load_model_pair(reference: str, against: str, load: LoadMode = "auto") -> tuple[InferenceModel, InferenceModel]:
     """Two models to compare; if the first is an adapter of the second, they share weights."""
-    folder, run = Path(reference), find_run(reference)
+    reference, against = pin_version(reference), pin_version(against)
+    folder, run = local_path(reference), find_run(reference)
     if is_adapter_folder(folder) and _is_same_model(base_model_of(folder), against):
         return _load_adapter_and_base(reference, against, load)
     if run is not None and _is_adapter_run_of(run[0], against):
@@ -137,6 +140,7 @@ def load_model_pair(reference: str, against: str, load: LoadMode = "auto") -> tu
 def load_adapter_models(base: str, adapters: dict[str, Path], load: LoadMode = "auto") -> dict[str, InferenceModel]:
     """A model with several adapters by name, and under `none` without them; all share the base weights."""
     silence_libraries()
+    base = pin_version(base)
     config = _model_config(base)
     base_tokenizer = load_tokenizer(config)
     tokenizers = {}
@@ -195,7 +199,9 @@ def load_chat_models(
 
 def _load_adapter_and_base(reference: str, base: str, load: LoadMode) -> tuple[InferenceModel, InferenceModel]:
     """The adapter in a folder, and its base."""
-    both = load_adapter_models(base, {"tuned": Path(reference)}, load)  # peft's adapter names must not contain a dot
+    both = load_adapter_models(
+        base, {"tuned": local_path(reference)}, load
+    )  # peft's adapter names must not contain a dot
     return replace(both["tuned"], name=reference), both[NO_ADAPTER]
 
 

@@ -1,4 +1,5 @@
-"""model.path: RUN, RUN@STEP, RUN@best or RUN@latest: export that run's weights and use the folder. Without torch."""
+"""model.path: a run (RUN, RUN@STEP, RUN@best, RUN@latest), whose weights are exported, or a registered model, whose
+version is fixed for the life of the run. Without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoint import directory
-from whet.checkpoint.manifest import MANIFEST_NAME
+from whet.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from whet.config import Config, read_config
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
@@ -19,15 +20,18 @@ from whet.core.files import file_lock, resolve_path, user_path
 from whet.core.launch_env import RANK_VARIABLES
 from whet.core.run_folder import parse_run_reference
 from whet.model.load.weight_files import require_certified_files
+from whet.registry.references import is_registered, keep_version, model_folder, pin_version
 
 
 def resolve_model_reference(config: Config) -> Config:
     """Replace model.path, if it is a run (RUN, RUN@STEP, RUN@best, RUN@latest) or the folder of a checkpoint, by the
-    model folder that is exported from it.
+    model folder that is exported from it; of a registered model, the alias by the version.
 
-    The step is thereby fixed for the life of the run. Called before the process group exists: the first process
-    exports while the others wait for its file lock.
+    Step and version are thereby fixed for the life of the run. Called before the process group exists: the first
+    process exports while the others wait for its file lock.
     """
+    if is_registered(config.model.path):
+        return _with_version(config)
     found = _parse_run_reference(config.model.path)
     if found is None:
         return config
@@ -35,7 +39,7 @@ def resolve_model_reference(config: Config) -> Config:
     before = _recorded_model(config, run, which)
     if before is not None:
         require_certified_files(before)
-        return _with_model(config, before)
+        return _with_model(config, str(before))
     step = directory.resolve_step(run / "checkpoints", which)
     with file_lock(run / "exports" / f".{directory.checkpoint_name(step)}.lock"):
         folder = _find_export(run, step)
@@ -43,24 +47,49 @@ def resolve_model_reference(config: Config) -> Config:
             info(f"model.path: {config.model.path}: exporting the weights after step {step}")
             folder = _export_in_subprocess(run, step)
     require_certified_files(folder)
-    return _with_model(config, resolve_path(folder))
+    return _with_model(config, str(resolve_path(folder)))
 
 
-def _with_model(config: Config, folder: Path) -> Config:
-    model = config.model.model_copy(update={"path": str(folder)})
+def _with_version(config: Config) -> Config:
+    """A resumed run keeps the version that it began with, whatever the alias names now."""
+    path, recorded = config.model.path, _model_path_of_run(config)
+    version = pin_version(path) if recorded is None else keep_version(path, recorded)
+    if version == recorded != path:
+        info(f"model.path: {path}: this run continues with {version}, as it began")
+    require_certified_files(model_folder(version))
+    return _with_model(config, version)
+
+
+def _with_model(config: Config, path: str) -> Config:
+    model = config.model.model_copy(update={"path": path})
     return config.model_copy(update={"model": model})
 
 
 def _recorded_model(config: Config, run: Path, which: str) -> Path | None:
     """The model folder in the config.yaml of a run that exists: for a resumed run, `latest` is what it was then."""
-    recorded = config.folder / "config.yaml"
-    if not recorded.exists():
+    recorded = _model_path_of_run(config)
+    if recorded is None or is_registered(recorded):
         return None
-    folder = Path(read_config(recorded, expand="set").model.path)
+    folder = Path(recorded)
     certificate = folder / "certificate.json"
     if folder.parent != resolve_path(run / "exports") or not certificate.exists():
         return None
     return folder if which in ("latest", "best", str(_read_certificate(certificate).get("step"))) else None
+
+
+def _model_path_of_run(config: Config) -> str | None:
+    """model.path as the run in the folder recorded it, if there is one; where its config.yaml is damaged, from its
+    newest checkpoint."""
+    file = config.folder / "config.yaml"
+    if not file.exists():
+        return None
+    try:
+        return read_config(file, expand="set").model.path
+    except WhetError:
+        newest = directory.newest_checkpoint(config.folder / "checkpoints")
+        if newest is None:
+            raise
+        return str(read_manifest(newest)["config"]["model"]["path"])
 
 
 def _read_certificate(file: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from whet.core.files import hash_file, hash_json, write_json
 from whet.core.heartbeat import PHASE
 from whet.core.run_folder import record_failure
 from whet.core.watchdog import Watchdog
+from whet.registry.references import is_registered
 from whet.run.data import RunData
 
 # Consistency check before the first step: all processes see one run folder, and the stores on their machines hold the
@@ -43,14 +44,15 @@ def _store_digest(folder: Path) -> str:
     return hash_json({name: hash_file(folder / name) for name in files if (folder / name).exists()})
 
 
-def require_consistent_ranks(folder: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
-    """Refuse, on every rank, machines that do not share the run's folder or have other data."""
+def require_consistent_ranks(folder: Path, digests: Mapping[str, str], model: str, ranks: Ranks) -> None:
+    """Refuse, on every rank, machines that do not share the run's folder, or have other data or another model.path."""
     if ranks.world_size == 1:
         return
     probe = _SharedFolderProbe(folder)
     [name] = ranks.all_gather([probe.write()] if ranks.is_main else [])
     try:
         found = {"host": socket.gethostname(), "sees": probe.sees(name), "stores": dict(digests)}
+        found["model"] = model if is_registered(model) else None  # a folder may have another path on each machine
         everyone: list[dict[str, Any]] = ranks.all_gather([found])
     finally:
         if ranks.is_main:
@@ -60,6 +62,11 @@ def require_consistent_ranks(folder: Path, digests: Mapping[str, str], ranks: Ra
         raise WhetError(
             f"run.dir: {folder} is not the same folder on all machines: {', '.join(apart)} cannot see what "
             f"{everyone[0]['host']} writes there. Give a folder on a file system that they share: run.dir=FOLDER"
+        )
+    if another := next((one for one in everyone if one["model"] != everyone[0]["model"]), None):
+        raise WhetError(
+            f"model.path: {everyone[0]['host']} begins with {everyone[0]['model']}, {another['host']} with "
+            f"{another['model']}: what it refers to changed while the processes started. Start the run again"
         )
     for use, digest in everyone[0]["stores"].items():
         others = _unique_hosts(one for one in everyone if one["stores"] and one["stores"].get(use) != digest)

@@ -11,19 +11,25 @@ from pathlib import Path
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
-from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
+from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
+from whet.registry.references import local_path
 
 
 def locate_model(path: str) -> str:
     """The folder or hub id that transformers loads for a model.path."""
     if path.startswith("builtin:"):
         return str(builtin_folder(path))
-    folder = user_path(path)
+    folder = local_path(path)
     if folder.is_dir():
         if not (folder / "config.json").exists():
+            if (folder / "adapter_config.json").exists():
+                raise WhetError(
+                    f"model.path: {path}: this is an adapter, not a whole model. Give a merged one: whet export RUN "
+                    "--to merged, or whet merge"
+                )
             if (folder / "config.yaml").exists():
                 raise WhetError(f"model.path: {path}: this is a run folder. Give its export: {path}/exports/merged")
             raise WhetError(f"model.path: {path}: no config.json in this folder. Give the folder of a model")
@@ -105,7 +111,7 @@ def prefetch_weights(path: str, revision: str | None = None) -> threading.Thread
 
     Does nothing if they exceed half of the physical memory. The thread only makes system calls, so forking is safe.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, WhetError):
         files = sorted(local_model_folder(path, revision).glob("*.safetensors"))
         if 0 < sum(file.stat().st_size for file in files) < _physical_memory() // 2:
             thread = threading.Thread(target=_advise, args=(files,), name="prefetch weights", daemon=True)
@@ -124,7 +130,7 @@ def _advise(files: list[Path]) -> None:
 
 def local_model_folder(path: str, revision: str | None) -> Path:
     """The folder of a model on this machine, also in the hub cache; it need not exist."""
-    folder = user_path(path)
+    folder = local_path(path)
     if folder.is_dir() or path.count("/") != 1:
         return folder
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")

@@ -14,6 +14,7 @@ from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
 from whet.core.files import user_path
 from whet.model.load.weight_files import require_certified_files
+from whet.registry.references import local_path
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -93,7 +94,7 @@ def parse_adapter_options(texts: list[str]) -> dict[str, Path]:
             raise WhetError(
                 f"--adapter: {name}: invalid name. Names must be unique, without a dot, and not 'none' or 'base'"
             )
-        found[name] = user_path(folder)
+        found[name] = local_path(folder)
     return found
 
 

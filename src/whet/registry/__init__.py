@@ -1,0 +1,1 @@
+"""The registry of models: names, versions and aliases in a folder of small JSON files."""
