@@ -80,12 +80,15 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     silence_libraries()
     if launch_env.rank() > 0:
         set_quiet()
-    pinned = [None if each is None else pin_version(each) for each in (request.reference, request.against)]
-    reference, against = ranks.all_gather([pinned])[0]  # an alias that moves meanwhile: all ranks load the same model
-    request = dataclasses.replace(request, reference=reference, against=against)
+    models = pin_version(request.reference), request.against and pin_version(request.against)
+    request = dataclasses.replace(request, reference=models[0], against=models[1])
     config = _evaluation_config(request)
     load_tasks(config.eval)  # reports errors before a model is loaded
     ranks = init_distributed(share_gpu=config.launch.share_gpu)
+    if len(set(ranks.all_gather([models]))) > 1:
+        raise WhetError(
+            f"{' and '.join(filter(None, models))}: an alias moved while the processes started. Start again"
+        )
     if request.against is not None and not config.eval.tasks:
         raise WhetError("--against compares task scores, and there is no task. Add some: --tasks orders,my.jsonl")
     other = None if request.against is None else _other_task_results(request, config, ranks)
