@@ -93,6 +93,36 @@ class Cluster:
     def free_port(self) -> int:
         return _free_ports(1)[0]
 
+    def start_node(self, number: int, hidden: Path | None = None) -> None:
+        """Start the slurmd of a node; `hidden`: a folder that it does not see."""
+        found = _find("slurmd")
+        assert found
+        words = [found, "-N", f"n{number}"]
+        if hidden is not None:
+            script = f"mount -t tmpfs none {hidden} && exec {' '.join(words)}"
+            words = ["unshare", "--mount", "sh", "-c", script]
+        self.run(*words)
+        self.wait_for_nodes()
+
+    def kill_node(self, number: int) -> None:
+        """The node dies: its slurmd and everything that runs on it, at once; Slurm notices."""
+        file = self.lab / f"run/slurmd-n{number}.pid"
+        os.kill(int(file.read_text()), signal.SIGKILL)
+        file.unlink()
+        name = f"SLURMD_NODENAME=n{number}".encode()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (path / "environ").read_bytes().split(b"\0")
+                if name in variables and f"SLURM_CONF={self.lab}/slurm.conf".encode() in variables:
+                    os.kill(int(path.name), signal.SIGKILL)
+        self.run("scontrol", "update", f"NodeName=n{number}", "State=DOWN", "Reason=died")
+
+    def wait_for_nodes(self) -> None:
+        until = time.monotonic() + 30
+        while len(self.run("sinfo", "-hN", "-t", "idle", "-p", "debug").split("\n")) <= self.count:
+            assert time.monotonic() < until, (self.lab / "log/slurmctld.log").read_text()[-2000:]
+            time.sleep(0.1)
+
 
 @contextlib.contextmanager
 def slurm_cluster(lab: Path, count: int = 2) -> Iterator[Cluster]:
@@ -118,10 +148,7 @@ def slurm_cluster(lab: Path, count: int = 2) -> Iterator[Cluster]:
         _start(cluster, "slurmctld", "-c")
         for n in range(1, count + 1):
             _start(cluster, "slurmd", "-N", f"n{n}")
-        until = time.monotonic() + 30
-        while len(cluster.run("sinfo", "-hN", "-t", "idle", "-p", "debug").split("\n")) <= count:
-            assert time.monotonic() < until, (lab / "log/slurmctld.log").read_text()[-2000:]
-            time.sleep(0.1)
+        cluster.wait_for_nodes()
         yield cluster
     finally:
         _stop(cluster)

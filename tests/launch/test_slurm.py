@@ -45,7 +45,7 @@ def test_the_script_has_what_the_site_wants_and_no_secret(whet: Any, recipe: str
         "--signal=B:USR1@300", "--requeue", "--output=/runs/x/slurm/%j.out",
     ):  # fmt: skip
         assert f"#SBATCH {option}" in lines
-    [srun] = [line for line in lines if line.startswith("srun ")]
+    [srun] = [line for line in lines if line.startswith("srun ") and "--ntasks=" not in line]
     assert "exec --bind=/scratch,/project /scratch/rocm.sif python -m whet launch /runs/x/slurm/recipe.yaml" in srun
     assert lines.index("module load LUMI") < lines.index("source misc/purge.sh") < lines.index(srun)
     assert not any("hidden" in line for line in lines)
@@ -84,7 +84,7 @@ def test_the_script_of_lumi_says_what_the_site_wants(whet: Any) -> None:
         "export WORLD_SIZE=$((SLURM_JOB_NUM_NODES * 8)) LOCAL_WORLD_SIZE=8",
     ):  # fmt: skip
         assert line in script.splitlines()
-    [srun] = [line for line in script.splitlines() if line.startswith("srun ")]
+    [srun] = [line for line in script.splitlines() if line.startswith("srun ") and "--ntasks=" not in line]
     masks = srun.partition("--cpu-bind=mask_cpu:")[2].split()[0].split(",")
     cores = [{core for core in range(64) if int(mask, 16) >> core & 1} for mask in masks]
     assert [len(each) for each in cores] == [7] * 8

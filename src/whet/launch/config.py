@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
-from whet.core.config import Section
+from whet.core.config import Section, config_error
+from whet.core.limits import limited
 
 
 class SlurmConfig(Section):
@@ -61,6 +63,32 @@ class SlurmConfig(Section):
     )
 
 
+_PATTERN_S = 1.0
+
+
+class LogPolicy(Section):
+    """What a line in the output of a crashed run means for its restart."""
+
+    pattern: str = Field(description="A regular expression, searched in each line that processes print.")
+    action: Literal["give_up", "exclude_node"] = Field(
+        description="give_up: the run is not restarted. exclude_node: Slurm queues the job again without the node that "
+        "printed the line; elsewhere the run is not restarted."
+    )
+
+    @model_validator(mode="after")
+    def _check_pattern(self) -> LogPolicy:
+        try:
+            with limited(_PATTERN_S, ValueError):
+                matches_all = re.search(self.pattern, "") is not None
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise config_error("pattern", f"{self.pattern!r} is not a regular expression: {error}") from None
+        if matches_all:
+            raise config_error(
+                "pattern", f"{self.pattern!r} matches an empty line, and so every line. Make it narrower"
+            )
+        return self
+
+
 class LaunchConfig(Section):
     """How `whet launch` starts a run. None of these settings changes the training result."""
 
@@ -97,6 +125,11 @@ class LaunchConfig(Section):
         gt=0,
         description="Seconds before the first restart; doubles with each restart, up to 60.",
     )
+    log_policies: list[LogPolicy] = Field(
+        default=[],
+        description="After a crash, lines in the output of the processes that forbid a restart, such as [{pattern: Xid "
+        "79, action: exclude_node}].",
+    )
     env: dict[str, str] | list[str] = Field(
         default={},
         description="Environment variables for the processes: a mapping of names to values, or names alone, which must "
@@ -104,6 +137,15 @@ class LaunchConfig(Section):
     )
 
     slurm: SlurmConfig = SlurmConfig()
+
+    @model_validator(mode="after")
+    def _check_policies(self) -> LaunchConfig:
+        if self.log_policies and self.slurm.tasks == "gpu":
+            raise config_error(
+                "log_policies",
+                "they need launch.slurm.tasks = node, where whet launch starts the processes and reads their output",
+            )
+        return self
 
     def node_range(self) -> tuple[int, int]:
         """The least and the greatest number of machines."""

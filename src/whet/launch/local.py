@@ -17,7 +17,7 @@ from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.core.resources import available_cores
 from whet.core.yaml import parse_yaml
-from whet.launch.config import LaunchConfig
+from whet.launch.config import LaunchConfig, LogPolicy
 
 _SIOCGIFADDR = 0x8915
 _FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -54,6 +54,7 @@ class LaunchJob:
     """The variables of launch.env, whose values are not shown."""
     max_restarts: int
     wait_s: float
+    log_policies: Sequence[LogPolicy] = ()
     resume: bool = False
 
     @property
@@ -100,7 +101,8 @@ def make_launch_job(
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return LaunchJob(
         command=command, folder=folder, name=name, nodes=nodes, processes=processes, rendezvous=rendezvous, env=env,
-        named=tuple(launch.env), max_restarts=launch.max_restarts, wait_s=launch.wait, resume=resume,
+        named=tuple(launch.env), max_restarts=launch.max_restarts, wait_s=launch.wait,
+        log_policies=launch.log_policies, resume=resume,
     )  # fmt: skip
 
 

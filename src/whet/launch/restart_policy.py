@@ -16,6 +16,7 @@ from whet.core.errors import ExitCode
 from whet.core.files import read_json_lines
 from whet.core.run_folder import read_status
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT
+from whet.launch.log_policies import PolicyMatch
 
 _MAX_BACKOFF_S = 60.0
 _VOLATILE_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -34,6 +35,8 @@ class AttemptResult:
     rank: int | None = None
     """Which process failed first; None: unknown."""
     host: str | None = None
+    match: PolicyMatch | None = None
+    """The line of its output that a log policy matched."""
 
     @property
     def who(self) -> str:
@@ -58,11 +61,18 @@ class Finish:
 
     exit_code: int
     reason: str
+    exclude: str | None = None
+    """A node of Slurm's without which the job shall be queued again."""
 
 
-def decide_restart(history: Sequence[AttemptResult], max_restarts: int, first_wait_s: float) -> Restart | Finish:
-    """Restart after a crash, with exponential backoff; not after a requested stop, wrong input, or a crash that repeats
-    in the same step with the same message. A pure function of the attempts so far."""
+def decide_restart(
+    history: Sequence[AttemptResult], max_restarts: int, first_wait_s: float, node: str | None = None
+) -> Restart | Finish:
+    """Restart after a crash, with exponential backoff; not after a requested stop, wrong input, a crash that repeats in
+    the same step with the same message, or a line that a log policy matches. A pure function of the attempts so far.
+
+    `node`: of Slurm's, which can be excluded; None where there is no other one.
+    """
     last = history[-1]
     if last.kind == "done":
         return Finish(ExitCode.DONE, "finished")
@@ -70,12 +80,27 @@ def decide_restart(history: Sequence[AttemptResult], max_restarts: int, first_wa
         return Finish(last.exit_code, last.message)
     if last.kind == "input":
         return Finish(last.exit_code, last.message)
+    if last.match is not None:
+        return _apply_policy(last, last.match, node)
     if len(history) > 1 and is_same_failure(last, history[-2]):
         return Finish(last.exit_code, f"{last.who} failed again{last.when}, with the same message: {last.message}")
     if len(history) > max_restarts:
         limit = f"no restarts left (launch.max_restarts = {max_restarts})"
         return Finish(last.exit_code, f"{limit}; {last.who} failed{last.when}: {last.message}")
     return Restart(min(_MAX_BACKOFF_S, first_wait_s * 2 ** min(len(history) - 1, 30)))
+
+
+def _apply_policy(last: AttemptResult, match: PolicyMatch, node: str | None) -> Finish:
+    failed = f"{last.who} failed{last.when}: {last.message or 'no error message'}; {match}"
+    if match.action == "give_up":
+        return Finish(last.exit_code, f"{failed}. It is not restarted")
+    if node is not None:
+        return Finish(ExitCode.STOPPED, f"{failed}. The job is queued again without {node}", node)
+    return Finish(
+        last.exit_code,
+        f"{failed}. There is no other node that whet could use, so it is not restarted: continue it elsewhere, with "
+        "--resume",
+    )
 
 
 def is_same_failure(one: AttemptResult, other: AttemptResult) -> bool:

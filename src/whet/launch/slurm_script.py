@@ -17,9 +17,11 @@ from typing import Literal
 
 from whet.core.errors import WhetError
 from whet.launch.config import LaunchConfig, SlurmConfig
+from whet.launch.log_policies import EXCLUDED_VARIABLE
 
 _WARNING_S = 300
 _LINE_LENGTH = 120
+_RESTARTS = '[ "${SLURM_RESTART_COUNT:-0}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,12 @@ class SlurmJob:
     @property
     def on_all_nodes(self) -> bool:
         return self.kind in ("run", "program")
+
+    @property
+    def excludes_nodes(self) -> bool:
+        """Whether a log policy may have the job queued again without a node."""
+        policies = self.launch.log_policies
+        return bool(self.launch.slurm.max_requeues) and any(each.action == "exclude_node" for each in policies)
 
     @property
     def is_warned(self) -> bool:
@@ -150,7 +158,12 @@ def _variable_lines(job: SlurmJob) -> list[str]:
         return lines
     host = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     address = job.launch.rendezvous or f"{host}:$((20000 + SLURM_JOB_ID % 20000))"
-    return [*lines, f"rendezvous={address}"]
+    lines.append(f"rendezvous={address}")
+    if job.excludes_nodes:
+        file = f"{job.folder}/$SLURM_JOB_ID.exclude"
+        limit = f"{_RESTARTS} -lt {job.launch.slurm.max_requeues} ]"
+        lines.append(f"{limit} && export {EXCLUDED_VARIABLE}={file} && rm -f {file}")
+    return lines
 
 
 def _training_lines(job: SlurmJob) -> list[str]:
@@ -159,17 +172,17 @@ def _training_lines(job: SlurmJob) -> list[str]:
     tasks = 1 if job.launch.slurm.tasks == "node" else per_node
     kills_all = job.launch.slurm.tasks == "gpu" or job.kind == "program"  # a run tells its other nodes by itself
     options = [f"--ntasks-per-node={tasks}"] * (least != most) + ["--kill-on-bad-exit=1"] * kills_all
-    lines = []
+    lines = _shared_folder_lines(job) if job.kind == "run" and most > 1 else []
     if job.launch.slurm.tasks == "node":
         start = _wrap(_srun(job, options), _agent_line(job))
     else:
-        lines = [
+        lines += [
             "export MASTER_ADDR=${rendezvous%:*} MASTER_PORT=${rendezvous##*:}",
             f"export WORLD_SIZE=$((SLURM_JOB_NUM_NODES * {per_node})) LOCAL_WORLD_SIZE={per_node}",
         ]
         rank = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"'
         start = _wrap(_srun(job, options), f"bash -c '{rank}' task", _command_line(job))
-    if not job.is_warned and job.kind == "program":
+    if not job.is_warned and job.kind == "program" and not job.excludes_nodes:
         return [*lines, start]
     lines += [
         "# Slurm warns the batch shell before the time limit; the run saves, stops with 75, and is queued again.",
@@ -178,14 +191,44 @@ def _training_lines(job: SlurmJob) -> list[str]:
         "tasks=$!",
         "while kill -0 $tasks 2> /dev/null; do wait $tasks; code=$?; done",
     ]
+    return [*lines, *_requeue_lines(job), "exit $code"]
+
+
+def _shared_folder_lines(job: SlurmJob) -> list[str]:
+    """A node that does not see the run folder would end at once, and the others would wait for it."""
+    file = job.command[1]
+    message = f"error: run.dir: $SLURMD_NODENAME does not see {file}. Give a folder that all nodes share"
+    return [
+        "# Every node must see the run folder.",
+        "srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 bash -c \\",
+        f"    '[ -r {file} ] || {{ echo \"{message}\" >&2; exit 1; }}' || exit 1",
+    ]
+
+
+def _requeue_lines(job: SlurmJob) -> list[str]:
     limit = job.launch.slurm.max_requeues
-    if limit:
-        lines += [
-            f'if [ "$warned" ] && [ $code -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {limit} ]; then',
+    if not limit:
+        return []
+    if not job.excludes_nodes:
+        return [
+            f'if [ "$warned" ] && [ $code -eq 75 ] && {_RESTARTS} -lt {limit} ]; then',
             "    scontrol requeue $SLURM_JOB_ID",
             "fi",
         ]
-    return [*lines, "exit $code"]
+    return [
+        f"if [ $code -eq 75 ] && {_RESTARTS} -lt {limit} ]; then",
+        f"    if [ -s ${EXCLUDED_VARIABLE} ]; then",
+        "        # A log policy excludes nodes. Requeueing ends this script, which must finish first.",
+        "        trap '' TERM",
+        f"        nodes=$( (squeue -h -j $SLURM_JOB_ID -o %x; cat ${EXCLUDED_VARIABLE}) | grep . | paste -sd,)",
+        "        scontrol requeuehold $SLURM_JOB_ID",
+        "        scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$nodes",
+        "        scontrol release $SLURM_JOB_ID",
+        '    elif [ "$warned" ]; then',
+        "        scontrol requeue $SLURM_JOB_ID",
+        "    fi",
+        "fi",
+    ]
 
 
 def _srun(job: SlurmJob, options: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from whet.core.processes import child_pids
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
 from whet.core.signals import stop_signals
 from whet.launch.local import LaunchJob, launch_command
+from whet.launch.log_policies import ProcessOutput, excludable_node, exclude_node
 from whet.launch.restart_policy import (
     AttemptResult,
     Finish,
@@ -54,9 +55,10 @@ def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
     with _SignalForwarder(is_run=job.folder is not None) as signals:
         while True:
             began = time.time()
-            result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, began, stdout)
+            output = ProcessOutput(job.log_policies, stdout)
+            result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, began, output)
             attempts.append(result)
-            decision: Restart | Finish = decide_restart(attempts, job.max_restarts, job.wait_s)
+            decision: Restart | Finish = decide_restart(attempts, job.max_restarts, job.wait_s, excludable_node())
             if isinstance(decision, Restart) and (other := given_up.read()):
                 decision = Finish(ExitCode.FAILED, f"{other['host']} has given up: {other['reason']}")
             _log_attempt(job, len(attempts), began, result, decision)
@@ -76,8 +78,10 @@ def _finish_launch(
     has_crashed = decision.exit_code == ExitCode.FAILED or len(attempts) > 1
     if job.folder is not None and has_crashed and decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
         record_failure(job.folder, decision.reason, decision.exit_code)
-    if decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
-        given_up.write(decision.reason)
+    if decision.exclude is not None:
+        exclude_node(decision.exclude)
+    if decision.exclude is not None or decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
+        given_up.write(decision.reason, makes_folder=decision.exit_code != ExitCode.INPUT)
     return LaunchResult(decision.exit_code, decision.reason, attempts)
 
 
@@ -90,7 +94,7 @@ def _stopped_during_backoff(job: LaunchJob, signals: _SignalForwarder) -> tuple[
 
 
 def _run_attempt(
-    job: LaunchJob, resume: bool, signals: _SignalForwarder, given_up: GivenUpFile, began: float, stdout: int | None
+    job: LaunchJob, resume: bool, signals: _SignalForwarder, given_up: GivenUpFile, began: float, output: ProcessOutput
 ) -> AttemptResult:
     """Start the processes, forward signals to them, and wait until they end."""
     command = launch_command(job, resume)
@@ -99,28 +103,23 @@ def _run_attempt(
         env = {**os.environ, **job.env, SUPERVISOR_VARIABLE: str(os.getpid())}
         env |= {} if report is None else {REPORT_VARIABLE: str(report)}
         # in a new session: otherwise Ctrl-C in a terminal reaches them twice, and the second one stops at once
-        process = subprocess.Popen(command, env=env, stdout=stdout, start_new_session=True)
-        with signals.forwarded_to(process, has_workers=report is not None):
+        process = subprocess.Popen(command, env=env, stdout=output.stdout, stderr=output.stderr, start_new_session=True)
+        with output.read(), signals.forwarded_to(process, has_workers=report is not None):
             gone: dict[str, Any] | None = None
-            while (code := _poll_exit_code(process)) is None:
+            while (code := output.wait(process, _POLL_S)) is None:
                 if gone is None and (gone := given_up.read()) is not None:  # its processes will not come back
                     process.terminate()
         if job.folder is None:
             assert report is not None
-            return read_program_result(code, report, stop_requested=signals.count > 0)
+            result = read_program_result(code, report, stop_requested=signals.count > 0)
+            return replace(result, match=output.match)
         if gone is not None and not signals.count:  # they were stopped, but on nobody's request
             message = f"{gone['host']} has given up: {gone['reason']}"
             return AttemptResult("crashed", ExitCode.FAILED, finished_steps(job.folder), message)
-        return read_attempt_result(
+        result = read_attempt_result(
             job.folder, code, report, began, stop_requested=signals.count > 0, by_program=signals.by_program
         )
-
-
-def _poll_exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code, or None if the process is still running after the poll interval."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(timeout=_POLL_S)
-    return None
+        return replace(result, match=output.match)
 
 
 def _log_attempt(job: LaunchJob, attempt: int, began: float, result: AttemptResult, decision: Restart | Finish) -> None:
@@ -141,9 +140,11 @@ class GivenUpFile:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def write(self, reason: str) -> None:
-        if self._file is not None and self._file.parent.exists() and not self._file.exists():
+    def write(self, reason: str, makes_folder: bool) -> None:
+        """`makes_folder`: also where the run has not made its folder yet. Wrong input leaves no folder."""
+        if self._file is not None and not self._file.exists():
             with contextlib.suppress(OSError):
+                self._file.parent.mkdir(parents=makes_folder, exist_ok=True)
                 write_json(self._file, {"host": socket.gethostname(), "reason": reason, "time": time.time()})
 
     def read(self) -> dict[str, Any] | None:

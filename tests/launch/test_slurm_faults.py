@@ -1,0 +1,142 @@
+"""Runs on a real Slurm whose nodes fail, whose time ends, or whose user makes a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_options import OPTIONS, STEPS
+from slurm_cluster import Cluster, missing_programs, slurm_cluster
+
+import whet as package
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster of this test's own, which it may break."""
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"needs the Debian packages slurm-wlm and munge (no {missing[0]}): make system-deps")
+    folder = Path(tempfile.mkdtemp(prefix="whet-", dir="/tmp"))
+    folder.chmod(0o755)
+    try:
+        with slurm_cluster(folder / "s") as cluster:
+            for name, value in cluster.environment.items():
+                monkeypatch.setenv(name, value)
+            source = str(Path(package.__file__).parents[1])
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])))
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def submit(whet: Any, recipe: str, cluster: Cluster, run: Path) -> Callable[..., dict[str, Any]]:
+    """Submit a run of few steps; returns what --json prints, with the messages."""
+
+    def launch(*options: str, code: int = 0) -> dict[str, Any]:
+        ended = whet(
+            "launch", recipe, "--on", "slurm", f"run.dir={run}", *OPTIONS, "launch.slurm.time=10",
+            "launch.processes=1", f"launch.rendezvous=127.0.0.1:{cluster.free_port()}", "--json", *options,
+        )  # fmt: skip
+        assert ended.code == code, ended.err
+        return {**json.loads(ended.out), "messages": ended.err.replace("\n", " ")}
+
+    return launch
+
+
+def plant(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have every Python of the job run some code at its start."""
+    (folder / "planted").mkdir()
+    (folder / "planted/sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{folder / 'planted'}:{os.environ['PYTHONPATH']}")
+
+
+BAD_NODE = """
+import os, sys
+if os.environ.get("SLURMD_NODENAME") == "n1" and "RANK" in os.environ:
+    sys.stderr.write("NVRM: Xid (PCI:0000:03:00): 79, GPU has fallen off the bus\\n")
+    sys.stderr.flush()
+    os._exit(9)
+"""
+POLICY = "launch.log_policies=[{{pattern: 'Xid .*: 79', action: {action}}}]"
+
+
+@pytest.mark.slow
+def test_a_bad_node_is_excluded_and_the_run_ends_the_same(
+    submit: Any, cluster: Cluster, run: Path, whole: Path, assert_same: Any, tmp_path: Path,
+    real_python: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plant(tmp_path, monkeypatch, BAD_NODE)
+    job = submit("launch.nodes=1-2", POLICY.format(action="exclude_node"))["job"]
+    text = cluster.wait_for_state(job, "COMPLETED")
+    assert "Restarts=1" in text
+    assert "ExcNodeList=n1" in text
+    assert "GPU has fallen off the bus'. The job is queued again without n1" in cluster.output(run, job)
+    assert_same(run, whole)
+    assert_same_weights(run, whole)
+
+
+@pytest.mark.slow
+def test_a_bad_node_ends_the_run_if_the_policy_says_so(
+    submit: Any, cluster: Cluster, run: Path, tmp_path: Path, real_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, monkeypatch, BAD_NODE)
+    found = submit("launch.nodes=2", POLICY.format(action="give_up"), "--wait", code=3)
+    output = cluster.output(run, found["job"])
+    assert "(give_up) matches the line 'NVRM: Xid (PCI:0000:03:00): 79" in output
+    assert "Restart 1 of 3" not in output.split("matches the line")[0].split("n1")[0]
+
+
+@pytest.mark.slow
+def test_the_other_node_continues_when_one_dies(
+    submit: Any, cluster: Cluster, run: Path, whole: Path, assert_same: Any
+) -> None:
+    job = submit("launch.nodes=1-2")["job"]
+    wait_for_step(cluster, job, run, 12)
+    assert "NumNodes=2" in cluster.run("scontrol", "show", "job", str(job), "--oneliner")
+    cluster.kill_node(2)
+    text = cluster.wait_for_state(job, "COMPLETED")
+    assert "Restarts=1" in text
+    assert " NodeList=n1 " in text
+    assert "continuing after step" in cluster.output(run, job)
+    assert_same(run, whole)
+    assert_same_weights(run, whole)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """The last checkpoints hold the same weights up to fp64 rounding."""
+    mine, theirs = (weights(folder / f"checkpoints/step-{STEPS:06d}/model") for folder in (one, other))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    reader = FileSystemReader(folder)
+    shapes = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in shapes.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def wait_for_step(cluster: Cluster, job: int, run: Path, step: int) -> None:
+    metrics, until = run / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or f'"step": {step}' not in metrics.read_text():
+        assert time.monotonic() < until, cluster.output(run, job)
+        time.sleep(0.05)
