@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from whet.checkpoint import directory
 from whet.checkpoint import save as saving
 from whet.checkpoint.dcp_storage import SafeStorageReader
+from whet.checkpoint.directory import Retention
 from whet.checkpoint.load import CheckpointWeights, load_checkpoint
-from whet.checkpoint.retention import Retention
 from whet.checkpoint.save import CheckpointSaver
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError

@@ -203,11 +203,11 @@ def test_a_model_that_fails_in_its_forward_pass(check: Any, write: Any, monkeypa
 
 def test_ids_that_differ_from_transformers(check: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers is the reference if it disagrees with whet's rendering."""
-    from whet.data.render.renderer import Renderer
+    from whet.data.render.template_text import TemplateText
 
     file = write()
     check().passed()
-    monkeypatch.setattr(Renderer, "reference_ids", lambda *_: [1, 2, 3])
+    monkeypatch.setattr(TemplateText, "reference_ids", lambda *_: [1, 2, 3])
     found = check()
     found.fault("ids", "40 of 40 conversations have other ids than transformers gives", f"first {file}:1", "Delete")
     found.texts("store", "ok")

@@ -39,7 +39,7 @@ def test_an_unsupervised_end_of_turn_is_a_fault(check: Any, template: Any, good:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("m['content']", "m['content'][:5]"), "drops text, reasoning or tool calls of message 1 (role 'user')"),
+        (("m['content']", "m['content'][:5]"), "drops text of message 1 (role 'user')"),
         (("m['content']", "m['content']|upper"), "changes the text of a message"),
         (("m['content']", "m['content'] + m['content']"), "repeats the text of a message"),
     ],
@@ -59,7 +59,7 @@ def test_a_message_without_a_place_in_the_template(check: Any, write: Any, talk:
     check(template(GOOD)).passed()
     without = GOOD.replace(TURN, "{% if m['role'] != 'system' %}" + TURN + "{% endif %}")
     found = check(template(without))
-    found.fault("bad lines", f"{good}:1: ", "drops text, reasoning or tool calls of message 1 (role 'system')")
+    found.fault("bad lines", f"{good}:1: ", "drops text of message 1 (role 'system')")
     found.texts("template", "ok")  # the other conversations have no system message
 
 

@@ -11,7 +11,7 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.tokenizer.chat_template import ChatTemplate
 
 from .template_families import CHATML_TEMPLATE, DATED, FAMILIES, Family, small_tokenizer, tokenizer_of
-from .test_trl_templates import as_dicts, full
+from .test_trl_templates import full
 from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 
 TALK = [{"role": "user", "content": ' "Hi"\n'}, {"role": "assistant", "content": "Ā <b>&\\"}]
@@ -30,9 +30,11 @@ def test_a_family_is_rendered_as_transformers_renders_it(family: Family, prompt:
 def test_a_shipped_template_is_rendered_as_transformers_renders_it(template: TrlTemplate) -> None:
     renderer = full(template, "assistant")  # whose dates are answered
     for conversation in FIXED.values():
-        messages = as_dicts(conversation.messages, renderer)
         outcomes: list[str] = []
-        for render in (renderer.apply_chat_template, renderer._chat_template.render):
+        for render, messages in (
+            (renderer.text.apply, conversation.messages),
+            (renderer.text.render, renderer.text.as_dicts(conversation.messages)),
+        ):
             try:
                 outcomes.append(render(messages, tools=conversation.tools))
             except BadRecordError as error:

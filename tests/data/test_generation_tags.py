@@ -55,9 +55,7 @@ def _compare(template: TrlTemplate, conversation: Conversation) -> bool:
 def _prompts(renderer: Renderer, conversation: Conversation) -> list[str]:
     """The generation prompt of each turn."""
     return [
-        renderer.apply_chat_template(
-            as_dicts(conversation.messages[:turn], renderer), add_generation_prompt=True, tools=conversation.tools
-        )
+        renderer.text.apply(conversation.messages[:turn], conversation.tools, prompt=True)
         for turn, message in enumerate(conversation.messages)
         if message.role == "assistant"
     ]

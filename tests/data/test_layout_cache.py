@@ -23,11 +23,16 @@ from .trl_templates import TOOLS
 class Counting(Renderer):
     """Counts the conversations that are rendered in full."""
 
-    renders = 0
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.renders = 0
+        compute = self.layouts.compute
 
-    def _compute_layout(self, conversation: Conversation, train_on: str) -> Layout:
-        self.renders += 1
-        return super()._compute_layout(conversation, train_on)
+        def count(*arguments: Any) -> Layout:
+            self.renders += 1
+            return compute(*arguments)
+
+        self.layouts.compute = count  # type: ignore[method-assign]
 
 
 def dialogue(turns: int, text: str = "x") -> Conversation:

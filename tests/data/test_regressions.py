@@ -93,7 +93,7 @@ def test_train_on_all_counts_a_supervised_end_of_turn(own_cache: Path, jsonl) ->
 def test_the_default_of_several_named_templates_is_used() -> None:
     tokenizer = small_tokenizer(None, CHATML.markers, eos="<|im_end|>")
     tokenizer.chat_template = {"default": CHATML_TEMPLATE, "rag": "x"}
-    assert Renderer(tokenizer, "assistant").template == CHATML_TEMPLATE
+    assert Renderer(tokenizer, "assistant").text.source == CHATML_TEMPLATE
     tokenizer.chat_template = {"rag": "x", "tool": "y"}
     with pytest.raises(WhetError, match="multiple chat templates"):
         Renderer(tokenizer, "assistant")

@@ -160,7 +160,7 @@ def test_a_token_that_straddles_the_start_is_supervised() -> None:
     assert dict(zip(pieces, rendered.loss.tolist(), strict=True)) == {
         "▁u:": 0, "▁Hi": 0, "▁a:": 0, "▁Yes": 1, "<unk>": 1, "<e>": 1,
     }  # fmt: skip
-    assert Renderer(tokenizer, "assistant").prompt_ids([{"role": "user", "content": "Hi"}]) == rendered.ids[:4].tolist()
+    assert Renderer(tokenizer, "assistant").prompt_ids([Message("user", "Hi")]) == rendered.ids[:4].tolist()
 
 
 def test_markers_inside_the_content_end_nothing() -> None:
@@ -219,7 +219,7 @@ def test_train_on_all_knows_whether_the_text_ends_with_the_eos() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_prompt_ids_are_those_before_the_answer(family: Family) -> None:
     tokenizer = tokenizer_of(family)
-    prompt = Renderer(tokenizer, "assistant").prompt_ids([{"role": "user", "content": "What is it?"}])
+    prompt = Renderer(tokenizer, "assistant").prompt_ids([Message("user", "What is it?")])
     rendered = render(tokenizer, [("user", "What is it?"), ("assistant", "this")])
     header = rendered.ids[: rendered.loss.tolist().index(1)].tolist()
     assert prompt[: len(header)] == header
@@ -233,7 +233,7 @@ def test_prompt_and_supervised_text_make_up_the_conversation(family: Family) -> 
     renderer = Renderer(tokenizer, "assistant", [tokenizer.convert_tokens_to_ids(family.stop)] if family.stop else [])
     layout = renderer.layout(conversation_of(("user", "What is it?"), ("assistant", "this")))
     start, marker, end = layout.spans[0]
-    prompt = renderer.apply_chat_template([{"role": "user", "content": "What is it?"}], add_generation_prompt=True)
+    prompt = renderer.prompt_text([Message("user", "What is it?")])
     assert prompt.removesuffix("<think>\n") == layout.text[:start]
     assert layout.text[start:marker].strip().endswith("this")
     assert layout.text[marker:end] in family.markers
@@ -244,13 +244,13 @@ def test_prompt_and_supervised_text_make_up_the_conversation(family: Family) -> 
 
 def test_a_template_with_a_date_has_todays_or_the_one_it_is_given() -> None:
     tokenizer = tokenizer_with(CHATML_TEMPLATE + "{% if false %}{{ strftime_now('%Y') }}{% endif %}")
-    assert Renderer(tokenizer, "assistant").today == datetime.date.today().isoformat()
-    assert Renderer(tokenizer, "assistant", today="2001-02-03").today == "2001-02-03"
+    assert Renderer(tokenizer, "assistant").text.chat_template.today == datetime.date.today().isoformat()
+    assert Renderer(tokenizer, "assistant", today="2001-02-03").text.chat_template.today == "2001-02-03"
 
 
 def test_a_template_without_a_date_has_none_in_its_key() -> None:
-    assert Renderer(tokenizer_of(CHATML), "assistant").today is None
-    assert Renderer(tokenizer_of(CHATML), "assistant", today="2001-02-03").today is None
+    assert Renderer(tokenizer_of(CHATML), "assistant").text.chat_template.today is None
+    assert Renderer(tokenizer_of(CHATML), "assistant", today="2001-02-03").text.chat_template.today is None
 
 
 # The end of turn
@@ -512,6 +512,6 @@ def test_templates_that_need_content_parts_get_them_in_prompts_too() -> None:
     )
     renderer = Renderer(tokenizer, "assistant")
     talk = Conversation((Message("user", "Hello there"), Message("assistant", "Yes")), Origin("x", 1))
-    prompt = renderer.apply_chat_template([{"role": "user", "content": "Hello there"}], add_generation_prompt=True)
+    prompt = renderer.prompt_text([Message("user", "Hello there")])
     assert "Hello there" in prompt
     assert renderer.layout(talk).text.startswith(prompt)

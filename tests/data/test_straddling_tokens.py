@@ -117,7 +117,7 @@ def test_every_character_of_an_answer_is_supervised(
     renderer = renderer_for(kind, opening, cached=False)
     rendered = rendered_by(renderer, conversation)
     cached = rendered_by(renderer_for(kind, opening, cached=True), conversation)
-    assert rendered.ids.tolist() == cached.ids.tolist() == renderer.reference_ids(conversation)
+    assert rendered.ids.tolist() == cached.ids.tolist() == renderer.text.reference_ids(conversation)
     assert rendered.loss.tolist() == cached.loss.tolist()
 
     text, at = "", 0
@@ -140,7 +140,7 @@ def test_every_character_of_an_answer_is_supervised(
         assert not learned or start == end or any(may_be_learned[start:end])
 
     # The ids of a prompt are those before its answer.
-    prompt = renderer.prompt_ids([{"role": "user", "content": question}])
+    prompt = renderer.prompt_ids([Message("user", question)])
     first = rendered.loss.tolist().index(1)
     if not answer[0].isspace() and opening not in OPEN_WORDS:
         assert prompt == rendered.ids[:first].tolist()

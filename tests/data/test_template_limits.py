@@ -12,6 +12,7 @@ import pytest
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.limits import limited
+from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.tokenizer import chat_template
 from whet.tokenizer.chat_template import ChatTemplate
@@ -96,9 +97,9 @@ def test_a_long_constant_is_not_cached_with_all_its_prefixes() -> None:
 def test_the_engine_of_transformers_is_limited_too() -> None:
     tokenizer = small_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", ())
     renderer = Renderer(tokenizer, "assistant")
-    renderer.template = ENDLESS["nested loops"]
+    renderer.text.source = ENDLESS["nested loops"]
     with pytest.raises(WhetError, match="ran for more than"):
-        renderer.apply_chat_template(TALK)
+        renderer.text.apply([Message(**turn) for turn in TALK])
 
 
 def test_limits_end_with_the_block() -> None:

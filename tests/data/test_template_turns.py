@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.read.messages import parse_messages
-from whet.data.render.renderer import PREFILL_MISSING, PROBE_TOOL, Rendered, Renderer
+from whet.data.render.renderer import PREFILL_MISSING, Rendered, Renderer
+from whet.data.render.template_text import PROBE_TOOL
 
 from .render_helpers import conversation_of, supervised_text
 from .template_families import CHATML_TEMPLATE, small_tokenizer
@@ -37,7 +38,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, sto
         raise first
     assert isinstance(second, Rendered)
     assert second.loss.tolist() == first.loss.tolist(), "the cache changes the mask"
-    assert first.ids.tolist() == renderer.reference_ids(conversation)
+    assert first.ids.tolist() == renderer.text.reference_ids(conversation)
     assert second.notes == first.notes
     return first
 
@@ -75,10 +76,10 @@ def test_without_a_generation_prompt_the_model_writes_the_header_and_the_rendere
     tokenizer = tokenizer_with(TURNS_ONLY)
     header = "<|im_start|>assistant\n"
     assert learned(tokenizer, *TURNS) == f"{header}Yes<|im_end|>¦{header}No.<|im_end|>"
-    assert Renderer(tokenizer, "assistant").supervised_header() == header
-    assert Renderer(tokenizer_with(CHATML_TEMPLATE), "assistant").supervised_header() == ""
+    assert Renderer(tokenizer, "assistant").layouts.supervised_header() == header
+    assert Renderer(tokenizer_with(CHATML_TEMPLATE), "assistant").layouts.supervised_header() == ""
     always = tokenizer_with(TURNS_ONLY + "{{ '<|im_start|>assistant\n' }}")
-    assert Renderer(always, "assistant").supervised_header() == ""
+    assert Renderer(always, "assistant").layouts.supervised_header() == ""
 
 
 # The prompt goes on beyond the conversation
@@ -98,6 +99,17 @@ def test_a_template_that_writes_nothing_before_an_answer_is_refused() -> None:
     )
     error = refusal(tokenizer, *TURNS[:2])
     assert (error.reason, "writes nothing before message 2" in str(error)) == ("no common header", True)
+
+
+def test_the_remedy_for_a_template_that_names_no_speaker_works() -> None:
+    renderer = Renderer(
+        tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}", eos="<|im_end|>"), "assistant"
+    )
+    [error] = renderer.render_items([conversation_of(*TURNS)])
+    assert isinstance(error, BadRecordError)
+    found = re.search(r"such as (\{%.*endif %\}): data\.template=FILE\.jinja", str(error))
+    assert found
+    assert learned(tokenizer_with(found[1], eos="<|im_end|>"), *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
 
 
 def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:
@@ -195,7 +207,7 @@ def test_the_remedy_for_a_last_answer_without_end_works(
         after = tokenizer_with(template + appended(error), *markers, eos=eos)
         answers = ["Yes", "No."][: count // 2]
         assert learned(after, *TURNS[:count], stops=stops) == "¦".join(answer + end for answer in answers)
-        messages = [{"role": role, "content": text} for role, text in TURNS[:1]]
+        messages = [Message(role, text) for role, text in TURNS[:1]]
         prompts = [Renderer(each, "assistant").prompt_ids(messages) for each in (before, after)]
         assert prompts[0] == prompts[1]
 

@@ -60,7 +60,7 @@ def same(a: Rendered | str, b: Rendered | str) -> bool:
 
 
 def as_dicts(messages: Iterable[Message], renderer: Renderer) -> list[dict[str, Any]]:
-    return [message.as_dict(renderer._content_parts) for message in messages]
+    return renderer.text.as_dicts(list(messages))
 
 
 def supervised_characters(renderer: Renderer, text: str, loss: np.ndarray) -> np.ndarray:

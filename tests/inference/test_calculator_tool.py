@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from tool_template import TOOL_TEMPLATE
 
 from whet.core.errors import WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
+from whet.data.conversation import Message, ToolCall
 from whet.data.render.renderer import Renderer
 from whet.inference.calculator_tool import (
     CALCULATOR_TOKENS,
@@ -94,10 +94,10 @@ def test_a_function_call_is_followed_by_the_tool_s_turn_and_a_new_one(opening: s
     renderer_ = renderer(template=template.replace("assistant\n", f"assistant{opening}"))
     calculator = make_calculator(renderer_)
     assert isinstance(calculator, FunctionCallCalculator)
-    call: dict[str, Any] = {"name": "calculator", "arguments": {"expression": "48/2"}}
-    question = [{"role": "user", "content": "Half of 48?"}]
-    called = {"role": "assistant", "content": "Well, ", "tool_calls": [{"type": "function", "function": call}]}
-    answered = {"role": "tool", "content": "24"}
+    call = ToolCall("calculator", {"expression": "48/2"})
+    question = [Message("user", "Half of 48?")]
+    called = Message("assistant", "Well, ", tool_calls=(call,))
+    answered = Message("tool", "24")
     prompt = renderer_.prompt_ids(question, tools=[CALCULATOR_SCHEMA])
     expected = renderer_.prompt_ids([*question, called, answered], tools=[CALCULATOR_SCHEMA])
     assert expected[: len(prompt)] == prompt

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tool_template import TOOL_TEMPLATE
@@ -16,13 +17,19 @@ from tool_template import TOOL_TEMPLATE
 from whet.core.console import SafeConsole
 from whet.core.errors import WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.render.renderer import Renderer
+from whet.data.config import Source
+from whet.data.conversation import Message
+from whet.data.read.sources import read_source
+from whet.data.render.renderer import Rendered, Renderer
 from whet.inference import terminal
 from whet.inference.calculator_tool import FunctionCallCalculator, make_calculator
 from whet.inference.chat import ChatModels, ChatSession, read_prompts
+from whet.inference.config import TaskConfig
 from whet.inference.engine import Completion
 from whet.inference.inference_model import InferenceModel, TextStream, text_before_stop
 from whet.inference.sampling import Sampling
+from whet.inference.tasks.load_tasks import load_file_task
+from whet.inference.tasks.scoring import example_prompts
 from whet.inference.terminal import TerminalChat, read_message
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
@@ -45,13 +52,13 @@ def test_a_session_keeps_its_messages_until_reset(chat_model: InferenceModel) ->
     first = session.send("Hello")
     assert (first.finish_reason, len(first.ids)) == ("length", 5)
     session.send("And now?")
-    assert [message["role"] for message in session.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert session.messages[2]["content"] == first.text
+    assert [message.role for message in session.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert session.messages[2].content == first.text
     session.reset()
-    assert session.messages == [{"role": "system", "content": "Be brief."}]
+    assert session.messages == [Message("system", "Be brief.")]
     assert session.send("Hello") == first
     session.reset("Be long.")
-    assert session.messages == [{"role": "system", "content": "Be long."}]
+    assert session.messages == [Message("system", "Be long.")]
 
 
 def test_streamed_text_is_the_reply(model: Any, renderer: Renderer) -> None:
@@ -93,7 +100,7 @@ def test_ctrl_c_ends_the_reply_and_keeps_its_text(chat_model: InferenceModel) ->
 
     reply = session.send("Hello", interrupt_after(3))
     assert (reply.finish_reason, len(reply.ids)) == ("interrupted", 3)
-    assert session.messages[-1] == {"role": "assistant", "content": reply.text}
+    assert session.messages[-1] == Message("assistant", reply.text)
     assert session.send("Go on").finish_reason == "length"
 
 
@@ -134,9 +141,9 @@ def test_a_calculator_call_adds_an_assistant_and_a_tool_message(model: Any, monk
     monkeypatch.setattr("whet.inference.inference_model.generate", lambda *_, **__: [next(completions)])
     session = ChatSession(chat_model)
     assert session.send("6 times 7?").text == "It is 42."
-    assert [message["role"] for message in session.messages] == ["user", "assistant", "tool", "assistant"]
-    assert session.messages[1]["content"] == "So"
-    assert session.messages[2]["content"] == "42"
+    assert [message.role for message in session.messages] == ["user", "assistant", "tool", "assistant"]
+    assert session.messages[1].content == "So"
+    assert session.messages[2].content == "42"
     renderer.prompt_ids(session.messages, tools=[CALCULATOR_SCHEMA])
 
 
@@ -201,8 +208,8 @@ def test_slash_commands(chat_model: InferenceModel, tmp_path: Path) -> None:
     )  # fmt: skip
     saved = [json.loads(line) for line in file.read_text().splitlines()]
     assert [[message["role"] for message in each["messages"]] for each in saved] == [["user", "assistant"]]
-    assert chat.session.messages[0] == {"role": "system", "content": "Be brief."}
-    assert [message["content"] for message in chat.session.messages if message["role"] == "user"] == ["Both?"]
+    assert chat.session.messages[0] == Message("system", "Be brief.")
+    assert [message.content for message in chat.session.messages if message.role == "user"] == ["Both?"]
     assert chat.against is None
     for words in (
         "/save: a file is missing", "truncated after 5 tokens", "(comparing with other",
@@ -227,25 +234,25 @@ def test_an_interrupted_reply_does_not_end_the_session(
     monkeypatch.setattr(InferenceModel, "reply", reply)
     chat, shown = type_lines(ChatModels(chat_model), "Hello", "Again")
     assert "(stopped)" in shown
-    assert [message["content"] for message in chat.session.messages if message["role"] == "user"] == ["Again"]
+    assert [message.content for message in chat.session.messages if message.role == "user"] == ["Again"]
 
 
 def test_prompts_are_read_from_text_and_json_lines(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text('Hi\n\n{"not": "json"}\n')
-    assert [each[-1]["content"] for each in read_prompts(text)] == ["Hi", '{"not": "json"}']
+    assert [each.messages[-1].content for each in read_prompts(text)] == ["Hi", '{"not": "json"}']
     turns = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "A"},
     ]
     lines.write_text("\n".join(map(json.dumps, ["Hi", {"prompt": "Ho"}, {"messages": turns}])))
-    assert read_prompts(lines) == [
-        [{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}], turns[:2],
+    assert [each.messages for each in read_prompts(lines)] == [
+        (Message("user", "Hi"),), (Message("user", "Ho"),), (Message("system", "S"), Message("user", "Q")),
     ]  # fmt: skip
     turns[1]["content"] = [{"type": "text", "text": "Q"}]
     lines.write_text(json.dumps({"messages": turns}))
-    assert read_prompts(lines)[0][-1] == {"role": "user", "content": "Q"}  # a template would print the list
+    assert read_prompts(lines)[0].messages[-1] == Message("user", "Q")  # a template would print the list
     for bad, words in (("{", ":1: invalid JSON"), ("3", "expected a string"), ('{"messages": []}', "no user message")):
         lines.write_text(bad)
         with pytest.raises(WhetError, match=words):
@@ -255,3 +262,46 @@ def test_prompts_are_read_from_text_and_json_lines(tmp_path: Path) -> None:
         read_prompts(text)
     with pytest.raises(WhetError, match="cannot be read"):
         read_prompts(tmp_path / "none.txt")
+
+
+def test_what_is_beside_the_messages_is_read_as_in_training(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    question = {"role": "user", "content": "Q"}
+    records = [
+        {"messages": [question], "system": "S", "tools": [CALCULATOR_SCHEMA]},
+        {"prompt": "Q", "system_prompt": "S"},
+    ]
+    file.write_text("\n".join(map(json.dumps, records)))
+    first, second = read_prompts(file)
+    assert first.messages == second.messages == (Message("system", "S"), Message("user", "Q"))
+    assert (first.tools, second.tools) == ((CALCULATOR_SCHEMA,), ())
+
+
+@pytest.mark.parametrize("joined", ["+", "~"], ids=["concatenated", "printed"])
+@pytest.mark.parametrize("written", ['{"expression":"6*7"}', {"expression": "6*7"}], ids=["text", "object"])
+def test_a_history_of_tool_calls_has_the_ids_of_training(model: Any, tmp_path: Path, joined: str, written: Any) -> None:
+    """Also where the template concatenates or prints the arguments, which must then be text as it was written."""
+    tokenizer = load_tokenizer(TINY)
+    called = f"c['function']['name'] + ': ' {joined} c['function']['arguments']"
+    tokenizer.chat_template = TOOL_TEMPLATE.replace("(c['function'] | tojson)", f"({called})")
+    renderer = Renderer(tokenizer, "assistant")
+    call = {"type": "function", "function": {"name": "calculator", "arguments": written}}
+    turns = [
+        {"role": "user", "content": "6 times 7?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42"}, {"role": "assistant", "content": "It is 42."},
+    ]  # fmt: skip
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": turns, "tools": [CALCULATOR_SCHEMA]}))
+    [conversation] = read_source(Source(path=str(file)))
+    [trained] = renderer.render_items([conversation])  # type: ignore[list-item]
+    assert isinstance(trained, Rendered)
+    text = tokenizer.decode(trained.ids)
+    assert ('{"expression":"6*7"}' if isinstance(written, str) else '{"expression": "6*7"}') in text
+    answer = int(np.flatnonzero(np.diff(trained.loss.astype(int)) == 1)[-1]) + 1
+    expected = trained.ids[:answer].tolist()
+
+    chat_model = InferenceModel(model, renderer, [2])
+    [prompt] = read_prompts(file)
+    assert chat_model.prompt_ids(prompt.messages, prompt.tools) == expected
+    task = load_file_task(TaskConfig(path=str(file)), 10, "strict")
+    assert example_prompts(chat_model, task, task.examples(1)) == [expected]

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from tiny_architectures import tiny_model
+from whet.exporting.spec import ExportFindings, GenerationSettings
+from whet.exporting.verification import check_generation_stops
 from whet.inference.generate import generate
 from whet.inference.sampling import Sampling
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 
 TINY = ModelConfig(path="builtin:tiny")
 PROMPTS = [[10, 20, 30], [40], [50, 60, 70, 80, 90, 11, 12], [13, 14], [15]]
@@ -65,3 +69,16 @@ def test_generating_leaves_the_document_attention_in_place() -> None:
     attention.install_backend(model, "sdpa")
     generate(model, PROMPTS[:1], Sampling(max_new_tokens=2))
     assert model.config._attn_implementation == attention.registered_name("sdpa")
+
+
+def test_a_model_whose_cache_fails_generates_without_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """As that of a narrow xLSTM does in transformers 5.22. Its export is verified by generating, too."""
+    network: Any = tiny_model("xlstm", torch.float32)
+    prompts = [[5, 7, 9, 11], [3, 4, 5, 6, 8]]
+    answers = generate_ids(network, prompts, Sampling(max_new_tokens=3))
+    assert capfd.readouterr().err.count("xLSTMForCausalLM cannot generate with its cache") == 1
+    network.config.use_cache = False
+    assert answers == [greedy(network, prompt, 3) for prompt in prompts]
+    findings = ExportFindings()
+    check_generation_stops(GenerationSettings(load_tokenizer(TINY), [2], 2, {}), network, prompts[0], findings)
+    assert findings.reasons == []

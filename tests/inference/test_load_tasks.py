@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from whet.core.errors import WhetError
+from whet.data.conversation import Message
 from whet.inference.config import EvalConfig, TaskConfig, parse_task_text
 from whet.inference.tasks.load_tasks import load_file_task, load_tasks
 from whet.inference.tasks.task import Task
@@ -35,7 +36,7 @@ def test_prompt_and_answer(write: Write) -> None:
     task = read(write({"prompt": "2+2?", "answer": 4}, {"prompt": "Capital?", "answer": ["Paris", "paris"]}))
     first, second = task.examples(9)
     assert task.name == "my"
-    assert (first.messages, first.answers) == (({"role": "user", "content": "2+2?"},), ("4",))
+    assert (first.messages, first.answers) == ((Message("user", "2+2?"),), ("4",))
     assert second.answers == ("Paris", "paris")
     assert (task.scorer.name, task.max_new_tokens, len(task.examples(1))) == ("exact", 256, 1)
 
@@ -49,8 +50,8 @@ def test_messages_and_answer_and_a_system_message(write: Write) -> None:
     own = [{"role": "system", "content": "Own."}, turns[0]]
     path = write({"messages": turns, "answer": "4"}, {"messages": own, "answer": "x"})
     first, second = read(path, system="Be brief.").examples(9)
-    assert [turn["role"] for turn in first.messages] == ["system", "user", "assistant", "user"]
-    assert second.messages[0]["content"] == "Own."
+    assert [turn.role for turn in first.messages] == ["system", "user", "assistant", "user"]
+    assert second.messages[0].content == "Own."
     assert first.prompt.startswith("system: Be brief.\nuser: Hi")
 
 
@@ -63,7 +64,7 @@ def test_fields_by_other_names(write: Write) -> None:
 def test_the_last_message_of_a_conversation_is_the_answer(write: Write) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (found,) = read(write({"messages": turns})).examples(9)
-    assert (found.messages, found.expected) == (({"role": "user", "content": "Hi"},), "Hello")
+    assert (found.messages, found.expected) == ((Message("user", "Hi"),), "Hello")
 
 
 CHOICES = ["1", "2", "3", "4"]
@@ -107,7 +108,7 @@ def test_the_system_prompt_of_a_record_replaces_that_of_the_task(write: Write, r
     path = write({**record, "system_prompt": "Be brief."}, record)
     found = read(path, system="Be kind.").examples(9)
     assert [each.messages[0] for each in found] == [
-        {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."},
+        Message("system", "Be brief."), Message("system", "Be kind."),
     ]  # fmt: skip
     assert [len(each.messages) for each in found] == [2, 2]
 
@@ -205,7 +206,7 @@ def test_an_empty_choice_does_not_shift_the_letters(write: Write) -> None:
     """As columns: without B, the answer C is the second of what is left."""
     record = {"question": "?", "A": "one", "B": "", "C": "two", "D": "three", "answer": "C"}
     (example,) = read(write(record)).examples(1)
-    assert "- B) two" in example.messages[0]["content"]
+    assert "- B) two" in example.messages[0].content
     assert (example.answers, example.choices) == (("B",), 3)
     with pytest.raises(WhetError, match=r"my\.jsonl:1"):
         read(write({**record, "answer": "B"}))

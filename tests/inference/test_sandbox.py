@@ -18,6 +18,7 @@ from threading import Thread
 
 import pytest
 
+from whet.data.conversation import Message
 from whet.inference import sandbox_totals
 from whet.inference.config import TaskConfig
 from whet.inference.sandbox import (
@@ -531,7 +532,7 @@ def test_bubblewrap_is_used_where_it_works(tmp_path: Path, monkeypatch: pytest.M
 
 
 FUNCTION = Example(
-    ({"role": "user", "content": "?"},), ("",), "x:1",
+    (Message("user", "?"),), ("",), "x:1",
     extra={
         "prompt": 'from math import pi\n\n\ndef area(r):\n    """The area of a circle."""\n', "entry_point": "area",
         "test": "def check(candidate):\n    assert abs(candidate(1) - 3.14159) < 1e-3\n    assert candidate(0) == 0\n",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from whet.core.errors import WhetError
+from whet.data.conversation import Message
 from whet.inference.calculator_tool import parse_calculator_call
 from whet.inference.config import TaskConfig
 from whet.inference.tasks import scorers
@@ -20,7 +21,7 @@ from whet.inference.tasks.task import Example
 
 
 def example(*answers: str, **extra: Any) -> Example:
-    return Example(({"role": "user", "content": "?"},), answers, "my.jsonl:3", extra=extra)
+    return Example((Message("user", "?"),), answers, "my.jsonl:3", extra=extra)
 
 
 def points(scorer: str, answer: str, right: Example, **options: Any) -> float:

@@ -15,6 +15,7 @@ from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.data.builtin import generate_orders
 from whet.data.calculator import CALCULATOR_SCHEMA
+from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.inference.config import EvalConfig, TaskConfig
 from whet.inference.generate import generate
@@ -66,7 +67,7 @@ def fixed_answer(example: Example) -> str:
 
 
 def numbers(count: int) -> list[Example]:
-    return [Example(({"role": "user", "content": f"question {i}"},), (f"{i}",), f"x:{i}") for i in range(count)]
+    return [Example((Message("user", f"question {i}"),), (f"{i}",), f"x:{i}") for i in range(count)]
 
 
 def task(examples: Callable[[int], list[Example]] = numbers, scorer: str = "exact") -> Task:
@@ -124,7 +125,7 @@ def test_all_ranks_stop_when_one_is_late(fixed_answers: InferenceModel, monkeypa
 
 def test_the_baseline_is_chance_or_the_score_of_empty_answers(fixed_answers: InferenceModel) -> None:
     def choices(count: int) -> list[Example]:
-        question = ({"role": "user", "content": "question 0"},)
+        question = (Message("user", "question 0"),)
         return [Example(question, ("A",), f"x:{i}", choices) for i, choices in enumerate([2, 4, 4, 5])]
 
     letters = Scorer("letters", lambda answer, example: 1.0)
@@ -139,7 +140,7 @@ def test_the_baseline_is_chance_or_the_score_of_empty_answers(fixed_answers: Inf
 def test_letters_have_the_highest_logit_in_any_batch(renderer: Renderer, model: Any, answerer: InferenceModel) -> None:
     def make_examples(count: int) -> list[Example]:
         questions = [f"Which? {'very ' * (17 * i % 23)}long {i}" for i in range(count)]
-        return [Example(({"role": "user", "content": q},), ("A",), "x:1", 2 + i % 4) for i, q in enumerate(questions)]
+        return [Example((Message("user", q),), ("A",), "x:1", 2 + i % 4) for i, q in enumerate(questions)]
 
     examples = make_examples(12)
     which = Task("c", make_examples, 1, Scorer("letters", lambda answer, example: 0.0))
@@ -204,7 +205,7 @@ def test_a_question_longer_than_the_context_is_an_error(model: Any, answerer: In
     room = model.config.max_position_embeddings
 
     def long(count: int) -> list[Example]:
-        return [*numbers(1), Example(({"role": "user", "content": "long " * room},), ("1",), "my.jsonl:7")]
+        return [*numbers(1), Example((Message("user", "long " * room),), ("1",), "my.jsonl:7")]
 
     with pytest.raises(WhetError, match=rf"my\.jsonl:7: the question has .* more than the model's context of {room:,}"):
         score_task(task(long), 2, answerer, ALONE)

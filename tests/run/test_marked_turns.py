@@ -63,7 +63,7 @@ def test_a_chat_s_prompt_is_what_training_had_before_the_answer(
         conversation = Conversation(tuple(said), HERE)
         (document,) = trained.render_items([conversation])
         assert isinstance(document, Rendered)
-        prompt = chat.prompt_ids([message.as_dict() for message in said[:-1]])
+        prompt = chat.prompt_ids(said[:-1])
         ids, loss = document.ids.tolist(), document.loss.tolist()
         assert ids[: len(prompt)] == prompt
         assert set(loss[len(prompt) :]) == {1}, "all that follows the prompt is the answer, its marker and the end"
@@ -86,7 +86,7 @@ def test_a_marked_line_is_the_template_s_text(pieces: Callable[..., Path]) -> No
     )
     assert isinstance(document, Rendered)
     said = [("user", " hello"), ("assistant", "sveiki  kā"), ("user", "12"), ("assistant", "345 ")]
-    whole = chat.apply_chat_template([{"role": role, "content": content} for role, content in said])
+    whole = chat.text.apply([Message(role, content) for role, content in said])
     assert whole == text + "<|endoftext|>"
     assert document.ids.tolist() == chat.tokenizer.encode(whole, add_special_tokens=False)
 

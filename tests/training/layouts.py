@@ -134,6 +134,16 @@ def make_store() -> Store:
 
 
 def model_of(family: str) -> nn.Module:
+    """A model with weights that take no part in any step, in a layer and beside the layers: torch's AdamW leaves these
+    alone, and so must every layout."""
+    model: Any = used_model(family)
+    torch.manual_seed(1)
+    for module in (model.model, model.model.layers[0]):
+        module.unused = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+    return model
+
+
+def used_model(family: str) -> nn.Module:
     """`tiny` has tied embeddings and two key heads; `llama` neither, and biases everywhere; `qwen3` norms of heads."""
     if family == "tiny":
         return load_model(TINY, torch.float64)

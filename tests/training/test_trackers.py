@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,34 @@ def test_a_continued_run_has_one_curve(tmp_path: Path) -> None:
         "val/loss": [(0, 9.0)],
         "train/loss": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)],
     }
+
+
+def test_a_deleted_folder_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run reports it; TensorBoard's own writer has a thread that prints a traceback."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    trackers = open_trackers(["tensorboard"], folder, 0)
+    trackers.write({"step": 1, "loss": 1.0})
+    shutil.rmtree(folder)
+    for step in range(2, 40):
+        trackers.write({"step": step, "loss": 1.0})
+    trackers.close()
+    assert not folder.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_full_disk_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trackers = open_trackers(["tensorboard"], tmp_path, 0)
+    [service] = trackers._services
+    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the tracker closes it
+    service._stream = service._records._writer = full  # type: ignore[attr-defined]
+    for step in (1, 2):
+        trackers.write({"step": step, "loss": 1.0})
+    trackers.close()
+    assert full.closed
+    shown = capfd.readouterr().err
+    assert shown.count("No space left on device") == 1
+    assert "metrics are in metrics.jsonl alone" in shown
 
 
 def test_off_means_nothing_is_written(tmp_path: Path) -> None:

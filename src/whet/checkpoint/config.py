@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from whet.checkpoint.retention import Retention
+from whet.checkpoint.directory import Retention
 from whet.core.config import Section
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints/ directory of a run: naming, listing, `latest` and `best`, deletion.
+"""The checkpoints/ directory of a run: naming, listing, `latest` and `best`, retention, deletion.
 
 step-000100/    model/ and optimizer/ (*.distcp, .metadata) and manifest.json; the manifest is written last
 latest, best    text files with the name of a checkpoint; `best` also has a checksum of it
@@ -8,14 +8,56 @@ latest, best    text files with the name of a checkpoint; `best` also has a chec
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from whet.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest, write_manifest
-from whet.checkpoint.retention import Retention
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write, delete_path, fsync_folder, hash_bytes, put_back, require_disk_space
 from whet.core.retry import UnreadableError
+
+# Which checkpoints to keep: the newest, the best, every n-th. Pure functions of step numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A checkpoint is kept if any of these rules keeps it."""
+
+    last: int = 1
+    """Number of newest to keep; at least one, so that the run can be resumed."""
+    best: int = 0
+    """Number of those with the best score to keep."""
+    every: int | None = None
+    """Keep steps that are a multiple of this."""
+
+    def steps_to_keep(
+        self, steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True
+    ) -> set[int]:
+        """The subset of `steps` to keep. Of equal scores, the earlier step is the better one."""
+        known = sorted(set(steps))
+        newest = known[-max(1, self.last) :]
+        ranked = rank_by_score(known, scores, lower_is_better)
+        periodic = [step for step in known if self.every and step % self.every == 0]
+        return {*newest, *ranked[: self.best], *periodic}
+
+    def max_kept(self, steps: int) -> int:
+        """The most checkpoints that a run of this many steps keeps at a time."""
+        return min(steps, self.last + self.best + (steps // self.every if self.every else 0))
+
+
+def rank_by_score(steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True) -> list[int]:
+    """The steps that have a score, best first."""
+    scored = sorted(step for step in steps if step in scores)
+    return sorted(scored, key=lambda step: scores[step] if lower_is_better else -scores[step])
+
+
+def lower_is_better(metric: str) -> bool:
+    """True for losses and bits per byte, False for accuracies and task scores."""
+    return not (metric.startswith("task/") or "accuracy" in metric)
+
+
+# The files.
 
 
 def checkpoint_name(step: int) -> str:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from whet.checkpoint import directory
 from whet.checkpoint.dcp_storage import ParallelStorageWriter, ignore_single_process_warning, unwrap_errors
+from whet.checkpoint.directory import Retention, rank_by_score
 from whet.checkpoint.host_staging import HostStaging
 from whet.checkpoint.manifest import write_manifest
-from whet.checkpoint.retention import Retention, rank_by_score
 from whet.checkpoint.state_dict import model_tensors, optimizer_tensors
 from whet.core.checksums import FileRecords, hash_files
 from whet.core.console import warn

@@ -86,7 +86,7 @@ def chat(
     if conversations is not None:
         answers = answer_conversations(models, conversations, explain)
         for conversation, answer in zip(conversations, answers, strict=True):
-            answer["prompt"] = conversation[-1]["content"]
+            answer["prompt"] = conversation.messages[-1].content
             if not as_json:
                 print_result(f"you › {answer['prompt']}")
                 _print_answers(answer, against is not None, "model")

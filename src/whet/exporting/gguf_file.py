@@ -19,7 +19,7 @@ from whet.core.errors import WhetError, first_line
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_tokenizers
-from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
+from whet.model.load.builtin_models import set_gguf_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from whet.core.errors import BadRecordError
+from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.exporting.spec import ExportDtype, ExportFindings, GenerationSettings
+from whet.model.modules import cache_works
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -97,14 +99,14 @@ def _compare_rendered_ids(
     trained, exported = Renderer(own, "assistant"), Renderer(loaded, "assistant")
     for first, second in zip(texts, [*texts[1:], texts[0]], strict=True):
         turns = [("user", first), ("assistant", second), ("user", first)]
-        messages = [{"role": role, "content": text} for role, text in turns]
+        messages = [Message(role, text) for role, text in turns]
         expected = _prompt_ids(trained, messages)
         if expected is not None and _prompt_ids(exported, messages) != expected:
             findings.reasons.append(f"its chat template renders {first[:60]!r} to other token ids")
             return
 
 
-def _prompt_ids(renderer: Renderer, messages: Sequence[dict[str, Any]]) -> list[int] | None:
+def _prompt_ids(renderer: Renderer, messages: Sequence[Message]) -> list[int] | None:
     """None if the template refuses the messages, which says nothing about the export."""
     try:
         return renderer.prompt_ids(messages)
@@ -150,7 +152,7 @@ def check_generation_stops(
     ids = torch.tensor([list(prompt)], device=model.device)
     generated = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, num_beams=1,
-        logits_processor=LogitsProcessorList([ForceEnd()]), pad_token_id=end,
+        logits_processor=LogitsProcessorList([ForceEnd()]), pad_token_id=end, use_cache=cache_works(model),
     )  # fmt: skip
     if generated.shape[1] != ids.shape[1] + 1:
         findings.reasons.append(f"it does not stop after {settings.tokenizer.convert_ids_to_tokens(end)!r}")

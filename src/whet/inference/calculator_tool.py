@@ -9,8 +9,10 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.calculator import CALCULATOR_SCHEMA
+from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
+from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
+from whet.data.render.template_text import Tools
 
 # The parser of expressions that a model writes. It evaluates them itself; no text is ever executed as code.
 #
@@ -151,9 +153,10 @@ def make_calculator(renderer: Renderer) -> Tool:
     return InlineCalculator(renderer) if has_calculator_tokens(renderer) else FunctionCallCalculator(renderer)
 
 
-def tool_schemas(calculator: Tool | None) -> list[dict[str, Any]]:
-    """The tool schemas for the prompt."""
-    return [CALCULATOR_SCHEMA] if isinstance(calculator, FunctionCallCalculator) else []
+def with_tool_schema(tools: Tools, calculator: Tool | None) -> Tools:
+    """The tools of a conversation for its prompt, and the calculator if the model calls it as a tool."""
+    called = [CALCULATOR_SCHEMA] if isinstance(calculator, FunctionCallCalculator) else []
+    return [*tools, *(schema for schema in called if schema not in tools)]
 
 
 class InlineCalculator:
@@ -212,15 +215,9 @@ class FunctionCallCalculator:
         self.tokenizer = renderer.tokenizer
         self.encode_prompt = renderer.encode_prompt
         end = renderer.end_of_turn()
-        call = {"name": "calculator", "arguments": {"expression": "31+52"}}
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "",
-             "tool_calls": [{"id": "call00001", "type": "function", "function": call}]},
-            {"role": "tool", "content": _RESULT_SENTINEL, "tool_call_id": "call00001", "name": "calculator"},
-        ]  # fmt: skip
+        called, result, _ = calculator_messages([CalculatorStep("", "31+52", _RESULT_SENTINEL)], "")
         try:
-            text = renderer.apply_chat_template(messages, add_generation_prompt=True, tools=[CALCULATOR_SCHEMA])
+            text = renderer.prompt_text([Message("user", "Hi"), called, result], [CALCULATOR_SCHEMA])
         except BadRecordError as error:
             raise WhetError(f"calculator: the model's chat template does not support tool calls: {error}") from None
         call_at, result_at = text.rfind("31+52"), text.rfind(_RESULT_SENTINEL)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from whet.core.console import progress
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.read.messages import parse_message_list
+from whet.data.conversation import Conversation, Message, Origin, ToolCall
+from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list, parse_tools
+from whet.data.read.record_fields import find_optional
+from whet.data.render.template_text import Tools
 from whet.inference.calculator_tool import FunctionCallCalculator, calculate, parse_calculator_call
-from whet.inference.inference_model import FINISH_INTERRUPTED, InferenceModel, MessageDict, Reply
+from whet.inference.inference_model import FINISH_INTERRUPTED, InferenceModel, Reply
 
 _MAX_TOOL_CALLS = 16
 """Tool calls in one reply; a model that never stops calling is cut off here."""
@@ -32,18 +35,24 @@ class ChatSession:
 
         A reply that was interrupted before its first token is discarded together with the user message.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        return self.answer([*self.messages, Message("user", text)], show=show)
+
+    def answer(
+        self, messages: Sequence[Message], tools: Tools = (), show: Callable[[str], None] | None = None
+    ) -> Reply:
+        """The model's reply to these messages, which become those of the session."""
+        messages = [*messages]
         for number in range(_MAX_TOOL_CALLS):
-            reply = self.model.reply(self.model.prompt_ids(messages), show)
+            reply = self.model.reply(self.model.prompt_ids(messages, tools), show)
             uses_calls = isinstance(self.model.tool, FunctionCallCalculator)
             expression = parse_calculator_call(reply.text) if uses_calls else None
             if expression is None or reply.finish_reason != "end":
                 break
             messages += _tool_call_messages(number, expression, reply.text)
             if show is not None:
-                show(f"\n{messages[-1]['content']}\n")
+                show(f"\n{messages[-1].content}\n")
         if reply.text or reply.finish_reason != FINISH_INTERRUPTED:
-            self.messages = [*messages, {"role": "assistant", "content": reply.text}]
+            self.messages = [*messages, Message("assistant", reply.text)]
         return reply
 
     def reset(self, system: str | None = None) -> None:
@@ -53,10 +62,10 @@ class ChatSession:
 
     def save(self, path: Path) -> None:
         """Append the conversation to a JSONL file that whet can train on."""
-        if not any(message["role"] == "assistant" for message in self.messages):
+        if not any(message.role == "assistant" for message in self.messages):
             raise WhetError("there is nothing to save yet: send a message first")
-        record: dict[str, Any] = {"messages": self.messages}
-        if any("tool_calls" in message for message in self.messages):
+        record: dict[str, Any] = {"messages": [message.as_dict() for message in self.messages]}
+        if any(message.tool_calls for message in self.messages):
             record["tools"] = [CALCULATOR_SCHEMA]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,21 +75,18 @@ class ChatSession:
             raise WhetError(f"{path}: cannot write ({error.strerror}). Give another file") from None
 
 
-def system_messages(system: str | None) -> list[MessageDict]:
-    return [{"role": "system", "content": system}] if system else []
+def system_messages(system: str | None) -> list[Message]:
+    return [Message("system", system)] if system else []
 
 
-def _tool_call_messages(number: int, expression: str, text: str) -> list[MessageDict]:
+def _tool_call_messages(number: int, expression: str, text: str) -> list[Message]:
     """The assistant's message with a calculator call, and the tool's message with its result."""
-    call = {"name": "calculator", "arguments": {"expression": expression}}
-    call_id = f"call{number + 1:05}"
+    call = ToolCall("calculator", {"expression": expression}, f"call{number + 1:05}")
     content = text[: text.find("{")].removesuffix("\n").removesuffix("<tool_call>").rstrip()
     return [
-        {"role": "assistant", "content": content,
-         "tool_calls": [{"id": call_id, "type": "function", "function": call}]},
-        {"role": "tool", "content": calculate(expression) or "error: not a sum", "tool_call_id": call_id,
-         "name": "calculator"},
-    ]  # fmt: skip
+        Message("assistant", content, tool_calls=(call,)),
+        Message("tool", calculate(expression) or "error: not a sum", tool_call_id=call.id, name="calculator"),
+    ]
 
 
 # One model, or two that reply to the same messages. The records are what `whet chat --json` prints.
@@ -104,11 +110,14 @@ class ChatModels:
 
 
 def answer_conversations(
-    models: ChatModels, conversations: Sequence[Sequence[MessageDict]], explain: bool = False
+    models: ChatModels, conversations: Sequence[Conversation], explain: bool = False
 ) -> list[dict[str, Any]]:
     """A record for each of several independent conversations, with the replies of all models."""
     opening = system_messages(models.system)
-    complete = [list(each) if each[0]["role"] == "system" else [*opening, *each] for each in conversations]
+    complete = [
+        each if each.messages[0].role == "system" else replace(each, messages=(*opening, *each.messages))
+        for each in conversations
+    ]
     return _merge_records(models, [_reply_to_all(model, complete) for model in models.all], explain)
 
 
@@ -139,15 +148,15 @@ def _bos_prompt(model: InferenceModel) -> list[int]:
     return [first]
 
 
-def _reply_to_all(model: InferenceModel, conversations: Sequence[list[MessageDict]]) -> list[Reply]:
+def _reply_to_all(model: InferenceModel, conversations: Sequence[Conversation]) -> list[Reply]:
     with progress(f"generating with {model.name}", len(conversations)) as bar:
         if not isinstance(model.tool, FunctionCallCalculator):
-            return model.reply_batch([model.prompt_ids(each) for each in conversations], bar.advance)
+            return model.reply_batch(
+                [model.prompt_ids(each.messages, each.tools) for each in conversations], bar.advance
+            )
         replies = []
-        for messages in conversations:  # function calls add messages, so each conversation needs a session
-            session = ChatSession(model)
-            session.messages = messages[:-1]
-            replies.append(session.send(messages[-1]["content"]))
+        for each in conversations:  # function calls add messages, so each conversation needs a session
+            replies.append(ChatSession(model).answer(each.messages, each.tools))
             bar.advance()
         return replies
 
@@ -175,11 +184,12 @@ def _reply_record(model: InferenceModel, reply: Reply, explain: bool) -> dict[st
 # --prompts FILE
 
 
-def read_prompts(path: Path) -> list[list[MessageDict]]:
+def read_prompts(path: Path) -> list[Conversation]:
     """One conversation per line, up to where the model's reply begins; blank lines are skipped.
 
-    In a `.jsonl` file a line is a string, {"prompt": "…"} or {"messages": […]}. Trailing assistant messages are
-    removed, so that training files work too. In other files a line is a prompt.
+    In a `.jsonl` file a line is a string, {"prompt": "…"} or {"messages": […]}, with `system` and `tools` beside it as
+    in training. Trailing assistant messages are removed, so that training files work too. In other files a line is a
+    prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -188,34 +198,36 @@ def read_prompts(path: Path) -> list[list[MessageDict]]:
     except UnicodeDecodeError:
         raise WhetError(f"--prompts: {path}: not a text file in UTF-8") from None
     is_json = path.suffix in (".jsonl", ".ndjson")
-    prompts: list[list[MessageDict]] = [
-        _prompt_from_json(line, f"--prompts: {path}:{number}") if is_json else [{"role": "user", "content": line}]
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+    places = ((Origin(f"--prompts: {path}", number), line) for number, line in enumerate(lines, 1) if line.strip())
+    prompts = [
+        _prompt_from_json(line, place) if is_json else Conversation((Message("user", line),), place)
+        for place, line in places
     ]
     if not prompts:
         raise WhetError(f"--prompts: {path}: no prompt in this file. Write one per line")
     return prompts
 
 
-def _prompt_from_json(line: str, place: str) -> list[MessageDict]:
+def _prompt_from_json(line: str, place: Origin) -> Conversation:
     try:
         value: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise WhetError(f"{place}: invalid JSON ({error}). Rename a file of plain text lines to .txt") from None
-    if isinstance(value, dict) and isinstance(value.get("prompt"), str):
-        value = value["prompt"]
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    messages = value.get("messages") if isinstance(value, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+        return Conversation((Message("user", value),), place)
+    record = value if isinstance(value, dict) else {}
+    turns = record.get("messages")
+    if isinstance(record.get("prompt"), str):
+        turns = [{"role": "user", "content": record["prompt"]}]
+    if not isinstance(turns, list) or not all(isinstance(each, dict) and "role" in each for each in turns):
         raise WhetError(f'{place}: expected a string, or an object with "prompt" (a string) or "messages" (a list)')
     try:  # as training reads them: content in parts becomes one string
-        messages = [message.as_dict() for message in parse_message_list(messages)]
+        messages = list(parse_message_list(turns))
+        name, tools = find_optional(record, "tools", RECORD_FIELDS["tools"], {})
+        while messages and messages[-1].role == "assistant":
+            messages.pop()
+        if not messages:
+            raise WhetError(f"{place}: no user message: all messages are the assistant's")
+        return Conversation(tuple(add_system_prompt(messages, record, {})), place, parse_tools(tools, name))
     except (BadRecordError, RecursionError) as error:
         raise WhetError(f"{place}: {error}") from None
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise WhetError(f"{place}: no user message: all messages are the assistant's")
-    return messages

@@ -24,7 +24,7 @@ from whet.inference.engine import (
 from whet.inference.kv_cache import probe_kv_cache
 from whet.inference.sampling import Sampling, rng_keys
 from whet.model.attention import native_attention
-from whet.model.modules import eval_mode
+from whet.model.modules import cache_works, eval_mode
 
 _NO_TOKEN_ID = 1 << 30
 """Larger than any token id. With an empty eos_token_id transformers would fall back to the model's own."""
@@ -136,7 +136,7 @@ def _transformers_generate(
         settings |= {"min_p": sampling.min_p} if sampling.min_p > 0 else {}
     config = GenerationConfig(
         max_new_tokens=limit, do_sample=sampling.temperature > 0, eos_token_id=sorted(options.stop_ids) or _NO_TOKEN_ID,
-        pad_token_id=pad_id, **settings,
+        pad_token_id=pad_id, use_cache=cache_works(model), **settings,
     )  # fmt: skip
     tokens = torch.tensor(prompts).to(next(model.parameters()).device)
     width = tokens.shape[1]

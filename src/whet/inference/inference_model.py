@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from whet.core.errors import BadRecordError, WhetError
+from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
-from whet.inference.calculator_tool import InlineCalculator, Tool, tool_schemas
+from whet.data.render.template_text import Tools
+from whet.inference.calculator_tool import InlineCalculator, Tool, with_tool_schema
 from whet.inference.engine import Completion
 from whet.inference.generate import generate
 from whet.inference.sampling import Sampling
@@ -22,7 +24,6 @@ from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import stop_ids
 
 FINISH_INTERRUPTED = "interrupted"
-MessageDict = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ class InferenceModel:
         pad = self.renderer.tokenizer.pad_token_id
         return pad if pad is not None else 0
 
-    def prompt_ids(self, messages: Sequence[MessageDict]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The tokens of a conversation up to where the model's reply begins."""
         try:
-            return self.renderer.prompt_ids(messages, tools=tool_schemas(self.tool))
+            return self.renderer.prompt_ids(messages, with_tool_schema(tools, self.tool))
         except BadRecordError as error:
             raise WhetError(f"the chat template cannot render this conversation: {error}") from None
 

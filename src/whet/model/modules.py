@@ -1,4 +1,5 @@
-"""Utilities for modules: decoder layers, eval mode as a context, mixin classes, gated MLPs, fp64 that stays fp64."""
+"""Utilities for modules: decoder layers, eval mode as a context, mixin classes, gated MLPs, fp64 that stays fp64,
+whether a cache works."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from whet.compat.torch_private import copy_module_without_children, set_module_class
-from whet.core.errors import WhetError
+from whet.core.console import warn
+from whet.core.errors import WhetError, first_line
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
@@ -152,3 +155,29 @@ def decoder_layers(language_model: nn.Module) -> list[nn.Module]:
         )
     sizes = [sum(parameter.numel() for parameter in modules.parameters()) for modules in lists]
     return list(lists[sizes.index(max(sizes))])
+
+
+_CACHE_WORKS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def cache_works(model: nn.Module) -> bool:
+    """Whether transformers can generate with the model's own cache. That of xLSTM fails where widths are no multiples
+    of 64 (transformers 5.22); without a cache such a model generates slowly, but it does."""
+    if model not in _CACHE_WORKS:
+        tokens = torch.ones((1, 4), dtype=torch.long, device=next(model.parameters()).device)
+        try:
+            model.generate(  # type: ignore[operator]
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, do_sample=False, pad_token_id=0,
+                eos_token_id=1 << 30,
+            )  # fmt: skip
+            _CACHE_WORKS[model] = True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the model's code is foreign: it can raise anything
+            warn(
+                f"{type(model).__name__} cannot generate with its cache ({first_line(error)}); "
+                "generating without one, which is slow"
+            )
+            _CACHE_WORKS[model] = False
+    return _CACHE_WORKS[model]

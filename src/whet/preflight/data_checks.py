@@ -16,18 +16,17 @@ from whet.data.prepare.store import Store
 from whet.data.prepare.tokenize import EXCHANGE_TOO_LONG
 from whet.data.read.sources import SourceReader, expected_records
 from whet.data.render.chat_tokenizer import ChatTokenizer, ItemRenderer, MarkedTextTokenizer
+from whet.data.render.layout_finder import NO_SUPERVISED_TOKENS
 from whet.data.render.marked_text import MARKER_LOOK_ALIKE
 from whet.data.render.renderer import (
     CONTROL_TOKENS_IN_TEXT,
-    NO_SUPERVISED_TOKENS,
     PREFILL_MISSING,
-    PROBE,
-    PROBE_TOOL,
     REASONING_DROPPED,
     TOOLS_DROPPED,
     Rendered,
     Renderer,
 )
+from whet.data.render.template_text import PROBE, PROBE_TOOL
 from whet.preflight.straddling_tokens import StraddlingTokens, find_straddling_tokens
 from whet.run.data import RunData, describe_step, make_plan
 
@@ -290,7 +289,7 @@ def check_template(
     if isinstance(probe, BadRecordError) and end is not None:
         yield Finding("template", "warning", f"it requires tools, in chat and eval too; without any, {probe}")
         probe = rendering.render_items([replace(PROBE, tools=(PROBE_TOOL,))])[0]
-    if header := rendering.supervised_header():
+    if header := rendering.layouts.supervised_header():
         text = (
             f"it has no generation prompt, so the model learns to write {header!r}, and its answers begin with that. "
             f"Append {{%- if add_generation_prompt %}}{{{{ {header!r} }}}}{{% endif %}} to a copy of the template, and "
@@ -430,5 +429,5 @@ def _matches_transformers(
 ) -> bool:
     """Whether transformers gives the same ids. It renders conversations with a template only: others pass."""
     if isinstance(item, Conversation) and isinstance(renderer, Renderer):
-        return renderer.reference_ids(item)[:limit] == ids
+        return renderer.text.reference_ids(item)[:limit] == ids
     return True

@@ -28,15 +28,14 @@ class StraddlingTokens(NamedTuple):
 
 def find_straddling_tokens(renderer: Renderer, conversation: Conversation) -> Iterator[StraddlingTokens]:
     """One for each answer whose prompt is encoded by itself to other ids than in the conversation."""
-    messages = [message.as_dict() for message in conversation.messages]
     encode = renderer.tokenizer.backend_tokenizer.encode
-    text = renderer.apply_chat_template(messages, tools=conversation.tools)
+    conversation, text = renderer.text.apply_with_arguments(conversation)
     whole = encode(text, add_special_tokens=False)
     for turn, message in enumerate(conversation.messages):
         if turn == 0 or message.role != "assistant":
             continue
         try:
-            prompt = renderer.apply_chat_template(messages[:turn], add_generation_prompt=True, tools=conversation.tools)
+            prompt = renderer.text.apply(conversation.messages[:turn], conversation.tools, prompt=True)
         except BadRecordError:  # no prompt ends here
             continue
         alone = encode(prompt, add_special_tokens=False)

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from whet.checkpoint.config import CheckpointConfig
-from whet.checkpoint.directory import require_checkpoint_space
-from whet.checkpoint.retention import lower_is_better
+from whet.checkpoint.directory import lower_is_better, require_checkpoint_space
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.checksums import write_hashed_json
@@ -54,7 +53,6 @@ from whet.training.checkpoints import (
     restore_newest_checkpoint,
 )
 from whet.training.guard import Guard
-from whet.training.intervals import Intervals
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes
@@ -62,7 +60,7 @@ from whet.training.output import FolderOutput, RunOutput
 from whet.training.precision import PrecisionPolicy, choose_precision
 from whet.training.profiler import make_profiler
 from whet.training.records import RECORDS, record_file
-from whet.training.run_state import Run
+from whet.training.run_state import Intervals, Run
 from whet.training.timing import StartupTimer
 from whet.training.trackers import open_trackers
 

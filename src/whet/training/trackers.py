@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-from whet.core.console import info
+from whet.core.console import info, warn
 from whet.core.errors import WhetError
-
-_FLUSH_S = 10  # a step of 18 numbers costs 1.2 ms, flushed each time or not
 
 
 class TrackerBackend(Protocol):
@@ -25,20 +26,48 @@ class TrackerBackend(Protocol):
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`."""
+    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`.
+
+    torch's SummaryWriter would write them from a thread, whose traceback nothing could catch if the folder is deleted.
+    """
 
     def __init__(self, folder: Path, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # purge_step hides what was logged after the checkpoint, so a resumed run has one curve.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1, flush_secs=_FLUSH_S)
+        self._event, self._summary = Event, Summary
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        self._file = (
+            folder / "tensorboard" / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        )
+        self._stream: IO[bytes] | None = self._file.open("xb", buffering=0)
+        self._records = RecordWriter(self._stream)
+        # The session that starts here hides what was logged after the checkpoint, so a resumed run has one curve.
+        self._write(file_version="brain.Event:2")
+        self._write(step=done + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        value = self._summary.Value
+        self._write(
+            step=step, summary=self._summary(value=[value(tag=name, simple_value=n) for name, n in values.items()])
+        )
+
+    def _write(self, **fields: Any) -> None:
+        """Nothing depends on the file, so an error does not stop the run."""
+        if self._stream is None:
+            return
+        try:
+            self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        except OSError as error:
+            self.close()
+            if self._file.parent.is_dir():  # else the run folder was deleted, which the run reports
+                warn(f"{self._file}: cannot be written ({error.strerror}); metrics are in metrics.jsonl alone")
 
     def close(self) -> None:
-        self._writer.close()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 _BACKENDS: dict[str, tuple[str, Callable[[Path, int], TrackerBackend]]] = {"tensorboard": ("tensorboard", TensorBoard)}

@@ -448,3 +448,109 @@ def test_any_records_are_read_or_refused(records: list[Any]) -> None:
         with contextlib.suppress(BadRecordError):
             parsed = FORMATS[found.format].parse(record, found.names, Origin("a.jsonl", 1))
             reject_unsupported(record, parsed, found.names)
+
+
+# A format that the user sets, and records that do not have it
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "suggested"),
+    [
+        ("prompt-completion", {"prompt": "Q?", "chosen": "A.", "rejected": "B."}, "prompt-completion"),
+        ("messages", {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "messages"),
+        ("alpaca", {"instruction": "Q?", "chosen": "A.", "rejected": "B."}, "alpaca"),
+        ("sharegpt", {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "prompt-completion"),
+        ("messages", {"messages": [USER], "chosen": ANSWER, "rejected": ANSWER}, "prompt-completion"),
+    ],
+)
+def test_preference_data_are_named_whatever_the_format_is_set_to(
+    read: Callable[..., list[Any]], form: str, record: Any, suggested: str
+) -> None:
+    message = refusal(read, record, record, format=form)
+    assert f"the records are not {form}: preference data ('chosen' and 'rejected')" in message
+    assert remedy(message)["format"] == suggested
+    [first, _] = read(record, record, **remedy(message))
+    assert turns(first) == [("user", "Q?"), ("assistant", "A.")]
+
+
+def test_a_named_shape_is_named_whatever_the_format_is_set_to(read: Callable[..., list[Any]]) -> None:
+    oasst = {"message_id": "1", "parent_id": None, "role": "prompter", "text": "Q?"}
+    assert "each record is one message" in refusal(read, oasst, format="messages")
+
+
+# Records inside a record
+
+
+def test_one_line_with_a_list_of_records_is_read(read: Callable[..., list[Any]]) -> None:
+    found = read({"version": 1, "data": [{"question": "Q?", "answer": "A."}] * 3})
+    assert [turns(each) for each in found] == [[("user", "Q?"), ("assistant", "A.")]] * 3
+    two = {"train": [{"messages": [USER, ANSWER]}] * 2, "test": [{"messages": [USER, ANSWER]}]}
+    assert "Set split to one of them" in refusal(read, two)
+    assert len(read(two, split="train")) == 2
+
+
+def test_several_lines_with_lists_of_records_get_a_remedy(read: Callable[..., list[Any]]) -> None:
+    line = {"data": [{"question": "Q?", "answer": "A."}] * 2}
+    assert "the records are inside 'data'" in (message := refusal(read, line, line))
+    assert "jq -c '.data[]' FILE > NEW.jsonl" in message
+
+
+@pytest.mark.parametrize("name", ["one.jsonl", "one.json"])
+def test_one_record_with_tools_is_one_record(tmp_path: Path, name: str) -> None:
+    """Its tools are a list of objects, too."""
+    (tmp_path / name).write_text(json.dumps({"messages": [USER, ANSWER], "tools": [TOOL]}))
+    [found] = read_source(Source(path=str(tmp_path / name)))
+    assert isinstance(found, Conversation)
+    assert found.tools == (TOOL,)
+
+
+def test_several_answers_in_the_only_line_are_not_records(read: Callable[..., list[Any]]) -> None:
+    assert "several answers" in refusal(read, {"prompt": "Q?", "completions": [{"response": "A."}, {"response": "B."}]})
+
+
+@pytest.mark.parametrize("keys", [("instruction", "output"), ("prompt", "completion")])
+def test_a_list_of_answers_is_named(read: Callable[..., list[Any]], keys: tuple[str, str]) -> None:
+    [found] = read({keys[0]: "Q?", keys[1]: ["A.", "B."]})
+    assert isinstance(found, BadRecord)
+    assert f"{keys[1]!r} is a list of 2 answers, as preference data have it" in found.explanation
+
+
+# Siblings of names
+
+
+@pytest.mark.parametrize(
+    "mark", [{"label": "undesirable"}, {"desirable": False}, {"is_desirable": 0}, {"label": "Rejected"}]
+)
+def test_other_marks_of_a_bad_answer(read: Callable[..., list[Any]], mark: dict[str, Any]) -> None:
+    [found] = read({"prompt": "Q?", "completion": "A.", **mark})
+    assert isinstance(found, BadRecord)
+    assert found.reason == "negative label"
+    [good] = read({"prompt": "Q?", "completion": "A.", **dict.fromkeys(mark, True)})
+    assert isinstance(good, Conversation)
+
+
+@pytest.mark.parametrize("key", ["picture", "image_files", "img_path", "video_url", "audio_file"])
+def test_other_names_of_images(read: Callable[..., list[Any]], key: str) -> None:
+    [found] = read({"conversations": [HUMAN, GPT], key: "a.png"})
+    assert isinstance(found, BadRecord)
+    assert f"the record has {key!r}, but whet trains on text only" in found.explanation
+
+
+@pytest.mark.parametrize("mark", ["<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>", "<|image_1|>"])
+def test_other_marks_of_images(read: Callable[..., list[Any]], mark: str) -> None:
+    [found] = read({"conversations": [{"from": "human", "value": f"{mark}What is it?"}, GPT]})
+    assert isinstance(found, BadRecord)
+    assert found.reason == "image mark"
+
+
+@pytest.mark.parametrize("key", ["complex_cot", "Complex_CoT", "thinking_trajectory", "deepseek_reasoning"])
+def test_reasoning_under_another_name_is_advised(jsonl: Jsonl, key: str) -> None:
+    record = {"question": "Q?", key: "First this and then that, so it must be so.", "answer": "A."}
+    path = str(jsonl(json.dumps(record)))
+    told = SourceReader(Source(path=path)).description
+    assert (
+        f"not used: {key}. To train on {key} as reasoning before the answer, set fields: {{reasoning: {key}}}" in told
+    )
+    [found] = read_source(Source(path=path, **remedy(told)))
+    assert isinstance(found, Conversation)
+    assert found.messages[-1].reasoning == record[key]

@@ -17,12 +17,11 @@ from whet.inference.generate import generate
 from whet.inference.sampling import Sampling
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load import builtin_models
-from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.builtin_models import builtin_folder, set_gguf_special_tokens
 from whet.model.load.placeholder import build_meta_model
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer, stop_ids
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
-from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
 
 SMOLLM2 = ModelConfig(path="builtin:smollm2")
 

@@ -22,8 +22,9 @@ from whet.data.conversation import (
 from whet.data.prepare.chunks import Chunk
 from whet.data.prepare.store import count_targets
 from whet.data.render.chat_tokenizer import ItemRenderer
+from whet.data.render.layout_finder import NO_SUPERVISED_TOKENS
 from whet.data.render.marked_text import marked_to_conversation
-from whet.data.render.renderer import NO_SUPERVISED_TOKENS, Rendered
+from whet.data.render.renderer import Rendered
 from whet.data.render.sentinels import TOO_LONG_TO_MASK
 
 _BATCH_CONVERSATIONS = 64  # rendered and encoded together
@@ -85,7 +86,8 @@ def _text_length(item: ParsedRecord) -> int:
 def _drop_or_raise(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
     by_policy = reason == NO_SUPERVISED_TOKENS or (reason == TOO_LONG_TO_MASK and config.too_long != "error")
     if config.on_bad == "error" and not by_policy:
-        raise BadLineError(f"{origin}: {explanation}. Fix the line, or skip and count such lines: data.on_bad=skip")
+        fix = "Or skip" if "data.template" in explanation else "Fix the line, or skip"
+        raise BadLineError(f"{origin}: {explanation}. {fix} and count such lines: data.on_bad=skip")
     chunk.drop(reason, origin, explanation)
 
 

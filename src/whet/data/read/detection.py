@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
+from whet.data.conversation import Origin
 from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
-from whet.data.read.formats import FORMATS, find_chat_marker, list_choices
+from whet.data.read.formats import FORMATS
+from whet.data.read.question_formats import list_choices
 from whet.data.read.record_fields import closest_key, find_optional, present_names
-from whet.data.read.shapes import SCORE, TURN_KEYS, name_preference, name_separate_answer, name_shape, unused_texts
+from whet.data.read.shapes import SCORE, TURN_KEYS, name_preference, name_shape, name_unanswered, unused_texts
+from whet.data.read.text_formats import find_chat_marker
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
 _SUPERSEDES = {
@@ -24,6 +28,9 @@ _TURN_LISTS = ("messages", "conversations")
 _ANSWER_FIELDS = {"messages", "conversations", "completion", "output", "answer", "text"}
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
+_REASONING_KEY = re.compile(
+    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
+)
 _FORMAT_EXAMPLE = (
     ". Set the format, such as format: prompt-completion and fields: {prompt: NAME, completion: NAME}; formats: "
     + ", ".join(FORMATS)
@@ -97,7 +104,10 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         found = _common_matches([_match_formats(record, [source.format], fields) for record in sample])
         own = [match for match in found if all(field == name for field, name in match[1])]
         chosen = own[0] if own else _require_one_match(found, sample, source) if found else (source.format, ())
-        return _make_detected(chosen, sample, source)
+        detected = _make_detected(chosen, sample, source)
+        if shape := _name_unanswered(chosen, sample) if found else _name_misfit(detected, sample):
+            raise WhetError(f"data.sources: {source.path}: the records are not {source.format}: {shape}")
+        return detected
     if not sample:  # no readable record: each is reported as a bad record later
         return DetectedFormat(
             "messages", FORMATS["messages"].resolve_names(fields), "messages (assumed: no record is readable)"
@@ -119,8 +129,7 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         unknown = "" if found else "the format is not recognised: "
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
-    turns = next((name for field, name in chosen[1] if field in _TURN_LISTS), None)
-    if turns is not None and (shape := name_separate_answer(sample, turns)):
+    if shape := _name_unanswered(chosen, sample):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     marks = [find_chat_marker(record, dict(chosen[1])["text"]) for record in sample] if chosen[0] == "text" else []
     if any(marks):
@@ -130,6 +139,22 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
             "token, set format: text"
         )
     return _make_detected(chosen, sample, source)
+
+
+def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
+    """The known shape of records of which none has the configured format."""
+    for record in sample:
+        try:
+            FORMATS[detected.format].parse(record, detected.names, Origin("", 0))
+            return None
+        except BadRecordError:
+            continue
+    return name_preference(sample) or name_shape(sample, recognised=False)
+
+
+def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
+    turns = next((name for field, name in chosen[1] if field in _TURN_LISTS), None)
+    return None if turns is None else name_unanswered(sample, turns)
 
 
 def _match_formats(record: Any, formats: Sequence[str], fields: Mapping[str, str]) -> set[FormatMatch]:
@@ -254,7 +279,10 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
     texts = unused_texts(records, used)
     scores = [key for key in _record_keys(records) if SCORE.fullmatch(key) and key not in used]
     advice = ""
-    if texts and form == "prompt-completion":
+    thoughts = next((key for key in texts if _REASONING_KEY.search(key)), None)
+    if thoughts and "reasoning" in FORMATS[form].optional:
+        advice = f". To train on {thoughts} as reasoning before the answer, set fields: {{reasoning: {thoughts}}}"
+    elif texts and form == "prompt-completion":
         advice = (
             f". {texts[0]} holds text; to add it to the question, set fields: {{instruction: {names['prompt']}, input: "
             f"{texts[0]}, output: {names['completion']}}}"

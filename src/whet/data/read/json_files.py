@@ -25,6 +25,7 @@ from whet.data.read.container import (
     read_whole,
     record_too_long,
 )
+from whet.data.read.formats import FORMATS
 
 _COUNT_CHUNK_BYTES = 2**20
 
@@ -159,7 +160,7 @@ class JsonObjectFile(Container):
 
     def _records(self) -> list[Any]:
         whole = self._read()
-        lists = {key: value for key, value in whole.items() if is_list_of_records(value)}
+        lists = {} if is_record(whole) else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
                 known = ", ".join(lists) or "none"
@@ -195,6 +196,11 @@ class JsonObjectFile(Container):
         if not isinstance(whole, dict):
             raise WhetError(f"data.sources: {self.name}: the file is neither a JSON object nor an array of records")
         return whole
+
+
+def is_record(whole: dict[str, Any]) -> bool:
+    """Whether an object is a conversation: its tools are a list of objects, too."""
+    return any(form.recognise(whole, {}) for name, form in FORMATS.items() if name not in ("text", "marked"))
 
 
 def is_list_of_records(value: Any) -> bool:

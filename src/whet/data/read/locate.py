@@ -18,7 +18,8 @@ from whet.core.files import cache_dir, read_json, temporary_path, user_path
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
-from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records
+from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
+from whet.data.read.shapes import find_records_inside
 from whet.data.read.text_files import CsvFile, TextFile
 from whet.data.read.token_files import TokenFile
 
@@ -212,7 +213,7 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
         array = JsonArrayFile(name, path)
         array.note = "one JSON array"
         return array
-    return JsonLinesFile(name, path)
+    return JsonObjectFile(name, path, source.split) if _is_object_of_records(name, path) else JsonLinesFile(name, path)
 
 
 def _is_array_in_lines(name: str, path: Path) -> bool:
@@ -225,6 +226,15 @@ def _is_array_in_lines(name: str, path: Path) -> bool:
         return _is_valid_json(first) and is_list_of_records(json.loads(first))
     begins = (first[1:].strip() or second.strip()).startswith(b"{")
     return begins and not _is_valid_json(first) and _last_bytes(path).rstrip().endswith(b"]")
+
+
+def _is_object_of_records(name: str, path: Path) -> bool:
+    """Whether a file named as JSON Lines is one line with a list of records under a key, as `{"data": [{…}, {…}]}`."""
+    only, second = _first_lines(name, path)
+    if second is not None or not only.startswith(b"{") or not _is_valid_json(only):
+        return False
+    record = json.loads(only)
+    return not is_record(record) and find_records_inside(record) is not None
 
 
 def _last_bytes(path: Path) -> bytes:

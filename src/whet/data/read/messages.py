@@ -108,10 +108,10 @@ _REASONING_KEYS = (
     "reasoning", "reasoning_content", "thinking", "thought", "thoughts", "chain_of_thought", "cot", "rationale",
 )  # fmt: skip
 RECORD_FIELDS = {
-    "system": ("system", "system_prompt", "system_message", "sys", "sys_prompt"),
+    "system": ("system", "system_prompt", "system_message", "system_instruction", "sys", "sys_prompt"),
     "reasoning": _REASONING_KEYS,
     "tools": ("tools", "functions"),
-    "label": ("label", "kto_tag"),
+    "label": ("label", "kto_tag", "desirable", "is_desirable"),
 }
 """`label` is KTO's mark; `shapes.py` rejects records whose answer it calls bad."""
 _RECORD_KEYS = frozenset(name for known in RECORD_FIELDS.values() for name in known)
@@ -174,8 +174,10 @@ def _add_reasoning(messages: Sequence[Message], name: str, reasoning: Any) -> Se
 # One message: content or content parts, tool calls, reasoning, weight.
 
 MEDIA_KEYS = frozenset(
-    {"image", "images", "img", "image_path", "image_url", "video", "videos", "audio", "audios", "pixel_values"}
-)
+    f"{kind}{what}"
+    for kind in ("image", "img", "picture", "video", "audio")
+    for what in ("", "s", "_path", "_paths", "_url", "_urls", "_file", "_files")
+) | {"pixel_values"}
 
 
 def parse_message(turn: Any, number: int, role_name: str = "role", content_name: str = "content") -> Message:

@@ -8,8 +8,10 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin, ParsedRecord
-from whet.data.read.formats import CHOICE_COLUMN, FORMATS, MORE_THAN_A_PROMPT
+from whet.data.read.formats import FORMATS
+from whet.data.read.json_files import is_list_of_records
 from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS, is_turn_list
+from whet.data.read.question_formats import CHOICE_COLUMN, MORE_THAN_A_PROMPT
 from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
 
 Record = Mapping[str, Any]
@@ -18,8 +20,11 @@ Record = Mapping[str, Any]
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
 _CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *RECORD_FIELDS["label"]}
-_NEGATIVE_LABELS = (False, -1, "false", "0", "-1")  # False equals 0
-_MEDIA_TAG = re.compile(r"<\|?(?:image|img|video|audio)\|?>", re.IGNORECASE)
+_NEGATIVE_LABELS = (False, -1, "false", "0", "-1", "undesirable", "bad", "rejected", "dispreferred")  # False equals 0
+_MEDIA_TAG = re.compile(
+    r"<\|?(?:image|img|video|audio)(?:_?\d+|_pad)?\|?>|<\|(?:vision|audio)_(?:start|bos)\|>|<start_of_image>",
+    re.IGNORECASE,
+)
 _MEDIA_MARK = re.compile(
     rf"\A\s*{_MEDIA_TAG.pattern}|^(?:\w+[ -]?\d*: ?)?(?:{_MEDIA_TAG.pattern}[ ,]*)+$", re.IGNORECASE | re.MULTILINE
 )
@@ -99,14 +104,16 @@ def _find_answers(record: Record, words: set[str]) -> list[str]:
     return sorted(keys, key=lambda key: (key not in words, -len(str(record[key]))))
 
 
-def name_separate_answer(sample: Sequence[Any], turns: str) -> str | None:
-    """Messages that all end with a question, whose answer is in a field of its own."""
+def name_unanswered(sample: Sequence[Any], turns: str) -> str | None:
+    """Messages that all end with a question, whose answers are beside them: two to compare, or one."""
     records = [record for record in sample if isinstance(record, dict) and isinstance(record.get(turns), list)]
-    answer = next((key for key in _COMPLETIONS if records and all(record.get(key) for record in records)), None)
-    fields = {"prompt": turns, "completion": str(answer)}
-    if answer is None or any(_last_speaker(record[turns]) not in ("user", "human") for record in records):
+    if not records or any(_last_speaker(record[turns]) not in ("user", "human") for record in records):
         return None
-    if not all(_is_question_and_answer(record, "prompt-completion", fields) for record in records):
+    if preference := name_preference(records):
+        return preference
+    answer = next((key for key in _COMPLETIONS if all(record.get(key) for record in records)), None)
+    fields = {"prompt": turns, "completion": str(answer)}
+    if answer is None or not all(_is_question_and_answer(record, "prompt-completion", fields) for record in records):
         return None
     return (
         f"{turns!r} ends with a question, and {answer!r} is its answer. Set format: prompt-completion and "
@@ -154,6 +161,10 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
                 'from the root to a leaf as {"messages": […]}'
             )
+    if key := find_records_inside(record):
+        return (
+            f"the records are inside {key!r}, several to a line. Write each into one: jq -c '.{key}[]' FILE > NEW.jsonl"
+        )
     for key in _TURN_LISTS:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
@@ -189,6 +200,16 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
         )
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
+    return None
+
+
+def find_records_inside(record: Record) -> str | None:
+    """The key of a list of records in an object that is none itself."""
+    for key, value in record.items():
+        if key in (*FORMATS["messages"].required["messages"], *_ANSWER_LISTS) or not is_list_of_records(value):
+            continue
+        if any(form.recognise(value[0], {}) for form in FORMATS.values()):
+            return key
     return None
 
 

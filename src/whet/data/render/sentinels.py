@@ -57,10 +57,15 @@ class TextSlot:
     message: int
     """Index of its message."""
     text: str
+    kind: str
+    """See `TextTransform`."""
     droppable: int
     """Number of leading characters that the template may drop."""
-    may_repeat: bool
-    """The template may print it more than once, as a tool's result often repeats the tool's name."""
+
+    @property
+    def may_repeat(self) -> bool:
+        """The template may print it more than once, as a tool's result often repeats the tool's name."""
+        return self.kind == "name"
 
 
 def text_slots(messages: Sequence[Message]) -> list[TextSlot]:
@@ -75,7 +80,7 @@ def text_slots(messages: Sequence[Message]) -> list[TextSlot]:
 
         def add_slot(text: str, kind: str, index: int = i, earlier: bool = earlier) -> str:
             droppable = 0 if not earlier else len(text) if kind == "reasoning" else _inline_reasoning_length(text)
-            slots.append(TextSlot(index, text, droppable, kind == "name"))
+            slots.append(TextSlot(index, text, kind, droppable))
             return text
 
         map_texts(message, add_slot)
@@ -148,11 +153,13 @@ class SentinelMessages:
             )
         missing = self._is_replaced & (times == 0)
         if (missing & ~self._is_droppable).any():
-            number = int(self._message_of[np.flatnonzero(missing & ~self._is_droppable)[0]])
+            slot = self._slots[int(self._slot_of[np.flatnonzero(missing & ~self._is_droppable)[0]])]
+            what = {"content": "text", "reasoning": "the reasoning"}.get(slot.kind, "a tool call")
             raise BadRecordError(
                 "template drops text",
-                f"the chat template drops text, reasoning or tool calls of message {number + 1} "
-                f"(role '{self.messages[number]['role']}')",
+                f"the chat template drops {what} of message {slot.message + 1} (role "
+                f"'{self.messages[slot.message]['role']}'). Remove it from the data, or use a template that writes it: "
+                "data.template=FILE.jinja",
             )
         if (times > 1).any():
             positions = _first_occurrences(_to_code_points(sentinel_text))

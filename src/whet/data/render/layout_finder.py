@@ -1,0 +1,237 @@
+"""Where the model has to produce what a chat template writes: the spans of a rendered conversation that are supervised.
+
+Steps 1 to 3 of sentinel rendering, which `whet.data.render.renderer` explains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whet.core.errors import BadRecordError
+from whet.data.conversation import Conversation, Message
+from whet.data.render.layout_cache import REASONING_TAG, Layout, LayoutCache, Span
+from whet.data.render.prompt_encoder import PromptEncoder
+from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
+from whet.data.render.shared_prefix import common_prefix_length
+from whet.data.render.template_text import PROBE, TemplateText, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+NO_SUPERVISED_TOKENS = "nothing to learn"
+"""The ledger's reason for a conversation without supervised tokens: dropped, and not an error."""
+
+
+class MarkerTokens:
+    """The markers of a tokenizer: added tokens, special or not, that are more than whitespace."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int]) -> None:
+        added = tokenizer.added_tokens_decoder
+        self.ids = {token.content: i for i, token in added.items() if token.content.strip()}
+        self.pattern = _match_any(list(self.ids))
+        stops = {tokenizer.eos_token_id, *stop_ids} - {None}
+        self.stops = sorted(text for text, i in self.ids.items() if i in stops)
+        self.stop_pattern = _match_any(self.stops)
+        special = [text for text, i in self.ids.items() if added[i].special]
+        self.special_pattern = _match_any(special)
+        self.is_special = np.zeros(max([len(tokenizer), *(i + 1 for i in self.ids.values())]), dtype=bool)
+        """For each id, whether it is a special token."""
+        self.is_special[[self.ids[text] for text in special]] = True
+
+
+def _match_any(texts: Sequence[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest where several fit; nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+class LayoutFinder:
+    """Finds the supervised spans of conversations with one chat template."""
+
+    def __init__(
+        self, template: TemplateText, markers: MarkerTokens, prompt_encoder: PromptEncoder, eos_token: str | None
+    ) -> None:
+        self._template, self._markers, self._prompt_encoder = template, markers, prompt_encoder
+        self._eos_token = eos_token
+        self._constants = template.chat_template.constants()
+        self._end_of_turn_markers: dict[bool, str | None] = {}
+        self._question = PROBE.messages[0].as_dict(template.content_parts)
+
+    def compute(self, conversation: Conversation, train_on: str, cache: LayoutCache | None = None) -> Layout:
+        """The rendered text and its supervised spans; what `cache` can use is added to it."""
+        conversation, text = self._template.apply_with_arguments(conversation)
+        messages, tools = conversation.messages, list(conversation.tools)
+        excluded = [i for i, message in enumerate(messages) if message.train is False]
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if train_on != "all" and not turns:
+            raise BadRecordError("no assistant turn", "no message has the role 'assistant', so nothing is supervised")
+        try:
+            sentinels, rendering = self._render_sentinels(messages, tools, text)
+        except BadRecordError:
+            if train_on == "all" and not excluded:
+                return Layout(text, (), supervise_all=True)
+            raise
+        missing_prefills: tuple[str, ...] = ()
+        if train_on == "all":
+            spans = tuple((start, end, end) for start, end in map(rendering.message_span, excluded))
+        else:
+            supervised = [i for i in (turns[-1:] if train_on == "last" else turns) if i not in excluded]
+            if not supervised:
+                raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is excluded from training")
+            found = [self._supervised_span(sentinels, rendering, text, turn, tools) for turn in supervised]
+            spans = tuple(span for span, _ in found)
+            missing_prefills = tuple(sorted({prefill for _, prefill in found if prefill}))
+        from_messages = sentinels.count_unreplaced(self._markers.special_pattern)
+        layout = Layout(
+            text,
+            spans,
+            supervise_all=train_on == "all",
+            reasoning_dropped=rendering.reasoning_dropped,
+            missing_prefills=missing_prefills,
+            tools_dropped=bool(tools) and self._template.ignores_tools(messages, text),
+            template_special_tokens=len(self._markers.special_pattern.findall(rendering.text)) - from_messages,
+        )
+        dropped = layout.reasoning_dropped or layout.tools_dropped
+        if cache is not None and not dropped:
+            cache.add(conversation, layout, sentinels.text_spans(rendering))
+        return layout
+
+    def _render_sentinels(
+        self, messages: Sequence[Message], tools: Tools, text: str
+    ) -> tuple[SentinelMessages, SentinelRendering]:
+        """Step 1. If sentinels change what the template does, quotes and the constants that it compares with stay."""
+        slots = text_slots(messages)
+        sentinels = SentinelMessages(messages, slots, self._template.content_parts)
+        try:
+            return sentinels, sentinels.verify(text, self._template.render(sentinels.messages, tools))
+        except BadRecordError:
+            sentinels = SentinelMessages(messages, slots, self._template.content_parts, self._constants)
+            return sentinels, sentinels.verify(text, self._template.render(sentinels.messages, tools))
+
+    def _supervised_span(
+        self,
+        sentinels: SentinelMessages,
+        rendering: SentinelRendering,
+        text: str,
+        turn: int,
+        tools: Tools,
+    ) -> tuple[Span, str]:
+        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker, and the
+        reasoning prefill of its generation prompt that it has not."""
+        if turn == 0:
+            raise BadRecordError(
+                "starts with the assistant", "message 1 is the assistant's, so there is no prompt before it"
+            )
+        first, last = rendering.message_span(turn)
+        previous = rendering.end_of_previous_sentinel(first)
+
+        prompt = sentinels.tail(self._template.render(sentinels.messages[:turn], tools, prompt=True))
+        header = self._header_length(prompt, text[previous:last], turn)
+        start = previous + header
+        if header == len(prompt) and not text[start].isspace():
+            start -= self._prompt_encoder.open_end(f"x{prompt}")  # x: the message before it
+        marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
+        return (start, last + marker, last + end), prompt[header:].strip()
+
+    def _header_length(self, prompt: str, text: str, turn: int) -> int:
+        """How many characters the generation prompt and a turn have in common, both from the text before them on.
+
+        All that the prompt has must be in the turn, except a reasoning prefill, of which no tag is cut in two.
+        """
+        header = same = common_prefix_length(prompt, text)
+        if header < len(prompt):
+            prefill = _REASONING_PREFILL.search(prompt)
+            whole = [*self._markers.pattern.finditer(text), *REASONING_TAG.finditer(prompt)]
+            header = min([header, *(each.start() for each in whole if each.start() < header < each.end())])
+            header = header if prefill and header >= prefill.start() else 0
+        if not prompt:
+            raise BadRecordError(
+                "no common header",
+                f"the chat template writes nothing before message {turn + 1} that would tell the model to answer. "
+                f"{self._header_remedy()}",
+            )
+        if not header:
+            raise BadRecordError(
+                "no common header",
+                f"the chat template starts message {turn + 1} differently from its generation prompt, which has "
+                f"{prompt[same : same + _SHOWN]!r} where the message has {text[same : same + _SHOWN]!r}",
+            )
+        return header
+
+    def _header_remedy(self) -> str:
+        token = "eos_token" if self._eos_token else "'END-OF-TURN TOKEN'"
+        line = (
+            f"{{% for m in messages %}}{{{{ '### ' + m.role + '\\n' + m.content + {token} + '\\n' }}}}{{% endfor %}}"
+            "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+        )
+        return f"Use the model's own template, or one that names the speakers, such as {line}: data.template=FILE.jinja"
+
+    def _end_of_turn(self, sentinels: SentinelMessages, turn: int, tools: Tools, following: str) -> tuple[int, int]:
+        """Step 3: (start, end) of the end-of-turn marker in `following`, what comes after the turn."""
+        messages = sentinels.messages[: turn + 1]
+        tail = sentinels.tail(self._template.render(messages, tools))
+        own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
+        if met and following[: met.start()] == tail[: own.start() if own else None]:
+            return met.span()
+        shared = tail[: common_prefix_length(tail, following)]
+        may_prompt = self._template.ignores_prompt_flag(messages[:turn], tools)
+        if may_prompt:
+            answered = self._template.render_or_none([*messages, self._question], tools)
+            shared = shared if answered is None else shared[: common_prefix_length(shared, sentinels.tail(answered))]
+        markers = list(self._markers.pattern.finditer(shared))
+        if "tool_calls" in messages[turn]:  # the marker that closes a call does not end the turn
+            markers = [marker for marker in markers if marker.group() == self.end_of_turn_marker(tools)]
+        if markers:
+            return markers[0 if may_prompt else -1].span()
+        own, met = self._markers.pattern.match(tail), self._markers.pattern.match(following)
+        if own and met and own.group() != met.group() and not may_prompt:
+            return 0, 0  # the template rewrites the ends of earlier turns
+        raise BadRecordError(
+            "no end of turn",
+            f"the chat template writes no end-of-turn token after message {turn + 1}, so the model could not learn to "
+            f"stop. {self._end_of_turn_remedy(tools)}",
+        )
+
+    def _end_of_turn_remedy(self, tools: Tools) -> str:
+        question, answer = (message.as_dict(self._template.content_parts) for message in PROBE.messages)
+        alone, answered = (
+            (self._template.render_or_none(messages, tools) or "").partition(PROBE.messages[1].content)[2]
+            for messages in ([question, answer], [question, answer, question])
+        )
+        stop = self._markers.stop_pattern.search(answered)
+        if stop and answered[: stop.start()] == alone:
+            line = f"{{%- if not add_generation_prompt %}}{{{{ {stop.group()!r} }}}}{{% endif %}}"
+            return f"Append {line} to a copy of the template, and use that: data.template=COPY.jinja"
+        token = self._eos_token or "an end-of-turn token"
+        return f"Write {token} after each answer and call in a copy of the template: data.template=COPY.jinja"
+
+    def end_of_turn_marker(self, tools: Tools) -> str | None:
+        """What ends a plain answer; found once without tools and once with some, since templates may require them."""
+        if bool(tools) not in self._end_of_turn_markers:
+            try:
+                layout = self.compute(replace(PROBE, tools=tuple(tools)), "assistant")
+                _, start, end = layout.spans[0]
+                self._end_of_turn_markers[bool(tools)] = layout.text[start:end] or None
+            except BadRecordError:
+                self._end_of_turn_markers[bool(tools)] = None
+        return self._end_of_turn_markers[bool(tools)]
+
+    def supervised_header(self) -> str:
+        """What the template writes before an answer and the model learns, for want of a generation prompt."""
+        try:
+            if not self._template.ignores_prompt_flag([self._question], ()):
+                return ""
+            layout = self.compute(PROBE, "assistant")
+        except BadRecordError:
+            return ""
+        header = layout.text[layout.spans[0][0] :].partition(PROBE.messages[1].content)[0]
+        return header if header.strip() else ""
+
+
+_REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
+"""What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
+_SHOWN = 40  # characters of a text in a message

@@ -1,0 +1,148 @@
+"""What a chat template makes of messages: the text that transformers renders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from whet.core.errors import BadRecordError, WhetError
+from whet.data.conversation import Conversation, Message, Origin
+from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PROBE = Conversation(
+    (Message("user", "How are you today?"), Message("assistant", "Very well, thank you.")), Origin("probe", 1)
+)
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+"""A plain question and answer, and a tool, to find out what a template does."""
+
+Tools = Sequence[dict[str, Any]]
+
+
+class TemplateText:
+    """Renders messages with one chat template, in two ways: `apply` is transformers' own, and `render`, which is
+    quicker and takes sentinels, must give the same."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None, today: str | None) -> None:
+        """`template` replaces the tokenizer's own; `today` is the date for templates that print one."""
+        self._tokenizer = tokenizer
+        self.chat_template = ChatTemplate(
+            template or _get_chat_template(tokenizer), tokenizer.special_tokens_map, today
+        )
+        self.source = self.chat_template.source
+        self.content_parts = _needs_content_parts(self.chat_template)
+        """The template takes content as a list of parts only."""
+
+    def apply(self, messages: Sequence[Message], tools: Tools = (), prompt: bool = False) -> str:
+        """The text that transformers renders; with `prompt`, followed by the generation prompt."""
+        dicts = self.as_dicts(messages)
+        try:
+            with template_limits():
+                text = str(
+                    self._tokenizer.apply_chat_template(
+                        dicts, tools=list(tools) or None, chat_template=self.source, tokenize=False,
+                        add_generation_prompt=prompt,
+                    )
+                )  # fmt: skip
+            return check_rendered_length(text, dicts, tools)
+        except WhetError:
+            raise
+        except Exception as error:  # a template is a foreign program: it can raise anything
+            raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
+
+    def apply_with_arguments(self, conversation: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
+        """The conversation as the template takes it, and its text.
+
+        Some templates concatenate or print the arguments of tool calls, which are objects: these get text.
+        """
+        try:
+            text = self.apply(conversation.messages, conversation.tools, prompt)
+            if not _prints_python(conversation, text):
+                return conversation, text
+            error = BadRecordError("template rewrites", "the chat template prints the arguments of a call as Python")
+        except BadRecordError as refused:
+            error = refused
+        try:
+            if any(message.tool_calls for message in conversation.messages):
+                with_text = conversation.with_text_arguments()
+                return with_text, self.apply(with_text.messages, with_text.tools, prompt)
+        except BadRecordError:  # it is not the arguments
+            pass
+        raise error
+
+    def reference_ids(self, conversation: Conversation) -> list[int]:
+        """The ids that transformers gives for the whole conversation."""
+        conversation, _ = self.apply_with_arguments(conversation)
+        with template_limits():
+            return list(
+                self._tokenizer.apply_chat_template(
+                    self.as_dicts(conversation.messages), tools=list(conversation.tools) or None,
+                    chat_template=self.source, return_dict=False,
+                )
+            )  # fmt: skip
+
+    def as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [message.as_dict(self.content_parts) for message in messages]
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Tools = (), prompt: bool = False) -> str:
+        """Like `apply`, for messages as the template takes them."""
+        return self.chat_template.render(messages, tools, prompt)
+
+    def render_or_none(self, messages: Sequence[dict[str, Any]], tools: Tools = ()) -> str | None:
+        """The rendered messages; None where the template refuses them, as some do without tools."""
+        try:
+            return self.render(messages, tools)
+        except BadRecordError:
+            return None
+
+    def ignores_prompt_flag(self, messages: Sequence[dict[str, Any]], tools: Tools = ()) -> bool:
+        """Whether the template always appends a generation prompt, or never."""
+        return self.render_or_none(messages, tools) == self.render(messages, tools, prompt=True)
+
+    def ignores_tools(self, messages: Sequence[Message], text: str) -> bool:
+        """Whether the messages with tools, which gave this text, give the same without."""
+        return self.render_or_none(self.as_dicts(messages)) == text
+
+
+def _prints_python(conversation: Conversation, text: str) -> bool:
+    """Whether the text has the arguments of a tool call as Python prints a dict, and not because a message has."""
+    contents = [message.content for message in conversation.messages]
+    calls = [str(call.arguments) for message in conversation.messages for call in message.tool_calls if call.arguments]
+    return any(call in text and not any(call in content for content in contents) for call in calls)
+
+
+def _get_chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
+    if not tokenizer.chat_template:
+        raise WhetError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template. Use the chat (instruct) version of the "
+            "model, add a chat_template.jinja to its folder, or give a template: data.template=FILE.jinja"
+        )
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:  # several named templates without a default
+        raise WhetError(f"the tokenizer of {tokenizer.name_or_path}: {error}. Choose one: data.template=NAME") from None
+
+
+def _needs_content_parts(template: ChatTemplate) -> bool:
+    """Whether the template prints content only as a list of parts, as those of vision models do."""
+
+    def prints(content_parts: bool, tools: Tools = ()) -> bool:
+        try:
+            return "Hello" in template.render([Message("user", "Hello").as_dict(content_parts)], tools)
+        except BadRecordError:  # perhaps it requires tools
+            return not tools and prints(content_parts, [PROBE_TOOL])
+
+    return not prints(False) and prints(True)
