@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.checkpoint.retention import lower_is_better
+from whet.checkpoint.directory import lower_is_better
 from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
 from whet.core.statistics import SIGNIFICANCE_LEVEL, paired_loss_difference

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.checkpoint.retention import lower_is_better
+from whet.checkpoint.directory import lower_is_better
 from whet.core.errors import WhetError, first_line
 from whet.core.files import atomic_write, cache_dir, hash_json
 from whet.core.run_folder import Owner, read_owner, read_status
