@@ -121,6 +121,13 @@ def test_time_limits_in_every_notation(days: int, hours: int, minutes: int, seco
     assert time_limit_seconds(f"{minutes}") == minutes * 60
 
 
+def test_a_variable_that_is_not_set_is_named_before_the_queue(whet: Any, recipe: str, tmp_path: Path) -> None:
+    ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}", "launch.env=[WHET_NOT_SET]")
+    assert ended.code == 1
+    assert "launch.env: the environment variable WHET_NOT_SET is not set" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_where_there_is_no_slurm(whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}")
@@ -200,7 +207,7 @@ def test_a_script_that_was_edited_stays(submit: Any, tmp_path: Path) -> None:
 def test_a_run_on_two_nodes_is_that_of_one_process(
     submit: Any, whole: Path, tmp_path: Path, assert_same: Any, whet: Any, recipe: str
 ) -> None:
-    found = submit("launch.nodes=2", "--wait")
+    found = submit("launch.nodes=2", "launch.env={WHET_TEST: given}", "--wait")  # which the script wants to be set
     assert found["exit_code"] == 0, found
     assert_same(tmp_path / "run", whole)
     ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}")

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from whet.core.config import Section, config_error
+from whet.core.errors import WhetError
 from whet.core.limits import limited
 
 
@@ -151,6 +152,16 @@ class LaunchConfig(Section):
         """The least and the greatest number of machines."""
         least, _, most = str(self.nodes).partition("-")
         return int(least), int(most or least)
+
+    def required_variables(self) -> dict[str, str]:
+        """The variables by name; an error if one of them is not set."""
+        found = self.variables()
+        for name, value in found.items():
+            if value is None:
+                raise WhetError(
+                    f"launch.env: the environment variable {name} is not set. Set it, or remove it from launch.env"
+                )
+        return {name: value for name, value in found.items() if value is not None}
 
     def variables(self) -> dict[str, str | None]:
         """The variables by name; those given by name alone come from the environment, None if they are not set."""

@@ -83,13 +83,7 @@ def make_launch_job(
         )
     rendezvous = _resolve_rendezvous(launch.rendezvous) if nodes > 1 and launch.rendezvous else None
     processes = launch.gpus or launch.processes or _device_count()
-    env: dict[str, str] = {}
-    for variable, value in launch.variables().items():
-        if value is None:
-            raise WhetError(
-                f"launch.env: the environment variable {variable} is not set. Set it, or remove it from launch.env"
-            )
-        env[variable] = value
+    env = launch.required_variables()
     if "OMP_NUM_THREADS" not in os.environ:
         env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
     if folder is None:

@@ -7,9 +7,10 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from whet.config import Config
 from whet.core.console import info, warn
@@ -68,6 +69,7 @@ def render_job(config: Config) -> str:
 def submit_run(config: Config, chain: int = 1, then: str | None = None, resume: bool = False) -> Submitted:
     """Write RUN/slurm/job.sh and submit it, `chain` times one after the other, then the command `then`."""
     require_submittable(config, resume)
+    env = config.launch.required_variables()
     job = slurm_job(config)
     job.folder.mkdir(parents=True, exist_ok=True)
     script = write_script(job.folder / SCRIPT, render_script(job))
@@ -77,13 +79,13 @@ def submit_run(config: Config, chain: int = 1, then: str | None = None, resume: 
     jobs: list[int] = []
     for _ in range(chain):
         after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        jobs.append(sbatch([*after, str(script)]))
+        jobs.append(sbatch([*after, str(script)], env))
         append_json_line(job.folder / JOBS, {"job": jobs[-1], "submitted": time.time(), "script": SCRIPT})
     next_job = None
     if then is not None:
         words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
         then_script = write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
-        next_job = sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)])
+        next_job = sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)], env)
         append_json_line(job.folder / JOBS, {"job": next_job, "submitted": time.time(), "script": "then.sh"})
     return Submitted(tuple(jobs), next_job, script)
 
@@ -116,9 +118,10 @@ def write_script(path: Path, text: str) -> Path:
     return path
 
 
-def sbatch(arguments: Sequence[str]) -> int:
-    """Submit a script; returns the job's number. A job that would wait forever is refused too."""
-    done = run_slurm("sbatch", "--parsable", *arguments)
+def sbatch(arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Submit a script; returns the job's number. A job that would wait forever is refused too. `env`: variables for the
+    job, which has the environment of whoever submits it."""
+    done = run_slurm("sbatch", "--parsable", *arguments, env=env)
     if done.returncode == 0:
         job = int(done.stdout.strip().split(";")[0].splitlines()[-1])
         reason = _pending_reason(job)
@@ -143,11 +146,14 @@ def _pending_reason(job: int) -> str:
     return fields.get("Reason", "")
 
 
-def run_slurm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_slurm(
+    program: str, *arguments: str, env: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            [program, *arguments], capture_output=True, text=True, check=False, timeout=_COMMAND_S, env=_plain_output()
-        )
+            [program, *arguments], capture_output=True, text=True, check=False, timeout=_COMMAND_S,
+            env=_plain_output() | env,
+        )  # fmt: skip
     except FileNotFoundError:
         raise WhetError(
             f"--on slurm: {program} is not installed here. Run this on a login node of the cluster; --dry-run prints "

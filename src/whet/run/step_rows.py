@@ -8,6 +8,7 @@ no more, so a new run is refused. A resumed one is not: its steps keep their row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,16 +55,18 @@ class StepLayout:
 
     def most_nodes(self, micro_rows: int) -> int:
         """The most nodes, of as many devices, that fit; 0 if one has too many devices."""
-        fitting = self.rows // micro_rows * self.model_parallel // self.devices
-        return next((n for n in range(min(fitting, self.nodes), 0, -1) if self._is_mesh(n * self.devices)), 0)
+        fitting = min(self.nodes, self.rows // micro_rows * self.model_parallel // self.devices)
+        return fitting - fitting % (self._mesh_unit // math.gcd(self._mesh_unit, self.devices))
 
     def most_devices(self, micro_rows: int) -> int:
         """The most devices of a single node that fit."""
-        fitting = max(1, self.rows // micro_rows) * self.model_parallel
-        return next((n for n in range(min(fitting, self.devices), 0, -1) if self._is_mesh(n)), 0)
+        fitting = min(self.devices, max(1, self.rows // micro_rows) * self.model_parallel)
+        return fitting - fitting % self._mesh_unit
 
-    def _is_mesh(self, processes: int) -> bool:
-        return processes % (self.model_parallel * self.shard) == 0
+    @property
+    def _mesh_unit(self) -> int:
+        """The number of processes is a multiple of it."""
+        return self.model_parallel * self.shard
 
 
 def step_layout(config: Config, rows: int, nodes: int, devices: int, unpacked: bool = False) -> StepLayout:
