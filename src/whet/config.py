@@ -202,13 +202,14 @@ class Config(Section):
         """The run folder."""
         return user_path(self.run.dir or f"runs/{self.run.name}")
 
-    def dump(self) -> str:
-        """The complete configuration as YAML: repeating it with another run.dir repeats the run."""
-        return dump_yaml(self.unexpanded())
+    def dump(self, absolute_paths: bool = True) -> str:
+        """The complete configuration as YAML: repeating it with another run.dir repeats the run. Without absolute
+        paths it is valid in this folder only, and stores name the files as this configuration does."""
+        return dump_yaml(self.unexpanded(absolute_paths))
 
-    def unexpanded(self) -> dict[str, Any]:
+    def unexpanded(self, absolute_paths: bool = True) -> dict[str, Any]:
         """As `resolved`, for files: values from environment variables as `${NAME}`, launch.env as names."""
-        tree = self.resolved()
+        tree = self.resolved() if absolute_paths else self.model_dump(exclude_none=True, mode="json")
         for path, text in self._used_templates():
             before, now = self._templates[path][1], value_at(tree, path)
             value_at(tree, path[:-1])[path[-1]] = _as_absolute(text, before, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import whet.data.prepare.build as chunks_module
 import whet.data.prepare.build as prepare_module
 from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Conversation
-from whet.data.prepare.build import prepare_shard, prepare_store, require_all_shards
+from whet.data.prepare.build import choose_shard_count, prepare_shard, prepare_store, require_all_shards
 from whet.data.prepare.store import Store
 from whet.data.prepare.workers import WorkerPool, WorkQueue
 from whet.data.render.chat_tokenizer import ChatTokenizer
@@ -137,6 +140,99 @@ def test_machines_may_make_their_shards_in_any_order(
     assert left_behind(tmp_path / "shared") == []
     assert prepare_shard(*arguments, 0, 3) == folder  # nothing to do
     require_all_shards(*arguments)
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_shards_killed_and_repeated_give_the_store_of_one_process(
+    mixed: list[Source], workers: Workers, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any number of shards, in any order; each may be killed after some chunks, and all may be made twice."""
+    workers(1)
+    config = config_of(mixed, deduplicate=True)
+    arguments = (config, config.sources, "train", tokenizer_for(config))
+    cache = tmp_path_factory.mktemp("shards")
+    count = data.draw(st.integers(1, 20), "count")
+    order = data.draw(st.permutations([*range(count)] * 2), "order")
+    with pytest.MonkeyPatch.context() as patch:
+        alone = fresh(config, cache / "alone", patch)
+        patch.setenv("WHET_CACHE", str(cache / "shared"))
+        for number in order:
+            with pytest.MonkeyPatch.context() as fault, contextlib.suppress(KeyboardInterrupt):
+                if data.draw(st.booleans(), "killed"):
+                    fault.setattr(chunks_module.Chunk, "save", killed_after(data.draw(st.integers(0, 2), "chunks")))
+                prepare_shard(*arguments, number, count)
+        for number in range(count):
+            prepare_shard(*arguments, number, count)
+        require_all_shards(*arguments)
+        assert content(prepare_store(*arguments).store) == alone
+
+
+def killed_after(chunks: int) -> Callable[..., None]:
+    save, made = chunks_module.Chunk.save, itertools.count()
+
+    def save_or_die(chunk: Any, path: Path) -> None:
+        if next(made) >= chunks:
+            raise KeyboardInterrupt
+        save(chunk, path)
+
+    return save_or_die
+
+
+def test_a_shard_that_ends_after_the_merge_has_lost_nothing(
+    mixed: list[Source], workers: Workers, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers(1)
+    config = config_of(mixed)
+    arguments = (config, config.sources, "train", tokenizer_for(config))
+    save = chunks_module.Chunk.save
+
+    def save_after_the_merge(chunk: Any, path: Path) -> None:
+        monkeypatch.setattr(chunks_module.Chunk, "save", save)
+        prepare_store(*arguments)
+        save(chunk, path)
+
+    monkeypatch.setattr(chunks_module.Chunk, "save", save_after_the_merge)
+    folder = prepare_shard(*arguments, 0, 2)
+    assert (folder / "manifest.json").exists()
+    assert left_behind(own_cache) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "records", "cores", "shards"),
+    [(100, 3, 1, 1), (2**30, 10**6, 1, 16), (2**30, 10**6, 8, 2), (2**40, 10**9, 1, 64), (2**30, 2000, 1, 2)],
+)
+def test_the_number_of_shards_comes_from_the_size_of_the_data(
+    monkeypatch: pytest.MonkeyPatch, size: int, records: int, cores: int, shards: int
+) -> None:
+    monkeypatch.setattr(chunks_module, "source_bytes", lambda source: size)
+    monkeypatch.setattr(chunks_module, "expected_records", lambda source: records)
+    assert choose_shard_count([Source(path="a.jsonl")], cores) == shards
+
+
+def test_shards_of_a_template_that_branches_on_content_are_merged(
+    own_cache: Path, workers: Workers, jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shard is made with the render cache, and the second finds that it may not be used."""
+    path = jsonl(*(line(("user", "?"), ("assistant", "odd" if i == 39 else f"say {i}")) for i in range(40)))
+    workers(1)
+    config = config_of([Source(path=str(path))])
+    arguments = (config, config.sources, "train", tokenizer_for(config))
+    wanted = content(prepare_store(*arguments).store)
+    shutil.rmtree(own_cache)
+    layout = Renderer.layout
+
+    def wrong_if_cached(renderer: Renderer, conversation: Conversation) -> Any:
+        if renderer._layout_cache is not None and conversation.messages[1].content == "odd":
+            raise LayoutMismatchError
+        wrong = replace(conversation, messages=(*conversation.messages, *conversation.messages))
+        return layout(renderer, conversation if renderer._layout_cache is None else wrong)
+
+    monkeypatch.setattr(Renderer, "layout", wrong_if_cached)
+    for number in range(2):
+        prepare_shard(*arguments, number, 2)
+    require_all_shards(*arguments)
+    assert content(prepare_store(*arguments).store) == wanted
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 from launch_options import OPTIONS, STEPS
+from slurm_cluster import Cluster, missing_programs, slurm_cluster
 
 import forkserver
 from forkserver import fork_of
@@ -133,3 +136,33 @@ def assert_same() -> Callable[[Path, Path], None]:
             assert [a[key] for key in _SAME] == pytest.approx([b[key] for key in _SAME], rel=1e-9)
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[Cluster]:
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"needs the Debian packages slurm-wlm and munge (no {missing[0]}): make system-deps")
+    folder = Path(tempfile.mkdtemp(prefix="whet-", dir="/tmp"))  # a short path: sockets have 108 bytes for it
+    folder.chmod(0o755)  # munge wants its socket to be reachable by everyone
+    try:
+        with slurm_cluster(folder / "s") as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A real Slurm of two nodes on this machine, with no job in it."""
+    for name, value in running.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [_source_folder(), os.environ.get("PYTHONPATH")])))
+    yield running
+    running.cancel_all()
+
+
+def _source_folder() -> str:
+    import whet
+
+    return str(Path(whet.__file__).parents[1])

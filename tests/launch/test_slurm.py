@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launch_options import OPTIONS
-from slurm_cluster import Cluster, missing_programs, slurm_cluster
+from slurm_cluster import Cluster
 
 from whet.launch.slurm_script import time_limit_seconds
 
@@ -137,35 +134,6 @@ def test_where_there_is_no_slurm(whet: Any, recipe: str, tmp_path: Path, monkeyp
 
 
 # On a real Slurm.
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    missing = missing_programs()
-    if missing:
-        pytest.skip(f"needs the Debian packages slurm-wlm and munge (no {missing[0]}): make system-deps")
-    folder = Path(tempfile.mkdtemp(prefix="whet-", dir="/tmp"))  # a short path: sockets have 108 bytes for it
-    folder.chmod(0o755)  # munge wants its socket to be reachable by everyone
-    try:
-        with slurm_cluster(folder / "s") as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def cluster(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [_source_folder(), os.environ.get("PYTHONPATH")])))
-    yield running
-    running.cancel_all()
-
-
-def _source_folder() -> str:
-    import whet
-
-    return str(Path(whet.__file__).parents[1])
 
 
 @pytest.fixture

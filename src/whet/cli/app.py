@@ -74,7 +74,7 @@ for name, function in (
     ("bench", bench.bench),
     ("config", config.config),
 ):
-    app.command(name)(function)
+    app.command(name, cls=launch.LaunchCommand if name == "launch" else None)(function)
 app.add_typer(runs.app)
 app.add_typer(import_.app)
 app.add_typer(models.app)

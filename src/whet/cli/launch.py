@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
 from whet.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,13 +24,34 @@ class LaunchTarget(StrEnum):
     SLURM = "slurm"
 
 
+_AFTER_DASHES = "whet.launch.words"
+
+
+class LaunchCommand(TyperCommand):
+    """Keeps what follows `--` apart: a verb or a program, whose options are not those of launch."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[_AFTER_DASHES] = args[at + 1 :]
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- VERB|PROGRAM ...]"]
+
+
 @cli_command
 def launch(
-    recipe: RecipeArgument,
+    ctx: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
+    ] = None,
     overrides: OverridesArgument = None,
-    on: Annotated[LaunchTarget, typer.Option(help="Where to run: on this machine, or as a Slurm job.")] = (
-        LaunchTarget.LOCAL
-    ),
+    on: Annotated[
+        LaunchTarget | None, typer.Option(help="Where to run: on this machine (local), or as a Slurm job.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command, or Slurm's script, instead of running it.")
@@ -41,6 +64,12 @@ def launch(
     then: Annotated[
         str | None, typer.Option(metavar="VERB", help="Slurm: a job after the run, such as 'eval {run}'.")
     ] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Slurm: run the verb in this terminal (srun --pty).")
+    ] = False,
+    notebook: Annotated[
+        bool, typer.Option("--notebook", help="Slurm: start Jupyter on a node, and print how to reach it.")
+    ] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -50,7 +79,11 @@ def launch(
     (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM, SIGUSR1, SIGHUP save and stop.
 
     With --on slurm a job does that on the nodes of launch.nodes, with the settings under launch.slurm.
+
+    After `--`, a verb of whet runs as a Slurm job instead (`--on slurm -- eval runs/my`), and a program is started and
+    restarted as a run is, here or on Slurm (`-- python my_trainer.py`).
     """
+    from whet.cli.launch_words import LaunchOptions, launch_notebook, launch_words
     from whet.config import read_config
     from whet.core.console import info, print_error, print_result
     from whet.core.errors import ExitCode
@@ -58,9 +91,27 @@ def launch(
     from whet.launch.supervise import supervise
     from whet.run.step_rows import require_rows
 
+    words: list[str] | None = ctx.meta.get(_AFTER_DASHES)
+    on_slurm = on is LaunchTarget.SLURM
+    if interactive or notebook:
+        if on is LaunchTarget.LOCAL:
+            raise UsageError("--interactive and --notebook are for Slurm: remove --on local")
+        if interactive and (notebook or words is None):
+            raise UsageError("--interactive takes a verb or a program: whet launch --interactive -- chat runs/my")
+        if notebook and words is not None:
+            raise UsageError("--notebook starts Jupyter, not a verb: remove what follows --")
+        on_slurm = True
+    if words is not None or notebook:
+        if resume or chain > 1 or then:
+            raise UsageError("--resume, --chain and --then are for runs: whet launch CONFIG")
+        before = [*([] if recipe is None else [str(recipe)]), *(overrides or [])]
+        options = LaunchOptions(before, on_slurm, interactive, dry_run, wait, as_json)
+        return launch_notebook(options) if words is None else launch_words(ctx.find_root(), words, options)
+    if recipe is None:
+        raise UsageError("CONFIG is missing: give a recipe, or a verb or a program after --")
     config = read_config(recipe, overrides or [])
     is_new = not (resume and (config.folder / "config.yaml").exists())
-    if on is LaunchTarget.SLURM:
+    if on_slurm:
         if is_new:
             require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes)
         return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)

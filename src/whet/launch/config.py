@@ -166,3 +166,9 @@ class LaunchConfig(Section):
     def variables(self) -> dict[str, str | None]:
         """The variables by name; those given by name alone come from the environment, None if they are not set."""
         return {name: os.environ.get(name) for name in self.env} if isinstance(self.env, list) else dict(self.env)
+
+
+class LaunchSettings(Section):
+    """A recipe with nothing but the launch section, such as the one of a site, or overrides alone."""
+
+    launch: LaunchConfig = LaunchConfig()

@@ -120,14 +120,16 @@ _TORCHRUN_KILL_SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 """What torchrun sends to the other workers when one has failed."""
 
 
-def read_program_result(code: int, report: Path, stop_requested: bool) -> AttemptResult:
+def read_program_result(code: int, report: Path, stop_requested: bool, by_program: bool) -> AttemptResult:
     """How an attempt of a program of the user's ended: every exit code but 0 is a crash, unless a stop was requested or
     the program says so with 75."""
     if code == ExitCode.DONE:
         return AttemptResult("done", ExitCode.DONE, None)
     # torchrun ends the others with SIGTERM
     failures = sorted(_read_failures(report), key=lambda one: (one["exit_code"] == -signal.SIGTERM, one["time"]))
-    first = failures[0] if failures else _without_report(code)
+    if stop_requested and not failures:  # before there was a process
+        return AttemptResult("stopped", ExitCode.STOPPED if by_program else ExitCode.INTERRUPTED, None, "stopped")
+    first = failures[0] if failures else _without_report(code) | {"exit_code": code}
     ended: int = first["exit_code"]
     exit_code = 128 - ended if ended < 0 else ended  # as a shell has it
     if stop_requested or ended == ExitCode.STOPPED:

@@ -21,7 +21,7 @@ from whet.launch.config import SlurmConfig
 from whet.launch.slurm_script import SlurmJob, render_script, require_plain_paths, time_limit_seconds, warning_seconds
 
 SCRIPT, RECIPE, JOBS = "job.sh", "recipe.yaml", "jobs.jsonl"
-_POLL_S = 2.0
+POLL_S = 2.0
 _COMMAND_S = 60.0
 ENDED_STATES = (
     "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
@@ -198,17 +198,22 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
             if line != shown:
                 info(line)
                 shown = line
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
     status = read_status(folder)
     code = status.get("exit_code")
     if state == "COMPLETED" and code is not None:
         return int(code), str(status.get("reason") or status["state"])
+    reason = f"job {jobs[-1]}: {describe_end(state)}; its output is in {folder / 'slurm'}"
+    return int(code) if code else ExitCode.FAILED, reason
+
+
+def describe_end(state: str) -> str:
+    """Why Slurm has ended a job."""
     reasons = {
         "NODE_FAIL": "a node failed", "TIMEOUT": "its time limit ended it", "CANCELLED": "it was cancelled",
         "OUT_OF_MEMORY": "it used more memory than launch.slurm.memory", "PREEMPTED": "it was preempted",
     }  # fmt: skip
-    reason = f"job {jobs[-1]}: {reasons.get(state, state.lower())}; its output is in {folder / 'slurm'}"
-    return int(code) if code else ExitCode.FAILED, reason
+    return reasons.get(state, state.lower())
 
 
 # What defeats a run's survival.

@@ -67,22 +67,26 @@ def render_script(job: SlurmJob) -> str:
     parts = [
         ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)],
         *_setup_parts(job),
-        _training_lines(job) if job.on_all_nodes else [f"srun {_command_line(job)}"],
+        _training_lines(job) if job.on_all_nodes else [_wrap(_srun(job, []), _command_line(job))],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
 def srun_command(job: SlurmJob) -> list[str]:
     """srun with the settings of the script, for a command in the user's terminal."""
-    lines = [line for part in _setup_parts(job) for line in part]
-    options = [option for each in job.launch.slurm.options for option in shlex.split(each)]
+    lines = [line for part in _setup_parts(job, in_terminal=True) for line in part]
+    slurm = job.launch.slurm
+    options = [option for each in (*slurm.options, *slurm.srun_options) for option in shlex.split(each)]
     script = "\n".join([*lines, f"exec {_command_line(job)}"])
     return ["srun", *sbatch_options(job, in_terminal=True), *options, "--pty", "bash", "-c", script]
 
 
-def _setup_parts(job: SlurmJob) -> list[list[str]]:
-    slurm = job.launch.slurm
-    return [[f"module load {shlex.join(slurm.modules)}"] if slurm.modules else [], _variable_lines(job), slurm.setup]
+def _setup_parts(job: SlurmJob, in_terminal: bool = False) -> list[list[str]]:
+    modules, setup = job.launch.slurm.modules, job.launch.slurm.setup
+    nodes = _node_lines(job) if job.on_all_nodes and not in_terminal else []
+    # values of launch.env are not written down
+    variables = [f': "${{{name}:?is not set}}"' for name in job.launch.env]
+    return [[f"module load {shlex.join(modules)}"] if modules else [], [*variables, *nodes], setup]
 
 
 def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
@@ -94,7 +98,6 @@ def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
     per_node = launch.gpus or launch.processes or 1
     tasks = per_node if slurm.tasks == "gpu" and job.on_all_nodes else 1
     cpus = slurm.cpus and slurm.cpus * (per_node // tasks if job.on_all_nodes else 1)
-    warning = warning_seconds(slurm)
     values: dict[str, object] = {
         "job-name": job.name,
         "account": slurm.account,
@@ -110,10 +113,10 @@ def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
         "time": slurm.time,
         "hint": slurm.hint,
         "constraint": slurm.constraint,
-        "signal": f"B:USR1@{warning}" if job.is_warned else None,
     }
     if not in_terminal:
         values |= {
+            "signal": f"B:USR1@{warning_seconds(slurm)}" if job.is_warned else None,
             "array": f"0-{job.array - 1}" if job.array else None,
             "output": f"{job.folder}/%{'A_%a' if job.array else 'j'}.out",
             "open-mode": "append",
@@ -151,14 +154,10 @@ def time_limit_seconds(text: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _variable_lines(job: SlurmJob) -> list[str]:
-    """What must be in the environment, and where the nodes meet. Values of launch.env are not written down."""
-    lines = [f': "${{{name}:?is not set}}"' for name in job.launch.env]
-    if not job.on_all_nodes:
-        return lines
+def _node_lines(job: SlurmJob) -> list[str]:
+    """Where the nodes meet, and which ones to leave out the next time."""
     host = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-    address = job.launch.rendezvous or f"{host}:$((20000 + SLURM_JOB_ID % 20000))"
-    lines.append(f"rendezvous={address}")
+    lines = [f"rendezvous={job.launch.rendezvous or f'{host}:$((20000 + SLURM_JOB_ID % 20000))'}"]
     if job.excludes_nodes:
         file = f"{job.folder}/$SLURM_JOB_ID.exclude"
         limit = f"{_RESTARTS} -lt {job.launch.slurm.max_requeues} ]"
@@ -251,7 +250,7 @@ def _agent_line(job: SlurmJob) -> str:
     kept = job.launch.model_dump(exclude={"slurm", "nodes", "rendezvous", "env"}, exclude_defaults=True, mode="json")
     if job.launch.env:
         kept["env"] = list(job.launch.env)
-    settings = [f"launch.{key}={value if isinstance(value, int) else json.dumps(value)}" for key, value in kept.items()]
+    settings = [f"launch.{key}={json.dumps(value)}" for key, value in kept.items()]
     return _python_line(job, ["whet", "launch", *settings, *nodes, "--", *job.command])
 
 

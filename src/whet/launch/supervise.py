@@ -111,7 +111,7 @@ def _run_attempt(
                     process.terminate()
         if job.folder is None:
             assert report is not None
-            result = read_program_result(code, report, stop_requested=signals.count > 0)
+            result = read_program_result(code, report, signals.count > 0, signals.by_program)
             return replace(result, match=output.match)
         if gone is not None and not signals.count:  # they were stopped, but on nobody's request
             message = f"{gone['host']} has given up: {gone['reason']}"
@@ -166,6 +166,8 @@ class _SignalForwarder:
         """From a scheduler, which will start the run again; SIGINT is Ctrl-C."""
         self._process: subprocess.Popen[bytes] | None = None
         self._has_workers = False
+        self._groups: set[int] = set()
+        """Process groups of a program that were signalled."""
 
     def __enter__(self) -> _SignalForwarder:
         self._before = {number: signal.signal(number, self._forward) for number in stop_signals()}
@@ -182,6 +184,9 @@ class _SignalForwarder:
             yield
         finally:
             self._process = None
+            for group in self._groups:  # what a shell starts in the background ignores SIGINT
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
         """Sleep; returns True as soon as a signal has arrived."""
@@ -199,9 +204,11 @@ class _SignalForwarder:
         workers = child_pids(self._process.pid) if self._has_workers else []
         for pid in workers or [self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                if self._is_run or not workers:
+                if self._is_run or not workers or os.getpgid(pid) != pid:
                     os.kill(pid, number)
-                else:  # each is the leader of its group, in which a shell may have started others
+                else:  # a shell that alone gets a signal waits for its child
+                    self._groups.add(pid)
                     os.killpg(pid, signal.SIGKILL if self.count > 1 and number == signal.SIGINT else number)
         if self.count == 1:
-            info("stopping after the current step is saved" if self._is_run else "stopping; Ctrl-C again: kill")
+            hint = "; a second Ctrl-C kills" if number == signal.SIGINT else ""
+            info("stopping after the current step is saved" if self._is_run else f"stopping{hint}")

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any

@@ -25,7 +25,13 @@ from whet.core.resources import available_memory
 from whet.data.config import DataConfig, Source
 from whet.data.plan.mixture import make_mixture, train_validation_split
 from whet.data.plan.planner import Plan, RunLength, plan_by_conversations, plan_by_rows
-from whet.data.prepare.build import PreparedStore, prepare_shard, prepare_store, require_all_shards
+from whet.data.prepare.build import (
+    PreparedStore,
+    choose_shard_count,
+    prepare_shard,
+    prepare_store,
+    require_all_shards,
+)
 from whet.data.prepare.store import MANIFEST, Store, find_overlap
 from whet.data.prepare.store_check import StoreCheck
 from whet.data.render.chat_tokenizer import ChatTokenizer, ConversationTokenizer, MarkedTextTokenizer
@@ -214,20 +220,26 @@ def _tokenizer_identity(identity: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"tokenizer": tokenizer, "template": identity["template"]}
 
 
-def prepare_data_shard(config: Config, number: int, count: int) -> dict[str, str]:
+def prepare_data_shard(config: Config, number: int, count: int, today: str | None = None) -> dict[str, str]:
     """Make one shard of every store of the configuration; return the folders where the stores will be."""
-    tokenizer = make_conversation_tokenizer(config)
+    tokenizer = make_conversation_tokenizer(config, today)
     return {
         use: str(prepare_shard(config.data, sources, use, tokenizer, number, count))
         for use, sources in _sources_by_use(config.data).items()
     }
 
 
-def require_data_shards(config: Config) -> None:
+def require_data_shards(config: Config, today: str | None = None) -> None:
     """Raise a WhetError if chunks of any shard are missing."""
-    tokenizer = make_conversation_tokenizer(config)
+    tokenizer = make_conversation_tokenizer(config, today)
     for use, sources in _sources_by_use(config.data).items():
         require_all_shards(config.data, sources, use, tokenizer)
+
+
+def choose_data_shards(config: Config, cores: int) -> int:
+    """How many jobs, each with so many cores, should prepare the data of the configuration."""
+    every = [source for sources in _sources_by_use(config.data).values() for source in sources]
+    return choose_shard_count(every, cores)
 
 
 def _sources_by_use(data: DataConfig) -> dict[str, list[Source]]:

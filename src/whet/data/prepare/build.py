@@ -34,6 +34,8 @@ _FORMAT_VERSION = 5  # raise it when the same inputs would give other conversati
 _EARLIER_FORMATS = (3, 4)  # 3: a system prompt beside messages is not read, a token that straddles not supervised
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
 _LARGE_DATA_BYTES = 2**28
+_SHARD_BYTES_PER_CORE = 2**26  # about 40 s of work; a job of fewer would mostly wait and start
+_MAX_SHARDS = 64  # each reads all sources, and a site has other users
 _NO_RENDER_CACHE = "uneven"  # its presence in the work folder disables the render cache
 
 
@@ -85,14 +87,24 @@ def prepare_store(
 def prepare_shard(
     config: DataConfig, sources: Sequence[Source], use: str, tokenizer: ConversationTokenizer, number: int, count: int
 ) -> Path:
-    """Make every count-th chunk, starting with `number`. Shards share no chunk, so no lock is needed."""
+    """Make every count-th chunk, starting with `number`. Shards share no chunk, so no lock is needed, and a shard that
+    is made twice is made once: chunks are whole or absent."""
     folder, key = _store_folder_and_key(config, sources, use, tokenizer)
     try:
         if not _is_complete(folder, key):
             _make_all_chunks(_make_job(folder, key, config, sources, tokenizer), number, count)
     except Exception as error:
+        if _is_complete(folder, key):  # merged meanwhile, of chunks that another process had made
+            return folder
         raise os_error(error, "preparing the data", folder) or error from None
     return folder
+
+
+def choose_shard_count(sources: Sequence[Source], cores: int) -> int:
+    """How many machines with so many cores are worth their start for these sources."""
+    size = sum(source_bytes(source) for source in sources)
+    chunks = sum(-(-expected_records(source) // _records_per_chunk(size)) for source in sources)
+    return max(1, min(chunks, size // (cores * _SHARD_BYTES_PER_CORE), _MAX_SHARDS))
 
 
 def require_all_shards(
@@ -195,13 +207,15 @@ def _make_all_chunks(job: PrepareJob, first: int = 0, step: int = 1) -> list[Pat
     for reader in job.readers:
         if reader.description:
             info(reader.description)
-    try:
-        total = make_chunks(job, first, step)
-    except LayoutMismatchError:
-        info("render cache disabled: the chat template branches on message content")
-        job.disable_render_cache()
-        total = make_chunks(job, first, step)
-    return [job.chunk_path(number) for number in range(total)]
+    while True:
+        cached = job.uses_render_cache
+        try:
+            total = make_chunks(job, first, step, cached)
+        except LayoutMismatchError:
+            info("render cache disabled: the chat template branches on message content")
+            job.disable_render_cache()
+        if job.uses_render_cache == cached:  # neither this process nor another machine has disabled it meanwhile
+            return [job.chunk_path(number, cached) for number in range(total)]
 
 
 def _build_store(job: PrepareJob, folder: Path, key: str, sources: Sequence[Source], use: str) -> None:
@@ -231,7 +245,7 @@ class PrepareJob:
 
     @property
     def records_per_chunk(self) -> int:
-        return _LARGE_CHUNK if self.source_bytes > _LARGE_DATA_BYTES else _SMALL_CHUNK
+        return _records_per_chunk(self.source_bytes)
 
     @property
     def uses_render_cache(self) -> bool:
@@ -247,9 +261,12 @@ class PrepareJob:
         return self.folder / f"{number:08d}{'' if cached else '-full'}.npz"
 
     def missing_chunks(self) -> tuple[list[int], int]:
-        """The numbers of chunks that do not exist yet, and the number of all chunks."""
+        """The numbers of chunks that no shard has made yet, and the number of all chunks. Those made with the render
+        cache count, also after another shard has disabled it: the merge makes them again."""
         total = sum(1 for _ in self.chunks())
-        return [number for number in range(total) if not self.chunk_path(number).exists()], total
+        paths = ((number, cached) for number in range(total) for cached in (True, False))
+        made = {number for number, cached in paths if self.chunk_path(number, cached).exists()}
+        return [number for number in range(total) if number not in made], total
 
     def chunks(self) -> Iterator[tuple[int, int, list[RawRecord]]]:
         """(number, source, records) of all chunks, in order; records are not parsed."""
@@ -260,10 +277,15 @@ class PrepareJob:
                 yield next(numbers), source, batch
 
 
-def make_chunks(job: PrepareJob, first: int, step: int) -> int:
-    """Make the chunks first, first + step, … that do not exist; return the number of all chunks."""
+def _records_per_chunk(size: int) -> int:
+    """`size`: bytes of all sources."""
+    return _LARGE_CHUNK if size > _LARGE_DATA_BYTES else _SMALL_CHUNK
+
+
+def make_chunks(job: PrepareJob, first: int, step: int, cached: bool) -> int:
+    """Make the chunks first, first + step, … that do not exist, with or without the render cache; return the number of
+    all chunks."""
     total = sum(expected_records(reader.source) for reader in job.readers)
-    cached = job.uses_render_cache  # read once: another machine may change it at any time
     renderer, vocabulary_size = job.tokenizer.make_renderer(cached), job.tokenizer.vocabulary_size()
     workers = max(1, min(len(os.sched_getaffinity(0)), -(-total // (step * job.records_per_chunk))))
     queue = WorkQueue(first, step, workers)
