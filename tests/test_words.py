@@ -31,6 +31,7 @@ MAY_STAY = {
     "generate_arithmetic": "exercises in arithmetic",
     "look_alike_pattern": "text that looks like a marker",
     "_with_recorded_precision": "what a checkpoint's manifest records",
+    "collect_usage_pieces": "click's own name",
     "_recorded_model": "what a run's config records",
     "recorded_data": "what a run's ledger records",
     "NonfiniteWatch": "watches modules for non-finite values",

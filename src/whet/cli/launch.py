@@ -83,7 +83,7 @@ def launch(
     After `--`, a verb of whet runs as a Slurm job instead (`--on slurm -- eval runs/my`), and a program is started and
     restarted as a run is, here or on Slurm (`-- python my_trainer.py`).
     """
-    from whet.cli.launch_words import LaunchOptions, launch_notebook, launch_words
+    from whet.cli.launch_verb import LaunchOptions, launch_notebook, launch_verb_or_program
     from whet.config import read_config
     from whet.core.console import info, print_error, print_result
     from whet.core.errors import ExitCode
@@ -106,7 +106,7 @@ def launch(
             raise UsageError("--resume, --chain and --then are for runs: whet launch CONFIG")
         before = [*([] if recipe is None else [str(recipe)]), *(overrides or [])]
         options = LaunchOptions(before, on_slurm, interactive, dry_run, wait, as_json)
-        return launch_notebook(options) if words is None else launch_words(ctx.find_root(), words, options)
+        return launch_notebook(options) if words is None else launch_verb_or_program(ctx.find_root(), words, options)
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, or a verb or a program after --")
     config = read_config(recipe, overrides or [])

@@ -257,7 +257,7 @@ def _agent_line(job: SlurmJob) -> str:
 def _command_line(job: SlurmJob) -> str:
     """The command itself, in the container if there is one."""
     if job.kind == "program":
-        return " ".join(map(_word, [*_container_words(job), *job.command]))
+        return " ".join(map(_word, [*_container_prefix(job), *job.command]))
     return _python_line(job, job.command if job.kind == "module" else ["whet", *job.command])
 
 
@@ -265,10 +265,10 @@ def _python_line(job: SlurmJob, words: Sequence[str]) -> str:
     """python -m, with the Python that has whet."""
     slurm = job.launch.slurm
     python = _site_text(slurm.python or ("python" if slurm.container else sys.executable))
-    return " ".join(map(_word, [*_container_words(job), python, "-m", *words]))
+    return " ".join(map(_word, [*_container_prefix(job), python, "-m", *words]))
 
 
-def _container_words(job: SlurmJob) -> list[str]:
+def _container_prefix(job: SlurmJob) -> list[str]:
     slurm = job.launch.slurm
     if not slurm.container:
         return []

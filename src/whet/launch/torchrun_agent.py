@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from whet.cli.prepare import parse_shard
-from whet.core.errors import UsageError, WhetError
+from whet.core.errors import ExitCode, UsageError, WhetError
 
 if TYPE_CHECKING:
     from whet.config import Config
@@ -54,7 +54,7 @@ class VerbCall:
         return self.values.get("recipe")
 
 
-def launch_words(root: typer.Context, words: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
+def launch_verb_or_program(root: typer.Context, words: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
     """Launch what follows `--`. `root`: the context of `whet` itself, which knows the verbs."""
     verbs: Mapping[str, Any] = root.command.commands  # type: ignore[attr-defined]
     if not words:
@@ -166,9 +166,10 @@ def _launch_program(words: Sequence[str], verbs: Sequence[str], options: LaunchO
             print_result(line)
         return {"command": line, "processes": job.nodes * job.processes}
     outcome = supervise(job, stdout=sys.stderr.fileno() if options.as_json else None)
-    if outcome.attempts[-1].kind == "crashed" and outcome.exit_code:
+    kind = outcome.attempts[-1].kind
+    if kind == "crashed" or (kind == "input" and outcome.exit_code != ExitCode.INPUT):  # which torchrun has reported
         print_error(f"error: {outcome.reason}")
-    elif outcome.exit_code:
+    elif kind == "stopped":
         info(outcome.reason)
     return {
         "exit_code": outcome.exit_code,

@@ -39,6 +39,10 @@ def dry_run(whet: Any, *words: str) -> dict[str, str]:
     return found
 
 
+def last_command(script: str) -> str:
+    return script.replace(" \\\n    ", " ").splitlines()[-1]
+
+
 def options_of(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
 
@@ -101,7 +105,7 @@ def test_a_verb_runs_once_with_the_settings_of_its_run(whet: Any, tmp_path: Path
     options = options_of(script)
     assert {"--account=mine", "--time=30", "--nodes=1", "--gpus-per-node=8", "--ntasks-per-node=1"} <= {*options}
     assert f"--output={tmp_path}/jobs/eval-my-200/%j.out" in options
-    assert script.splitlines()[-1].endswith("-m whet eval runs/my@200 --tasks 'a b.jsonl'")
+    assert last_command(script).endswith("-m whet eval runs/my@200 --tasks 'a b.jsonl'")
 
 
 def test_a_site_has_its_settings_in_a_file(whet: Any, tmp_path: Path, recipe: str) -> None:
@@ -129,7 +133,7 @@ def test_shards_are_an_array_and_a_merge_without_gpus(
     assert not any("gpu" in option or "mi250" in option for option in options_of(array) + options_of(merge))
     assert array.rstrip().endswith("--shard $SLURM_ARRAY_TASK_ID/9")
     assert merge.rstrip().endswith("--merge")
-    shard, whole = (shlex.split(script.splitlines()[-1])[4:] for script in (array, merge))
+    shard, whole = (shlex.split(last_command(script))[4:] for script in (array, merge))
     assert shard[:-2] == whole[:-1]  # the same recipe and date, on whatever day they start
     assert "data.jsonl" not in " ".join(whole)
     assert not (tmp_path / "jobs").exists()
@@ -138,11 +142,10 @@ def test_shards_are_an_array_and_a_merge_without_gpus(
 # Programs.
 
 
-@given(st.lists(st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"])), min_size=1))
+@given(st.lists(st.text("aß $'\"\\`*;&|<>(){}!#~=-", max_size=6), min_size=1, max_size=4))
 def test_the_shell_changes_no_word_of_a_program(words: list[str]) -> None:
     job = SlurmJob("x", Path("/jobs/x"), ("echo", *words), LaunchConfig(processes=2), kind="program")
-    line = render_script(job).removesuffix("\n").rpartition("\n\n")[2]
-    assert shlex.split(line)[-len(words) - 2 :] == ["--", "echo", *words]
+    assert shlex.split(last_command(render_script(job)))[-len(words) - 2 :] == ["--", "echo", *words]
     assert shlex.split(srun_command(job)[-1]) == ["exec", "echo", *words]
 
 
@@ -153,7 +156,7 @@ def test_a_program_is_supervised_on_all_nodes(whet: Any, tmp_path: Path, monkeyp
     assert "--nodes=2" in options_of(script)
     assert not any("signal" in option for option in options_of(script))  # it would kill a program that expects none
     assert "hidden" not in script
-    words = shlex.split(script.splitlines()[-1])
+    words = shlex.split(last_command(script))
     assert words[words.index("whet") :] == [
         "whet", "launch", "launch.gpus=8", "launch.max_restarts=9", 'launch.env=["HF_TOKEN"]',
         "launch.nodes=$SLURM_JOB_NUM_NODES", "launch.rendezvous=$rendezvous", "--", "python", "my_trainer.py", "--lr",
