@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -465,3 +466,35 @@ def test_the_command(whet: Any, tmp_path: Path) -> None:
     assert (result["kind"], result["out"]) == ("trl", str(tmp_path / "new.yaml"))
     assert {"category", "key", "place", "value", "text"} == result["notes"][0].keys()
     assert whet("import", "config", "trl", "a", "b").code == 2
+
+
+def test_importing_a_configuration_needs_no_torch(real_python: str) -> None:
+    code = (
+        "import sys; from pathlib import Path; from whet.convert.configs.importer import import_config; "
+        f"import_config('trl', Path({str(FILES / 'trl.yaml')!r})); "
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([real_python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# The show: each is trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_an_imported_recipe_trains_on_the_tiny_model(kind: str, whet: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "new.yaml"
+    assert whet("import", "config", kind, FILES / EXAMPLES[kind], "--out", recipe).code == 0
+    ended = whet(
+        "train", recipe, "model.path=builtin:tiny", "model.tokenizer=null", "train.steps=6",
+        "data.sources=[{path: builtin:orders, max_samples: 60}]", "data.validation={fraction: 0.1}",
+        f"run.dir={tmp_path / 'run'}", "--json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    assert result["steps"] == 6
+    assert 0 < result["supervised_tokens"] < result["tokens"]
+    assert (result["supervised_tokens"] > 0.9 * result["tokens"]) == (kind in ("neox", "determined"))  # every token
+    first, *_, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert last["val_loss"] < first["val_loss"]

@@ -57,8 +57,9 @@ class Draft:
         """Settings of whet by dotted key; `place` is where the value comes from."""
         self.notes: list[Note] = []
         self.entries: dict[str, Entry] = {}
-        self._reported: set[str] = set()
-        """Keys that a setting names as its origin, or a note."""
+        self._origins: dict[str, tuple[str, ...]] = {}
+        """Of each setting: the keys that it comes from."""
+        self._noted: set[str] = set()
         self._read: set[str] = set()
         """Keys that were taken into account without being named."""
         for key, node in kind.flatten(tree):
@@ -68,11 +69,14 @@ class Draft:
 
     def add(self, key: str, node: Node, argument: bool = False) -> None:
         """Take a value of the file in, under the table's name for it. `argument`: of a command line in the file."""
-        name = self.kind.table_name(key)
-        row = (self.kind.arguments if argument else self.kind.rows).get(name)
-        if row is None or (self.kind.groups and name == key):
-            self._note_unknown(key, node, self.kind.arguments if argument else self.kind.rows)
+        rows, name = self.kind.arguments if argument else self.kind.rows, self.kind.table_name(key)
+        if node.value is None and (name in self.kind.sections or key in self.kind.groups):
+            self._note("not needed", Entry(key, node), "empty")
             return
+        if not (name in rows if argument else self.kind.knows(key)):
+            self._note_unknown(key, node, rows)
+            return
+        row = rows[name]
         entry = Entry(key, node)
         if row.fate == "same":
             name = row.to
@@ -86,17 +90,15 @@ class Draft:
 
     def _note_unknown(self, key: str, node: Node, rows: Rows) -> None:
         name = self.kind.table_name(key)
-        close = [
-            known for known, row in rows.items() if row.fate == "same" and row.to == name
-        ]  # another program's name
+        close = [known for known, row in rows.items() if row.fate == "same" and row.to == name]
         close = close or difflib.get_close_matches(name, rows, n=1, cutoff=0.75)
         hint = f" Did you mean {close[0]}?" if close else ""
-        if self.kind.groups and name == key:
+        if self.kind.groups and name in self.kind.rows:
             hint = (
-                f" Its sections are {', '.join(self.kind.groups)}."
-                if name not in self.kind.rows
-                else (f" Did you mean it in one of the sections {', '.join(self.kind.groups)}?")
+                f" Did you mean {next(group for group, inside in self.kind.groups.items() if name in inside)}.{name}?"
             )
+        elif self.kind.groups and name == key:
+            hint = f" Its sections are {', '.join(self.kind.groups)}."
         why = "takes a section of keys here" if name in self.kind.sections else f"is not a key of {self.kind.tool}"
         self.notes.append(Note("unknown", key, node.place, node.plain(named=True), f"{why}; it was left out.{hint}"))
 
@@ -143,14 +145,14 @@ class Draft:
 
     def put(self, to: str, value: Any, *keys: str, why: str = "") -> None:
         """Write a setting that comes from these keys. `why`: how it comes about, or what it means."""
-        self._reported.update(keys)
+        self._origins[to] = keys
         entries = [self.entries[key] for key in keys if key in self.entries]
         origin = ", ".join(f"{entry.node.place} {entry.key}" for entry in entries) or f"default of {self.kind.tool}"
         self.settings[to] = as_node(value, f"{origin}: {why}" if why else origin)
 
     def note(self, category: Category, key: str, text: str) -> None:
         """Tell the user about a key; where the file has no value for it, about the program's default."""
-        self._reported.add(key)
+        self._noted.add(key)
         entry = self.entries.get(key)
         if entry is None:
             default = self.kind.defaults.get(key)
@@ -172,9 +174,10 @@ class Draft:
 
     def finish(self) -> None:
         """Apply the rows that need no rule; what a rule left aside has no effect in the other program either."""
+        landed = {key for to in self.settings for key in self._origins.get(to, ())}
         for name, entry in self.entries.items():
             row = self.row(name)
-            if name in self._reported:
+            if name in self._noted or (name in landed and row.fate in ("rule", "copied")):
                 continue
             if name in self._read:
                 self._note("not needed", entry, "taken into account by other settings")
@@ -185,7 +188,8 @@ class Draft:
             else:
                 self._note(self._category(row, entry), entry, row.reason)
         for name, default in self.kind.defaults.items():
-            if (row := self.row(name)).fate == "copied" and name not in self.entries:
+            row = self.row(name)
+            if row.fate == "copied" and name not in self.entries and row.to not in self.settings:
                 self.put(row.to, default, name)
 
     def _category(self, row: Row, entry: Entry) -> Category:
@@ -193,6 +197,12 @@ class Draft:
 
     def include(self, other: Draft) -> None:
         """Take over the settings and notes of a file that this one names, such as a DeepSpeed configuration."""
+        for to in other.settings.keys() & self._origins.keys():
+            for key in self._origins.pop(to):
+                if key in self.entries and other.settings[to].plain() != self.settings[to].plain():
+                    self.note(
+                        "different", key, f"{other.file.name} replaces it: {to} is {other.settings[to].plain()!r}"
+                    )
         self.settings |= other.settings
         self.notes.extend(other.notes)
 

@@ -62,6 +62,9 @@ _OPTIMIZATION: Rows = not_needed(
 )
 _INFERENCE: Rows = not_needed("settings of chatting", "infer_backend max_new_tokens do_sample")
 
+_GROUPS = {"model": _MODEL, "data": _DATA, "parallel": _PARALLEL, "training": _TRAINING, "optimization": _OPTIMIZATION,
+           "inference": _INFERENCE}  # fmt: skip
+
 
 def put_training(draft: Draft) -> None:
     """Length, optimizer, schedule, checkpoints. The schedule's lowest rate is absolute, and for cosine alone."""
@@ -133,7 +136,7 @@ def put_parallel(draft: Draft) -> None:
 KIND = Kind(
     "mindspeed",
     "MindSpeed-LLM (2026-08)",
-    {**_MODEL, **_DATA, **_PARALLEL, **_TRAINING, **_OPTIMIZATION, **_INFERENCE},
+    {key: row for rows in _GROUPS.values() for key, row in rows.items()},
     (put_parallel, put_training, put_mask, put_rows, put_sources, put_tokens),
     defaults={
         "optim": "adamw", "learning_rate": 1e-5, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.95,
@@ -143,6 +146,6 @@ KIND = Kind(
         "train_on_prompt": False, "mask_history": False, "packing": False, "recompute": False, "deterministic": True,
         "dataset_dir": "./configs/fsdp2/data",
     },
-    groups=("model", "data", "parallel", "training", "optimization", "inference"),
+    groups=_GROUPS,
     command="train_fsdp2",
 )  # fmt: skip

@@ -80,8 +80,8 @@ class Kind:
     """What the program does where the file has no value."""
     arguments: Rows = field(default_factory=dict)
     """Rows of keys that are not in the file itself but in a command line inside it."""
-    groups: tuple[str, ...] = ()
-    """Names of the sections that the file's keys are in, if every key is in one; the table's keys are without them."""
+    groups: dict[str, Rows] = field(default_factory=dict)
+    """The sections that the file's keys are in, if every key is in one; `rows` has the keys of all, without them."""
     partial: bool = False
     """Whether such a file says only a part of what a run needs, so that it is imported onto a recipe."""
     command: str = ""
@@ -100,7 +100,8 @@ class Kind:
     def knows(self, key: str) -> bool:
         """Whether a file may have this key."""
         name = self.table_name(key)
-        return name in self.rows and not (self.groups and name == key)
+        group = key.partition(".")[0]
+        return name in (self.groups.get(group, {}) if self.groups else self.rows)
 
     def flatten(self, tree: Node, above: str = "") -> Iterator[tuple[str, Node]]:
         """(key, value) with dots for levels; a mapping that is itself in the table stays whole."""
