@@ -144,9 +144,11 @@ def test_the_number_of_a_job_of_another_script_says_nothing() -> None:
 
 
 def test_silence_is_judged_by_what_the_run_has_done_before() -> None:
-    assert silence_limit(5, 10, 1.0) == 120
-    assert silence_limit(5, 10, 600.0) == 1800  # its evaluations take ten minutes
-    assert silence_limit(0, 10, 0.0) == silence_limit(10, 10, 0.0) == 1800  # compiling; exporting
+    status = {"step": 5, "steps": 10, "phase": "computing gradients"}
+    assert silence_limit(status, 1.0) == 120
+    assert silence_limit(status, 600.0) == 1800  # its evaluations take ten minutes
+    assert silence_limit(status | {"phase": "evaluating"}, 1.0) == 1800
+    assert silence_limit(status | {"step": 0}, 0.0) == silence_limit(status | {"step": 10}, 0.0) == 1800
 
 
 # Damage.
@@ -160,8 +162,12 @@ def test_half_a_run_another_version_and_damage_are_named(tmp_path: Path) -> None
     (broken / "status.json").write_text('{"state": ')
     (broken / "metrics.jsonl").write_bytes((broken / "metrics.jsonl").read_bytes() + b'{"step": 11, "lo\n\xff\xfe\n')
     (tmp_path / "other").mkdir()
+    pipe = make_run(tmp_path / "pipe")
+    (pipe / "config.yaml").unlink()
+    os.mkfifo(pipe / "config.yaml")
     found = {run.name: run for run in summarize_run_folders(find_runs(tmp_path), tmp_path)}
-    assert list(found) == ["broken", "half", "newer"]
+    assert list(found) == ["broken", "half", "newer", "pipe"]
+    assert "config.yaml: this is not a file" in found["pipe"].problems[0]
     assert found["half"].state.name == "finished"
     assert "half a run" in found["half"].problems[0]
     assert found["newer"].state.name == "unreadable"

@@ -129,7 +129,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
             loader=loader, model=model,
             optimizer=build_optimizer(model, config.train.optimizer, 0), loss_scaler=LossScaler(),
             guard=guard or Guard(), intervals=intervals,
-            evaluate=lambda: did.append(("evaluate", run.step)) or ({}, []),
+            evaluate=lambda: did.append(("evaluate", run.step)) or ({}, [], None),
             saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
             flops=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), peak_flops=None,
         )  # fmt: skip

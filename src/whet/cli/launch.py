@@ -154,7 +154,7 @@ def _launch_on_slurm(
     submitted = submit_run(config, chain, then, resume)
     jobs = [*submitted.jobs, *([submitted.then] if submitted.then else [])]
     info(f"job {', '.join(map(str, jobs))}: {submitted.script}; output in {submitted.script.parent}")
-    info(f"to stop it: touch {config.folder / 'stop'} (saves first), or scancel {' '.join(map(str, jobs))}")
+    info(f"to stop it: whet runs stop {config.folder} (saves first), or whet runs cancel {config.folder}")
     result = {
         "run": str(config.folder),
         "job": submitted.jobs[0],

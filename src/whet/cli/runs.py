@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,11 +166,7 @@ def stop(runs: RunsArgument, quiet: QuietOption = False, as_json: JsonOption = F
     from whet.core.console import info
     from whet.runs.control import stop_run
 
-    ended = []
-    for found in [_find(run) for run in runs]:
-        ended.append(stop_run(found, info))
-        info(_describe_end(ended[-1]))
-    return {"runs": [run.as_dict() for run in ended]}
+    return _end_all(runs, lambda run: stop_run(run, info))
 
 
 @app.command()
@@ -184,11 +181,7 @@ def cancel(
     from whet.core.console import info
     from whet.runs.control import cancel_run
 
-    ended = []
-    for found in [_find(run) for run in runs]:
-        ended.append(cancel_run(found, kill, info))
-        info(_describe_end(ended[-1]))
-    return {"runs": [run.as_dict() for run in ended]}
+    return _end_all(runs, lambda run: cancel_run(run, kill, info))
 
 
 @app.command()
@@ -293,5 +286,17 @@ def _confirm(question: str, yes: bool) -> None:
         raise WhetError("nothing was done")
 
 
-def _describe_end(run: RunSummary) -> str:
-    return f"{run.name}: {run.state.note or run.state.name}"
+def _end_all(references: Sequence[str], end: Callable[[RunSummary], RunSummary]) -> dict[str, Any]:
+    """End each of the runs; one that cannot be ended does not keep the others running."""
+    from whet.core.console import info
+
+    ended, problems = [], []
+    for run in [_find(reference) for reference in references]:
+        try:
+            ended.append(end(run))
+            info(f"{run.name}: {ended[-1].state.note or ended[-1].state.name}")
+        except WhetError as error:
+            problems.append(str(error))
+    if problems:
+        raise WhetError("\n".join(problems))
+    return {"runs": [run.as_dict() for run in ended]}

@@ -24,7 +24,7 @@ from whet.core.console import warn
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json
-from whet.core.heartbeat import format_age
+from whet.core.heartbeat import PHASE, format_age
 from whet.core.processes import holds_open, machine_id
 from whet.core.variables import VARIABLES_FILE
 
@@ -121,7 +121,8 @@ class RunFolder:
             {
                 "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
                 "pid": os.getpid(), "job": slurm_job(), "started": self._started, "heartbeat": self._heartbeat,
-                "exit_code": exit_code, "reason": reason and mask_secrets(reason), "first_step": self.first_step,
+                "exit_code": exit_code, "reason": reason and mask_secrets(reason), "phase": PHASE.name,
+                "first_step": self.first_step,
             },
         )  # fmt: skip
 

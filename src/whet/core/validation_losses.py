@@ -39,7 +39,7 @@ class ConversationLosses:
 
     @classmethod
     def from_documents(
-        cls, hashes: NDArray[np.uint64], tokens: NDArray[np.generic], nats: NDArray[np.float64]
+        cls, hashes: NDArray[np.uint64], tokens: NDArray[np.float64] | NDArray[np.int64], nats: NDArray[np.float64]
     ) -> ConversationLosses:
         """Join the documents of each conversation, without those that have nothing to learn."""
         kept = tokens > 0

@@ -57,7 +57,13 @@ class RunFacts:
 
 def read_facts(folder: Path) -> RunFacts:
     """Read a run's files. Damage is one of the problems, never an error."""
-    problems: list[str] = []
+    problems = [
+        f"{folder / name}: this is not a file. Remove it, or bring the file back from a copy"
+        for name in _FILES
+        if os.path.exists(f"{folder}/{name}") and not os.path.isfile(f"{folder}/{name}")  # noqa: PTH110, PTH113
+    ]
+    if problems:  # a pipe, for one, would block whoever reads it
+        return RunFacts({}, False, None, None, "val_loss", None, None, None, None, 0.0, tuple(problems))
     status: dict[str, Any] = {}
     is_readable = True
     try:

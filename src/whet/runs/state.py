@@ -35,11 +35,12 @@ class State:
         return self.name in ACTIVE
 
 
-def silence_limit(step: int | None, steps: int | None, longest_gap_s: float) -> float:
-    """How old a heartbeat may be. One is written with each step; evaluations and checkpoints come between. Before the
-    first step, the model is compiled and evaluated; after the last one, it is saved, evaluated and exported."""
-    if not step or (steps and step >= steps):
-        return _LONG_SILENCE_S
+def silence_limit(status: Mapping[str, Any], longest_gap_s: float) -> float:
+    """How old a heartbeat may be. One is written with each step, and when an evaluation or a checkpoint begins, which
+    take longer. Before the first step, the model is compiled; after the last one, it is exported."""
+    step, steps = status.get("step"), status.get("steps")
+    if not step or (steps and step >= steps) or status.get("phase") in ("evaluating", "saving a checkpoint"):
+        return max(_LONG_SILENCE_S, 3 * longest_gap_s)
     return max(_SILENCE_S, 3 * longest_gap_s)
 
 

@@ -114,10 +114,10 @@ def _summarize(
 ) -> RunSummary:
     training = [job for job in jobs if Path(job.script).name in ("", _SCRIPT)]
     job = next((each for each in training if each.is_active), training[-1] if training else None)
-    limit = silence_limit(facts.status.get("step"), facts.status.get("steps"), facts.longest_gap_s)
+    limit = silence_limit(facts.status, facts.longest_gap_s)
     state = derive_state(facts.status, facts.owner, folder, job, limit, time.time())
     if not facts.is_readable:
-        state = State("unreadable", "written by a newer whet")
+        state = State("unreadable")
     elif not facts.status and (folder / "status.json").exists() and not state.is_active:
         state = State("unknown", "status.json is damaged, so how the run ended is not known")
     last = facts.status.get("job") or next(iter(reversed(submitted)), None)

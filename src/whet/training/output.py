@@ -34,6 +34,9 @@ class RunOutput:
 
     def write_event(self, event: dict[str, Any]) -> None: ...
 
+    def write_phase(self, step: int) -> None:
+        """Write the phase that this process has entered, which may last longer than a step."""
+
     def write_startup(self, seconds: dict[str, float], step: int) -> None: ...
 
     def rewind(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
@@ -85,6 +88,9 @@ class FolderOutput(RunOutput):
 
     def write_event(self, event: dict[str, Any]) -> None:
         self._records["events"].write(event)
+
+    def write_phase(self, step: int) -> None:
+        self._folder.set_status("running", step, self._steps)
 
     def write_startup(self, seconds: dict[str, float], step: int) -> None:
         self._folder.first_step = {key: round(value, 3) for key, value in seconds.items()}

@@ -65,6 +65,7 @@ def train(run: Run) -> None:
                 bar.advance(1, progress_note(line, smoothed.add(line["loss"])))
                 if stop or save or run.intervals.saves_after(run.step, epochs_before, run.epochs(run.totals)):
                     PHASE.enter("saving a checkpoint")
+                    run.output.write_phase(run.step)
                     save_checkpoint(run)
                 if stop:
                     wait_for_save(run)
@@ -139,6 +140,7 @@ def set_step_rates(run: Run, totals: RunTotals) -> dict[str, float]:
 def evaluate(run: Run) -> None:
     """Evaluate the current model, write the results, and score its checkpoint."""
     PHASE.enter("evaluating", run.step)
+    run.output.write_phase(run.step)
     release_cuda_graphs(run.model)
     results, samples, losses = run.evaluate()
     if not run.startup.is_done:
