@@ -161,9 +161,10 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
                 'from the root to a leaf as {"messages": […]}'
             )
-    if key := find_records_inside(record):
+    if inside := find_records_inside(record):
         return (
-            f"the records are inside {key!r}, several to a line. Write each into one: jq -c '.{key}[]' FILE > NEW.jsonl"
+            f"the records are inside {inside!r}, several to a line. Write each into one: jq -c '.{inside}[]' FILE > "
+            "NEW.jsonl"
         )
     for key in _TURN_LISTS:
         turns = record.get(key)
