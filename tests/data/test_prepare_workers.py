@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whet.data.prepare.build as chunks_module
@@ -142,30 +142,31 @@ def test_machines_may_make_their_shards_in_any_order(
     require_all_shards(*arguments)
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.data())
 def test_shards_killed_and_repeated_give_the_store_of_one_process(
-    mixed: list[Source], workers: Workers, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    mixed: list[Source], workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any number of shards, in any order; each may be killed after some chunks, and all may be made twice."""
+    """Any number of shards, in any order; each may be killed after some chunks, and is then made again."""
     workers(1)
     config = config_of(mixed, deduplicate=True)
     arguments = (config, config.sources, "train", tokenizer_for(config))
-    cache = tmp_path_factory.mktemp("shards")
-    count = data.draw(st.integers(1, 20), "count")
-    order = data.draw(st.permutations([*range(count)] * 2), "order")
-    with pytest.MonkeyPatch.context() as patch:
-        alone = fresh(config, cache / "alone", patch)
-        patch.setenv("WHET_CACHE", str(cache / "shared"))
-        for number in order:
-            with pytest.MonkeyPatch.context() as fault, contextlib.suppress(KeyboardInterrupt):
-                if data.draw(st.booleans(), "killed"):
-                    fault.setattr(chunks_module.Chunk, "save", killed_after(data.draw(st.integers(0, 2), "chunks")))
-                prepare_shard(*arguments, number, count)
-        for number in range(count):
+    alone, examples = fresh(config, tmp_path / "alone", monkeypatch), itertools.count()
+
+    @settings(max_examples=4, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        monkeypatch.setenv("WHET_CACHE", str(tmp_path / f"shared-{next(examples)}"))
+        count = data.draw(st.sampled_from([1, 2, 5, 20]), "count")
+        for number in data.draw(st.permutations(range(count)), "order"):
+            chunks = data.draw(st.none() | st.integers(0, 2), "killed after")
+            if chunks is not None:
+                with monkeypatch.context() as fault, contextlib.suppress(KeyboardInterrupt):
+                    fault.setattr(chunks_module.Chunk, "save", killed_after(chunks))
+                    prepare_shard(*arguments, number, count)
             prepare_shard(*arguments, number, count)
         require_all_shards(*arguments)
         assert content(prepare_store(*arguments).store) == alone
+
+    check()
 
 
 def killed_after(chunks: int) -> Callable[..., None]:

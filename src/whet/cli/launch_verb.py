@@ -247,7 +247,7 @@ def _run_in_terminal(job: SlurmJob, options: LaunchOptions) -> dict[str, Any]:
     if shutil.which("srun") is None:
         raise WhetError("--interactive: srun is not installed here. Run this on a login node of the cluster")
     sys.stderr.flush()
-    return os.execvp(command[0], command)
+    return os.execvpe(command[0], command, {**os.environ, **job.launch.required_variables()})
 
 
 def launch_notebook(options: LaunchOptions) -> dict[str, Any]:

@@ -47,12 +47,13 @@ def submit_jobs(jobs: Sequence[SlurmJob]) -> list[int]:
     """Write the scripts into the jobs' folder, submit all of them or none, and record their numbers. Each starts when
     the one before has succeeded, and is cancelled if it has failed."""
     submitted: list[int] = []
+    env = jobs[0].launch.required_variables()
     for job in jobs:
         job.folder.mkdir(parents=True, exist_ok=True)
         script = write_script(job.folder / script_name(job), render_script(job))
         after = [f"--dependency=afterok:{submitted[-1]}", "--kill-on-invalid-dep=yes"] if submitted else []
         try:
-            submitted.append(sbatch([*after, str(script)]))
+            submitted.append(sbatch([*after, str(script)], env))
         except WhetError:
             if submitted:
                 run_slurm("scancel", *map(str, submitted))
