@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from whet.cli.prepare import parse_shard
 from whet.core.errors import ExitCode, UsageError, WhetError
 
@@ -54,7 +52,7 @@ class VerbCall:
         return self.values.get("recipe")
 
 
-def launch_verb_or_program(root: typer.Context, words: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
+def launch_verb_or_program(root: Any, words: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
     """Launch what follows `--`. `root`: the context of `whet` itself, which knows the verbs."""
     verbs: Mapping[str, Any] = root.command.commands  # type: ignore[attr-defined]
     if not words:
@@ -69,7 +67,7 @@ def launch_verb_or_program(root: typer.Context, words: Sequence[str], options: L
     return _launch_program(words, tuple(verbs), options)
 
 
-def parse_verb(root: typer.Context, command: Any, words: Sequence[str]) -> VerbCall:
+def parse_verb(root: Any, command: Any, words: Sequence[str]) -> VerbCall:
     """Parse the arguments of a verb now: otherwise a mistake in them would show when the job starts."""
     used = 1
     try:
@@ -191,7 +189,7 @@ def _launch_config(before: Sequence[str], call: VerbCall | None = None, config: 
     for each in overrides:
         if each.partition("=")[0].partition(".")[0].strip() != "launch":
             raise UsageError(f"{each}: before -- only launch.…=VALUE may stand. Settings of a verb follow it")
-    if recipe is not None and set(read_yaml(recipe).value) <= {"launch"}:
+    if recipe is not None and read_yaml(recipe).plain().keys() <= {"launch"}:
         return load_config(LaunchSettings, recipe, overrides).launch
     if recipe is None and config is not None and call is not None:
         recipe, overrides = call.recipe, [*call.overrides, *overrides]

@@ -187,6 +187,7 @@ def cancel(
 @app.command()
 @cli_command
 def resume(
+    ctx: typer.Context,
     run: RunArgument,
     overrides: OverridesArgument = None,
     yes: YesOption = False,
@@ -219,9 +220,9 @@ def resume(
     (folder / "stop").unlink(missing_ok=True)  # a request to the process that is gone
     settings = [*(overrides or []), f"run.dir={folder}"]
     if found.was_submitted:
-        launch(config, settings, on=LaunchTarget.SLURM, resume=True, quiet=quiet, as_json=as_json)
+        launch(ctx, config, settings, on=LaunchTarget.SLURM, resume=True, quiet=quiet, as_json=as_json)
     elif (found.owner is not None and found.owner.supervisor is not None) or (folder / "launch.jsonl").exists():
-        launch(config, settings, resume=True, quiet=quiet, as_json=as_json)
+        launch(ctx, config, settings, resume=True, quiet=quiet, as_json=as_json)
     else:
         info(f"whet train {config} run.dir={folder} --resume")
         train(config, settings, resume=True, quiet=quiet, as_json=as_json)

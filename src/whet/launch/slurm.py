@@ -152,7 +152,7 @@ def run_slurm(
     try:
         return subprocess.run(
             [program, *arguments], capture_output=True, text=True, check=False, timeout=_COMMAND_S,
-            env=_plain_output() | env,
+            env={**_plain_output(), **env},
         )  # fmt: skip
     except FileNotFoundError:
         raise WhetError(
