@@ -335,6 +335,47 @@ def test_the_targets_of_adapters(kind: str, given: dict[str, Any], targets: Any)
     assert found.get("quantize") == ("nf4" if "load_in_4bit" in given else None)
 
 
+def test_a_script_says_how_many_processes_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "set -e\nexport A=1\naccelerate launch --config_file z.yaml --num_processes 8 trl/scripts/sft.py \\\n"
+        "  --model_name_or_path m --dataset_name org/chats \\\n"
+        "  --per_device_train_batch_size 2 --packing --lora_target_modules q_proj v_proj --use_peft\n"
+    )
+    result = import_config(None, file)
+    assert (result["kind"], result["config"]["train"]["batch"]) == ("trl", {"rows": 16})
+    assert result["config"]["adapter"]["targets"] == ["q_proj", "v_proj"]
+    assert result["config"]["launch"] == {"gpus": 8}
+
+
+def test_variants_of_switches() -> None:
+    found = settings("axolotl", {"gradient_checkpointing": "offload", "torch_compile": "auto"})
+    assert (found["parallel.recompute"], found["parallel.offload"]) == ("full", "activations")
+    assert settings("mindspeed", {"training": {"lr_scheduler_type": "constant", "max_steps": 95, "warmup_ratio": 0.1}})[
+        "train.schedule.warmup"
+    ] == 9  # fmt: skip
+
+
+def test_prompts_of_another_making_are_said() -> None:
+    kind = {"field_instruction": "q", "field_output": "a", "format": "{instruction}"}
+    given = {"datasets": [{"path": "a.jsonl", "type": kind}]}
+    assert settings("axolotl", given)["data.sources.0.fields"] == {"instruction": "q", "output": "a"}
+    assert any("chat template" in text for _, text in notes("axolotl", given)["different"])
+
+
+def test_secrets_stay_out_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "other")
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "entrypoint: python run_clm.py --hub_token topsecret --max_steps 3\n"
+        "environment: {environment_variables: [WANDB_API_KEY=topsecret, A=1]}\n"
+        "checkpoint_storage: {type: s3, secret_key: topsecret, access_key: topsecret}\n"
+    )
+    result = import_config("determined", file)
+    assert "topsecret" not in json.dumps(result)
+    assert result["config"]["launch"]["env"] == {"WANDB_API_KEY": "${WANDB_API_KEY}", "A": "1"}
+
+
 def test_without_an_adapter_every_weight_is_trained() -> None:
     for kind, given in (("trl", {"lora_r": 4}), ("llamafactory", {"finetuning_type": "full"}), ("axolotl", {})):
         assert not any(key.startswith("adapter") for key in settings(kind, given))

@@ -201,12 +201,21 @@ DEEPSPEED_SECTIONS: dict[str, tuple[Any, dict[str, Any], Expected]] = {
     "train_micro_batch_size_per_gpu": (4, {}, {"train.micro_rows": 4}),
     "gradient_accumulation_steps": (3, {"train_micro_batch_size_per_gpu": 2}, {"train.batch": 6}),
 }
+LAUNCHED: dict[str, tuple[Any, dict[str, Any], Expected]] = {
+    "launcher.nproc_per_node": (8, {}, {"launch.gpus": 8}),
+    "launcher.nnodes": (2, {"launcher.nproc_per_node": 8}, {"launch.nodes": 2, "launch.gpus": 8}),
+    "launcher.num_gpus": (4, {}, {"launch.gpus": 4}),
+    "launcher.num_nodes": (2, {"launcher.num_gpus": 4}, {"launch.nodes": 2}),
+    "launcher.num_processes": (16, {"launcher.num_machines": 2}, {"launch.nodes": 2, "launch.gpus": 8}),
+    "launcher.num_machines": ("$N", {}, "decide"),
+}
 WARMUP = {"scheduler.type": "WarmupLR"}
 COSINE = {"scheduler.type": "WarmupCosineLR"}
 ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
     "trl": {
         **HUGGINGFACE,
         **PEFT,
+        **LAUNCHED,
         "dataset_name": ("org/chats", {}, {"data.sources.0.path": "hub:org/chats"}),
         "dataset_config": ("small", {"dataset_name": "org/chats"}, {"data.sources.0.subset": "small"}),
         "dataset_train_split": ("first", {"dataset_name": "org/chats"}, {"data.sources.0.split": "first"}),
@@ -235,6 +244,7 @@ ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
     "llamafactory": {
         **{key: row for key, row in HUGGINGFACE.items() if key != "gradient_checkpointing"},
         **LLAMAFACTORY_DATA,
+        **LAUNCHED,
         "gradient_checkpointing": (True, {}, "not needed"),
         "stage": ("pt", {}, {"data.train_on": "all", "data.packing": "best-fit"}),
         "finetuning_type": ("oft", {}, "no equivalent"),
@@ -413,9 +423,9 @@ ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
         "gsm8k_epochs": (5, {"mmlu_epochs": 0}, {"data.sources.1.epochs": 5.0}),
         "load_optimizer": (1, {}, "no equivalent"),
         "device_type": ("xla", {}, "no equivalent"),
-        "nproc_per_node": (8, {}, {"launch.gpus": 8}),
-        "nnodes": (2, {"nproc_per_node": 8, "num_iterations": 41, "total_batch_size": 2097152},
-                   {"launch.nodes": 2, "train.steps": 20}),
+        **LAUNCHED,
+        "launcher.nnodes": (2, {"launcher.nproc_per_node": 8, "num_iterations": 41, "total_batch_size": 2097152},
+                            {"launch.nodes": 2, "train.steps": 20}),
     },
     "determined": {
         **HUGGINGFACE,

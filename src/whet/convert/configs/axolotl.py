@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from whet.convert.configs.draft import Draft, is_off
@@ -166,7 +167,7 @@ def put_training(draft: Draft) -> None:
     """Length, batch, optimizer, schedule, precision."""
     put_length(draft)
     put_optimizer(draft)
-    put_schedule(draft)
+    put_schedule(draft, to_steps=math.floor)
     if not draft.has("warmup_steps", "warmup_ratio"):
         steps = total_steps(draft)
         value = 0.03 if steps is None else min(int(0.03 * steps), 100)
@@ -240,9 +241,14 @@ def put_adapters(draft: Draft) -> None:
 
 _FORMATS = {"chat_template": "messages", "sharegpt": "sharegpt", "alpaca": "alpaca", "alpaca_chat": "alpaca",
             "completion": "text"}  # fmt: skip
-_SOURCE_KEYS = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "conversation",
-                "roles_to_train", "train_on_eos", "train_on_eot", "message_field_role", "message_field_content",
-                "message_property_mappings", "chat_template", "trust_remote_code", "revision"}  # fmt: skip
+_SOURCE_KEYS = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "roles_to_train",
+                "train_on_eos", "train_on_eot"}  # fmt: skip
+_USUAL = {
+    "message_field_role": ("role", "from"), "message_field_content": ("content", "value"),
+    "chat_template": ("tokenizer_default",),
+    "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
+}  # fmt: skip
+"""Values of a dataset's keys that mean what whet does by itself."""
 
 
 def put_data(draft: Draft) -> None:
@@ -305,23 +311,43 @@ def _put_source(draft: Draft, key: str, to: str, node: Node) -> str:
         for name, target in (("name", "subset"), ("split", "split")):
             if given.get(name):
                 draft.put(f"{to}.{target}", str(given[name]), key)
+    _put_format(draft, key, to, given)
+    _note_source(draft, key, given)
+    if str(given.get("type")).startswith("completion"):
+        return "all"
+    roles = given.get("roles_to_train")
+    if roles is not None and not isinstance(roles, list):
+        raise WhetError(f"{node.place}: {key}: roles_to_train: {roles!r} is not a list")
+    named = {str(role) for role in roles or ["assistant"]}
+    if named <= {"assistant", "gpt", "model"}:
+        return "nothing" if roles == [] else "assistant"
+    return "all" if {"user", "human"} & named else ", ".join(sorted(named))
+
+
+_PROMPT_FIELDS = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
+                  "field_system": "system"}  # fmt: skip
+
+
+def _put_format(draft: Draft, key: str, to: str, given: dict[str, Any]) -> None:
+    """The format of a source and the names of its fields."""
     kind = given.get("type")
     base = str(kind).split(".")[0].split(":")[0]
-    if isinstance(kind, str) and base in _FORMATS and not given.get("field_messages"):
+    if isinstance(kind, dict):
+        fields = {name: str(kind[field]) for field, name in _PROMPT_FIELDS.items() if kind.get(field)}
+        draft.put(f"{to}.format", "alpaca", key)
+        if fields:
+            draft.put(f"{to}.fields", fields, key)
+    elif given.get("field_messages") or given.get("field"):
+        name = "messages" if given.get("field_messages") else "text"
+        draft.put(f"{to}.fields", {name: str(given.get("field_messages") or given.get("field"))}, key)
+    elif base in _FORMATS:
         draft.put(f"{to}.format", "auto" if base == "chat_template" else _FORMATS[base], key)
+    if isinstance(kind, dict) or base in ("alpaca", "alpaca_chat"):
+        draft.note("different", key, "Axolotl writes prompts of its own for this type (### Instruction: …); whet uses "
+                   "the chat template")  # fmt: skip
     elif kind is not None and base not in _FORMATS:
         draft.note("no equivalent", key, f"type {kind!r}: whet reads messages, sharegpt, alpaca, prompt and "
                    "completion, text; it detects which")  # fmt: skip
-    if given.get("field_messages") or given.get("field"):
-        name = "messages" if given.get("field_messages") else "text"
-        draft.put(f"{to}.fields", {name: str(given.get("field_messages") or given.get("field"))}, key)
-    _note_source(draft, key, given)
-    if base == "completion":
-        return "all"
-    roles = given.get("roles_to_train")
-    if roles is None or {str(role) for role in roles} <= {"assistant", "gpt", "model"}:
-        return "assistant" if roles is None or roles else "nothing"
-    return "all" if {"user", "human"} & {str(role) for role in roles} else ", ".join(map(str, roles))
 
 
 def _note_source(draft: Draft, key: str, given: dict[str, Any]) -> None:
@@ -331,7 +357,7 @@ def _note_source(draft: Draft, key: str, given: dict[str, Any]) -> None:
                 "different", key, f"{name}: {given[name]}: whet trains on the end of every turn that it trains on"
             )
     for name in sorted(given.keys() - _SOURCE_KEYS):
-        if not is_off(given[name]):
+        if not is_off(given[name]) and given[name] not in _USUAL.get(name, ()):
             hint = "whet reads train or weight of each message" if name == "message_field_training" else "no place"
             draft.note("no equivalent", key, f"{name}: {given[name]!r}: {hint}")
 

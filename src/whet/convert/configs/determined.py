@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from whet.convert.configs import deepspeed
-from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.draft import Draft, environment, is_off
 from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_training_arguments
-from whet.convert.configs.read import parse_command
+from whet.convert.configs.read import LAUNCHER, parse_command
 from whet.convert.configs.rules import put_adapter, put_batch, put_targets
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as, under
 from whet.convert.configs.trl import dataset_path
@@ -78,7 +78,8 @@ def read_arguments(draft: Draft) -> None:
         command = parse_command(" ".join(text.split()), entry.place, numbered=False) if "--" in text else Node({}, "")
         assert isinstance(command.value, dict)
         for key, node in command.value.items():
-            draft.add(key, node, argument=True)
+            if not key.startswith(LAUNCHER):  # slots_per_trial counts
+                draft.add(key, node, argument=True)
         draft.use("entrypoint")
         if "run_clm" not in text:
             draft.note("decide", "entrypoint", "the script is not run_clm.py: its arguments are read as if it were, "
@@ -128,7 +129,7 @@ def put_experiment(draft: Draft) -> None:
         raise draft.fail("environment.environment_variables", "is not a list such as [NAME=value]")
     if given:
         pairs = dict(str(each).partition("=")[::2] for each in given if "=" in str(each))
-        draft.put("launch.env", pairs, "environment.environment_variables")
+        draft.put("launch.env", environment(pairs), "environment.environment_variables")
     for key, to in (("min_validation_period", "eval.every"), ("min_checkpoint_period", "checkpoint.every")):
         period = draft.raw(key)
         batches = period.get("batches") if isinstance(period, dict) else None

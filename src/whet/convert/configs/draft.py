@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -161,7 +162,9 @@ class Draft:
             self._note(category, entry, text)
 
     def _note(self, category: Category, entry: Entry, text: str) -> None:
-        self.notes.append(Note(category, entry.key, entry.node.place, entry.node.plain(named=True), text))
+        value = entry.node.plain(named=True)
+        value = "***" if is_secret(entry.key) and not is_off(value) else value
+        self.notes.append(Note(category, entry.key, entry.node.place, value, text))
 
     def fail(self, key: str, text: str) -> WhetError:
         """The error about a value of the file."""
@@ -180,7 +183,8 @@ class Draft:
             if name in self._noted or (name in landed and row.fate in ("rule", "copied")):
                 continue
             if name in self._read:
-                self._note("not needed", entry, "taken into account by other settings")
+                text = "taken into account by other settings"
+                self.notes.append(Note("not needed", entry.key, entry.node.place, None, text))
             elif row.fate == "copied":
                 self.put(row.to, convert(entry.node, entry.key, row.type), name)
             elif row.fate == "rule":
@@ -234,6 +238,25 @@ def as_node(value: Any, place: str) -> Node:
     if isinstance(value, list | tuple):
         return Node([as_node(each, place) for each in value], place)
     return Node(value, place, value if isinstance(value, Template) else None)
+
+
+_SECRET = re.compile(
+    r"(hub_token|auth_token|use_auth_token|(?<![a-z])token|api_key|access_key|account_key|secret|password|passwd"
+    r"|credential|connection_string|registry_auth)\w*\Z", re.IGNORECASE,
+)  # fmt: skip
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key or an environment variable holds a secret, by its name."""
+    return _SECRET.search(name) is not None or (name.isupper() and name.endswith(("_TOKEN", "_KEY")))
+
+
+def environment(variables: dict[str, Any]) -> dict[str, Any]:
+    """Environment variables for launch.env; secrets stay in the environment of the user."""
+    return {
+        name: Template(f"${{{name}}}") if is_secret(name) and re.fullmatch(r"[A-Za-z_]\w*", name) else str(value)
+        for name, value in variables.items()
+    }
 
 
 def is_off(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from whet.convert.configs.draft import Draft, is_off
 from whet.convert.configs.huggingface import DEFAULTS, HUB, LOGS, ROWS, SPEED, put_deepspeed, put_training_arguments
 from whet.convert.configs.read import find_file
-from whet.convert.configs.rules import put_adapter, put_batch, put_targets
+from whet.convert.configs.rules import LAUNCHER_ROWS, put_adapter, put_batch, put_launcher, put_targets
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
 from whet.convert.configs.trl import dataset_path
 from whet.core.files import read_json, user_path
@@ -44,6 +44,7 @@ _ROWS: Rows = {
     **ROWS,
     **DATA_ROWS,
     **TOKEN_ROWS,
+    **LAUNCHER_ROWS,
     **by_rule("stage finetuning_type lora_alpha lora_dropout use_rslora use_dora quantization_bit quantization_method "
               "pure_bf16 use_muon disable_gradient_checkpointing fp8"),
     **same_as(lora_rank="lora_r", lora_target="lora_target_modules", additional_target="lora_modules_to_save",
@@ -258,7 +259,10 @@ KIND = Kind(
     "llamafactory",
     "LLaMA-Factory 0.9",
     _ROWS,
-    (refuse_other_stages, put_training_arguments, put_mask, put_rows, put_sources, put_method, put_deepspeed),
+    (
+        put_launcher, refuse_other_stages, put_training_arguments, put_mask, put_rows, put_sources, put_method,
+        put_deepspeed,
+    ),
     defaults={
         **DEFAULTS, "stage": "sft", "finetuning_type": "lora", "max_length": 2048, "lora_r": 8, "lora_dropout": 0.0,
         "lora_target_modules": "all", "train_on_prompt": False, "mask_history": False, "packing": False,

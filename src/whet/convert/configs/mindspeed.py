@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from whet.convert.configs.draft import Draft
 from whet.convert.configs.huggingface import SPEED
 from whet.convert.configs.llamafactory import DATA_ROWS, TOKEN_ROWS, put_mask, put_rows, put_sources, put_tokens
@@ -78,7 +80,7 @@ def put_training(draft: Draft) -> None:
         draft.note("different", "max_steps", "MindSpeed-LLM ends after num_train_epochs even if max_steps is greater; "
                    "whet takes all steps")  # fmt: skip
     put_optimizer(draft)
-    put_schedule(draft)
+    put_schedule(draft, to_steps=math.floor, constant_warms_up=True)
     rate, lowest = draft.number("learning_rate"), draft.number("min_lr")
     if draft.settings["train.schedule.name"].value == "cosine" and rate and lowest is not None:
         draft.put(

@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from whet.convert.configs.draft import Draft
-from whet.convert.configs.rules import NO_CLIPPING, fraction
-from whet.convert.configs.table import Kind, Rows, by_rule, no_equivalent, not_needed
+from whet.convert.configs.read import LAUNCHER
+from whet.convert.configs.rules import LAUNCHER_ROWS, NO_CLIPPING, fraction, put_launcher
+from whet.convert.configs.table import Kind, Rows, by_rule, no_equivalent
 
 _EARLY = ("dtype", "weight_decay", "dry_run", "smoke_test")
 _LATER = ("load_optimizer", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "chatcore_every", "chatcore_max_cat",
@@ -19,13 +20,13 @@ _ROWS: Rows = {
     **by_rule(
         "run dtype model_tag model_step num_iterations max_seq_len device_batch_size total_batch_size embedding_lr "
         "unembedding_lr matrix_lr weight_decay init_lr_frac warmup_ratio warmdown_ratio final_lr_frac eval_every "
-        "eval_tokens mmlu_epochs gsm8k_epochs load_optimizer device_type nproc_per_node nnodes"
+        "eval_tokens mmlu_epochs gsm8k_epochs load_optimizer device_type"
     ),
     **no_equivalent("ChatCORE: eval.tasks scores answers during training", "chatcore_every chatcore_max_cat "
                     "chatcore_max_sample"),
     **no_equivalent("an option of the command: whet train --dry-run", "dry_run"),
     **no_equivalent("an option of the command: whet train --smoke", "smoke_test"),
-    **not_needed("`whet launch` starts the processes", "num_gpus num_nodes num_processes num_machines"),
+    **LAUNCHER_ROWS,
 }  # fmt: skip
 
 _WIDTH = 1280
@@ -71,7 +72,8 @@ def put_batch(draft: Draft) -> None:
     draft.put("train.micro_rows", micro, "device_batch_size")
     draft.put("data.packing", "best-fit")
     draft.put("data.too_long", "drop", why="a longer conversation would stay in nanochat's buffer for ever")
-    world = _world(draft)
+    put_launcher(draft)
+    world = draft.world if any(key.startswith(LAUNCHER) for key in draft.entries) else 1
     if world is not None:
         draft.world = world
         if size % (micro * length * world):
@@ -89,20 +91,6 @@ def put_batch(draft: Draft) -> None:
     )
     draft.note("different" if world else "decide", "num_iterations", "counts micro-batches, not optimizer steps, and "
                f"runs one short: {steps} steps of {accumulation} micro-batches on {processes}")  # fmt: skip
-
-
-def _world(draft: Draft) -> int | None:
-    """Processes that torchrun starts; None if a shell variable says it."""
-    size = 1
-    for key in ("nproc_per_node", "nnodes"):
-        if draft.has(key):
-            text = str(draft.raw(key))
-            if not text.isdecimal() or int(text) < 1:
-                draft.note("decide", key, "is not a number: set launch.gpus and launch.nodes")
-                return None
-            size *= int(text)
-            draft.put("launch.gpus" if key == "nproc_per_node" else "launch.nodes", int(text), key)
-    return size
 
 
 def put_optimizer(draft: Draft) -> None:

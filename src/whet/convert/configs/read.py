@@ -81,8 +81,10 @@ def _json_fault(text: str) -> str:
 
 # Command lines
 
-_LAUNCHERS = ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes", "num_machines")
-"""Options of torchrun, deepspeed and accelerate that give the number of processes."""
+LAUNCHER = "launcher."
+"""Before the options of torchrun, deepspeed and accelerate that give the number of processes."""
+
+_LAUNCHER_OPTIONS = ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes", "num_machines")
 
 
 def parse_command(text: str, name: str, command: str = "", numbered: bool = True) -> Node:
@@ -138,10 +140,10 @@ def _options(words: list[tuple[str, int]]) -> Iterator[tuple[str, list[str], int
         while not equals and at < len(words) and not _is_option(words[at][0]) and at != program:
             values.append(words[at][0])
             at += 1
-        if at - 1 < program and key.replace("-", "_") not in _LAUNCHERS:
-            continue
         if at - 1 < program:
-            values = values[:1]
+            if key.replace("-", "_") not in _LAUNCHER_OPTIONS:
+                continue
+            key, values = LAUNCHER + key.replace("-", "_"), values[:1]
         yield key, values, line
 
 

@@ -8,12 +8,38 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.read import LAUNCHER
+from whet.convert.configs.table import Rows, by_rule, under
 
 NO_CLIPPING = 1e9
 """A gradient norm that is never reached: whet has no switch that turns clipping off."""
+
+
+LAUNCHER_ROWS: Rows = by_rule(under("launcher", "nproc_per_node nnodes num_gpus num_nodes num_processes num_machines"))
+
+
+def put_launcher(draft: Draft) -> None:
+    """The number of processes that torchrun, deepspeed or accelerate starts; unknown if a shell variable says it."""
+    machines, processes = 1, 1
+    for name in ("nnodes", "num_nodes", "num_machines", "nproc_per_node", "num_gpus", "num_processes"):
+        key = f"{LAUNCHER}{name}"
+        if not draft.has(key):
+            continue
+        text = str(draft.raw(key))
+        if not text.isdecimal() or not 0 < int(text) < 10**6:
+            draft.note("decide", key, "is not a number: set launch.gpus and launch.nodes")
+            return
+        if name in ("nnodes", "num_nodes", "num_machines"):
+            machines = int(text)
+            draft.put("launch.nodes", machines, key)
+        else:
+            processes = int(text) // machines if name == "num_processes" else int(text)  # accelerate counts all
+            draft.put("launch.gpus", max(processes, 1), key)
+        draft.world = machines * max(processes, 1)
 
 
 def put_batch(draft: Draft, unit: Literal["conversations", "rows"]) -> None:
@@ -71,8 +97,8 @@ _SHAPES = {
 _SCHEDULE_KEYS = ("lr_scheduler_type", "lr_scheduler_kwargs")
 
 
-def put_schedule(draft: Draft) -> None:
-    """Shape, warm-up and lowest rate of the learning rate."""
+def put_schedule(draft: Draft, to_steps: Callable[[float], int] = math.ceil, constant_warms_up: bool = False) -> None:
+    """Shape, warm-up and lowest rate of the learning rate. `to_steps`: how a fraction of the run becomes steps."""
     name = str(draft.text("lr_scheduler_type") or "linear").lower().removeprefix("schedulertype.")
     options = _options(draft)
     shape = _SHAPES.get(name)
@@ -80,7 +106,7 @@ def put_schedule(draft: Draft) -> None:
         draft.note("no equivalent", "lr_scheduler_type", "whet has constant, linear, cosine and wsd; cosine is written")
         shape = "cosine"
     draft.put("train.schedule.name", shape, "lr_scheduler_type")
-    _put_warmup(draft, ignored=name == "constant")
+    _put_warmup(draft, to_steps, ignored=name == "constant" and not constant_warms_up)
     lowest = _lowest_rate(draft, name, options)
     if lowest:
         draft.put("train.schedule.min_frac", lowest, *_SCHEDULE_KEYS, "learning_rate")
@@ -108,7 +134,7 @@ def _option(draft: Draft, options: dict[str, Any], key: str, default: float) -> 
     return value
 
 
-def _put_warmup(draft: Draft, ignored: bool) -> None:
+def _put_warmup(draft: Draft, to_steps: Callable[[float], int], ignored: bool) -> None:
     """Steps, or a fraction of the run: transformers 5 has both in warmup_steps, 4 has warmup_ratio beside it."""
     steps, ratio = draft.number("warmup_steps") or 0, draft.number("warmup_ratio") or 0
     keys = [key for key in ("warmup_steps", "warmup_ratio") if draft.has(key)]
@@ -125,7 +151,7 @@ def _put_warmup(draft: Draft, ignored: bool) -> None:
     if value >= 1 and key == "warmup_steps":
         draft.put("train.schedule.warmup", math.ceil(value), key)
     elif value and (total := total_steps(draft)):
-        draft.put("train.schedule.warmup", math.ceil(value * total), key, "max_steps", why=f"{value} of {total} steps")
+        draft.put("train.schedule.warmup", to_steps(value * total), key, "max_steps", why=f"{value} of {total} steps")
     else:
         draft.put("train.schedule.warmup", float(value) if value else 0, key, why="of the run" if value else "")
     for other in keys:
@@ -326,12 +352,23 @@ def _put_interval(draft: Draft, every: float, key: str, to: str) -> None:
 
 def put_memory(draft: Draft) -> None:
     """Recomputation, offload and compilation, which change memory and speed alone."""
-    recompute = draft.flag("gradient_checkpointing")
+    recompute = _is_on(draft, "gradient_checkpointing", "offload", "offload_disk")
     draft.put("parallel.recompute", "full" if recompute else "none", "gradient_checkpointing")
-    if draft.flag("activation_offloading"):
-        draft.put("parallel.offload", "activations", "activation_offloading")
-    if draft.flag("torch_compile"):
-        draft.put("model.compile", True, "torch_compile")
+    for key in ("gradient_checkpointing", "activation_offloading"):
+        where = draft.raw(key) if isinstance(draft.raw(key), str) else ""
+        if "offload" in where or (
+            key == "activation_offloading" and _is_on(draft, key, "legacy", "disk", "hidden_states")
+        ):
+            draft.put("parallel.offload", "activations", key)
+        if "disk" in where:
+            draft.note("no equivalent", key, "offload to disk: whet offloads to the host's memory alone")
+    if _is_on(draft, "torch_compile", "auto"):
+        draft.put("model.compile", "auto" if draft.raw("torch_compile") == "auto" else True, "torch_compile")
+
+
+def _is_on(draft: Draft, key: str, *variants: str) -> bool:
+    """Whether something is on, by true or by the name of a variant."""
+    return draft.raw(key) in variants or draft.flag(key)
 
 
 def put_sharding(draft: Draft, key: str, offload: str = "") -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.draft import Draft, environment, is_off
 from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_deepspeed, put_training_arguments
-from whet.convert.configs.rules import put_adapter, put_batch, put_targets
+from whet.convert.configs.rules import LAUNCHER_ROWS, put_adapter, put_batch, put_launcher, put_targets
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
 
 _ROWS: Rows = {
     **ROWS,
     **LORA_ROWS,
+    **LAUNCHER_ROWS,
     **by_rule(
         "dataset_name dataset_config dataset_train_split dataset_test_split datasets test_split_size "
         "dataset_text_field max_length packing packing_strategy truncation_mode completion_only_loss "
@@ -115,7 +116,8 @@ def _is_file(path: str) -> bool:
 def dataset_path(draft: Draft, path: str) -> str:
     """A file or folder stays as it is; any other name is one of the hub."""
     is_local = _is_file(path) or path.startswith((".", "/", "~", "hub:", "builtin:")) or path in ("json", "csv")
-    exists = os.path.exists(draft.file.parent / path)  # noqa: PTH110 - Path.exists raises for names no file can have
+    places = (draft.file.parent / path, path)
+    exists = any(os.path.exists(place) for place in places)  # noqa: PTH110 - Path.exists raises for impossible names
     return path if is_local or exists else f"hub:{path}"
 
 
@@ -164,14 +166,14 @@ def put_environment(draft: Draft, key: str) -> None:
     given = draft.raw(key)
     if not isinstance(given, dict):
         raise draft.fail(key, "is not a mapping of names to values")
-    draft.put("launch.env", {name: str(value) for name, value in given.items()}, key)
+    draft.put("launch.env", environment(given), key)
 
 
 KIND = Kind(
     "trl",
     "TRL 1.16",
     _ROWS,
-    (put_training_arguments, put_mask, put_data, put_length_and_packing, put_model, put_deepspeed),
+    (put_launcher, put_training_arguments, put_mask, put_data, put_length_and_packing, put_model, put_deepspeed),
     defaults={
         **DEFAULTS, "learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True, "max_length": 1024,
         "packing": False, "packing_strategy": "bfd", "assistant_only_loss": False, "lora_r": 16, "lora_alpha": 32,
