@@ -150,8 +150,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """
     import random
 
-    from sentencepiece import SentencePieceTrainer
-
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
     folder, made = tmp_path_factory.mktemp("pieces"), dict[str, Path]()
     words = [
         "hello",
@@ -182,7 +181,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if name not in made:
             made[name] = folder / f"{len(made)}.model"
             with made[name].open("wb") as file:
-                SentencePieceTrainer.train(**{
+                trainer.train(**{
                     "sentence_iterator": iter(lines), "model_writer": file, "model_type": kind, "vocab_size": 420,
                     "hard_vocab_limit": False, "minloglevel": 2, "normalization_rule_name": "identity",
                     "control_symbols": ["<|endoftext|>", "r4", "r5", "r6", "<|user|>", "<|assistant|>"], **options,

@@ -1,11 +1,15 @@
 """Fixtures for all tests: small random models of several architectures, and padded batches of documents.
 
+builtin:smollm2 is here too: small, real, and not to be had everywhere.
+
 They import torch and transformers when they are used, so that tests without them start at once."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,23 @@ _SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+
+
+def smollm2_folder() -> Path:
+    """builtin:smollm2; where it cannot be had, the test is skipped."""
+    folder, reason = _find_smollm2()
+    return folder or pytest.skip(f"builtin:smollm2 cannot be had here: {reason}")
+
+
+@functools.cache
+def _find_smollm2() -> tuple[Path | None, str]:
+    from whet.core.errors import WhetError
+    from whet.model.load.builtin_models import builtin_folder
+
+    try:
+        return builtin_folder("builtin:smollm2"), ""
+    except WhetError as error:
+        return None, str(error)
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from whet.core.errors import BadRecordError, WhetError
+from small_models import smollm2_folder
+from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.renderer import Rendered, Renderer
-from whet.model.load.builtin_models import builtin_folder
 
 from .template_families import (
     CHATML_TEMPLATE,
@@ -76,7 +76,4 @@ def expected_loss(tokenizer: PreTrainedTokenizerFast, pieces: list[tuple[str, bo
 
 @cache
 def smollm2() -> PreTrainedTokenizerFast:
-    try:
-        return AutoTokenizer.from_pretrained(builtin_folder("builtin:smollm2"))
-    except WhetError as error:
-        pytest.skip(f"SmolLM2 is not available: {error}")
+    return AutoTokenizer.from_pretrained(smollm2_folder())

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor
 
 from examples import examples
 from whet.core.errors import WhetError
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
 
 from .template_families import CHATML, tokenizer_of
+
+
+def processor_of(path: Path) -> Any:
+    return pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(path))
 
 
 @pytest.fixture(scope="module", params=["fast", "bpe", "unigram"])
@@ -25,7 +29,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tokenizer_of(CHATML).backend_tokenizer.save(str(file))
         return open_decoder(file), 304
     path = request.getfixturevalue("pieces")(request.param, byte_fallback=True)
-    return open_decoder(path), SentencePieceProcessor(model_file=str(path)).get_piece_size()
+    return open_decoder(path), processor_of(path).get_piece_size()
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -62,7 +66,7 @@ def test_a_character_with_bytes_on_both_sides_of_a_border_is_shown_once(tmp_path
 
 def test_control_pieces_are_shown_by_name(pieces: Callable[..., Path]) -> None:
     decode = open_decoder(pieces("bpe"))
-    assert decode.text([7, *SentencePieceProcessor(model_file=str(pieces("bpe"))).encode("hello world"), 7, 3]) == (
+    assert decode.text([7, *processor_of(pieces("bpe")).encode("hello world"), 7, 3]) == (
         "<|user|>hello world<|user|><|endoftext|>"
     )
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +24,8 @@ from whet.data.prepare.tokenize import tokenize_records
 from whet.data.render.marked_text import MARKER_LOOK_ALIKE, MarkedRenderer
 from whet.data.render.renderer import Rendered
 from whet.tokenizer.encoders import FastTokenizerEncoder, SentencePieceEncoder, make_encoder
+
+SentencePieceProcessor = pytest.importorskip("sentencepiece").SentencePieceProcessor
 
 U, A, S = "<<<|user|>>>", "<<<|assistant|>>>", "<<<|system|>>>"
 MARKERS = Markers(user=Marker(text=U, id=7), assistant=Marker(text=A, id=8))

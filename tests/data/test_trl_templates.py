@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from examples import examples
-from whet.core.errors import BadRecordError, WhetError
+from small_models import smollm2_folder
+from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message
 from whet.data.render.layout_cache import Layout
 from whet.data.render.renderer import Rendered, Renderer
-from whet.model.load.builtin_models import builtin_folder
 
 from .conversation_strategies import conversations, plain_variant
 from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
@@ -244,10 +244,7 @@ def test_there_are_templates_enough() -> None:
 
 @cache
 def _real(name: str) -> PreTrainedTokenizerFast:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:smollm2"))
-    except WhetError as error:
-        pytest.skip(f"SmolLM2 cannot be had here: {error}")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     return next(template for template in TRL_TEMPLATES if template.name == name).fitted(tokenizer)
 
 

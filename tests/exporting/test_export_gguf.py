@@ -17,6 +17,8 @@ from whet.exporting.spec import ExportMismatchError
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 
+pytest.importorskip("gguf")
+
 PROBES = [list(range(3, 60)), list(range(100, 120))]
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -285,6 +285,9 @@ def test_a_full_disk_is_reported_and_nothing_is_left(
 ) -> None:
     from whet.exporting.exporter import EXPORT_FORMATS
 
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -323,6 +326,7 @@ def test_fused_experts_are_saved_separately(tmp_path: Path) -> None:
 
 
 def test_4_bit_layers_are_dequantized_with_and_without_an_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM
 
     from whet.model.lora.peft_adapters import unwrap_peft

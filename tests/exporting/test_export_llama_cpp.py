@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from small_models import smollm2_folder
 from whet.exporting.exporter import write_export
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.pretrained import load_model
@@ -51,6 +52,8 @@ class LlamaCpp:
 @pytest.mark.parametrize("path", ["builtin:tiny", "builtin:smollm2"])
 def test_llama_cpp_gives_the_same_answers(path: str, export_spec_of: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
+    if path == "builtin:smollm2":
+        smollm2_folder()
     config = ModelConfig(path=path)
     tokenizer = load_tokenizer(config)
     model = add_adapter(load_model(config, torch.float32), AdapterConfig(rank=4), seed=0).eval()

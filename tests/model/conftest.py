@@ -1,11 +1,17 @@
-"""Small random models of several architectures, and documents to run through them."""
+"""Small random models of several architectures, documents to run through them, and Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,3 +66,25 @@ def pack() -> Callable[[Sequence[Tensor]], SimpleNamespace]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def in_tritons_interpreter() -> Callable[[str, str], str]:
+    """in_tritons_interpreter(__file__, "compute(1)"): call a function of the test file on the CPU, and return what it
+    prints. In a new interpreter, no fork: Triton decides when it is imported whether it interprets."""
+    if find_spec("triton") is None:
+        pytest.skip("needs Triton, to interpret its kernels")
+    if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
+        pytest.skip("Triton's interpreter cannot count loops with numpy 2.4 or later")
+
+    def call(file: str, what: str) -> str:
+        path = os.pathsep.join(filter(None, sys.path))
+        told = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+        ended = subprocess.run(
+            [os.environ["WHET_TEST_PYTHON"], "-c", f"import {Path(file).stem} as cases; cases.{what}"],
+            cwd=Path(file).parent, env={**os.environ, **told}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    return call

@@ -14,6 +14,7 @@ from whet.model.config import AdapterConfig
 from whet.model.lora.peft_adapters import add_adapter, merge_adapter
 from whet.model.quantize import dequantize_weight, is_quantized, quantize_, weight_bytes
 
+pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")

@@ -31,6 +31,8 @@ from whet.model.quantize import (
     weight_bytes,
 )
 
+pytest.importorskip("bitsandbytes")
+
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
 FAMILIES = ["Llama", "Qwen2"]  # the second with biases

@@ -49,6 +49,8 @@ def make_run(whet: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _options(kind: str) -> list[str]:
+    if "quantize=nf4" in KINDS[kind]:
+        pytest.importorskip("bitsandbytes")
     short = ("train.steps=6", "checkpoint.every=3", "train.optimizer.lr=1e-2", "export.at_end=adapter")
     return [*short, *KINDS[kind]]
 

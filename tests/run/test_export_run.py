@@ -116,6 +116,7 @@ def test_a_gguf_file_holds_the_weights_of_the_merged_folder(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
+    pytest.importorskip("gguf")
     run: Path = request.getfixturevalue(kind)
     folder, certificate = exported(whet, run, "--to", "gguf", "--dtype", "f32", "--out", tmp_path / "gguf")
     (name,) = certificate["files"]
@@ -125,6 +126,7 @@ def test_a_gguf_file_holds_the_weights_of_the_merged_folder(
 
 
 def test_the_dtype_is_in_the_folder_name_and_in_the_certificate(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
     run = shutil.copytree(lora_run, tmp_path / "run")
     folder, certificate = exported(whet, run, "--to", "gguf", "--dtype", "q8_0")
     assert (folder, certificate["dtype"]) == (run / "exports/gguf-q8_0", "q8_0")
@@ -150,6 +152,7 @@ def test_a_bf16_run_exports_bf16(whet: Any, recipe: str, tmp_path: Path) -> None
 
 
 def test_a_run_can_end_in_a_gguf_file(whet: Any, recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
     arguments = ["train", recipe, f"run.dir={tmp_path / 'mine'}", "train.steps=1", "eval.at_start=false"]
     ended = whet(*arguments, "export.at_end=gguf")
     assert ended.code == 0, ended.err

@@ -29,6 +29,8 @@ CASES = [
 
 
 def _run(folder: Path, *options: str, resume: bool = False) -> list[tuple[float, float]]:
+    if "quantize=nf4" in options:
+        pytest.importorskip("bitsandbytes")
     run_training(_config(folder, "adapter.rank=8", *options), resume=resume)
     return _steps(folder)
 

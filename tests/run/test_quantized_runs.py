@@ -21,6 +21,8 @@ from whet.config import read_config
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
 
+pytest.importorskip("bitsandbytes")
+
 Steps = Callable[[Path], list[dict[str, Any]]]
 NF4 = ("quantize=nf4", "adapter.rank=4")
 PROMPT = "Please send two red mugs to Anna in Riga by Mon."

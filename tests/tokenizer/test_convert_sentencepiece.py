@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor
 from tokenizers import normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -23,6 +22,8 @@ from whet.tokenizer import convert_sentencepiece
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
 from whet.tokenizer.sentencepiece import BPE, UNIGRAM, load_processor, read_sentencepiece_model
 from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
+
+SentencePieceProcessor = pytest.importorskip("sentencepiece").SentencePieceProcessor
 
 Train = Callable[..., Path]
 U, A, S = "<<<|user|>>>", "<<<|assistant|>>>", "<<<|system|>>>"

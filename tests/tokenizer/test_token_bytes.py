@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples import examples
+from small_models import smollm2_folder
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
@@ -24,6 +25,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 @cache
 def builtin(name: str) -> tuple[Any, Any]:
+    if name == "builtin:smollm2":
+        smollm2_folder()
     tokenizer = load_tokenizer(ModelConfig(path=name))
     return tokenizer, bytes_per_token(tokenizer, 0)
 

@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.read.container import MAX_RECORD_BYTES
 from whet.data.read.sources import read_source
+
+pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 GOOD = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}'
 LONG = b"0" * (MAX_RECORD_BYTES + 2**20)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,6 +25,9 @@ from whet.data.read.json_files import split_array
 from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes
 
 from ..conftest import line
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
 
 GOOD = line(("user", "Hi"), ("assistant", "Hello"))
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(str.strip)

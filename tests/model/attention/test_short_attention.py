@@ -5,13 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,7 +92,7 @@ CHANGED = slice(5, 70)
 
 
 def compute(path: str) -> None:
-    """Run in a process of its own: Triton decides when it is imported whether it interprets."""
+    """Run in Triton's interpreter."""
     from whet.model.attention import short_kernels
 
     found = {
@@ -115,16 +110,10 @@ def compute(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensor]]:
+def found(in_tritons_interpreter: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensor]]:
     """What the kernels compute here, on the CPU."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton, to interpret its kernels")
-    if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
-        pytest.skip("Triton's interpreter cannot count loops with numpy 2.4 or later")
     path = tmp_path_factory.mktemp("short") / "found.pt"
-    code = f"import test_short_attention as tests; tests.compute({str(path)!r})"
-    folder = Path(__file__).parent
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    in_tritons_interpreter(__file__, f"compute({str(path)!r})")
     return torch.load(path)
 
 

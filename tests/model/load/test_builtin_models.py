@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from small_models import smollm2_folder
 from whet.core.errors import WhetError
 from whet.core.files import hash_file
 from whet.inference.generate import generate
@@ -28,11 +29,7 @@ SMOLLM2 = ModelConfig(path="builtin:smollm2")
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The converted model, or a reason why there is none here."""
-    try:
-        return builtin_folder(SMOLLM2.path)
-    except WhetError as error:
-        pytest.skip(f"SmolLM2 cannot be had here: {error}")
+    return smollm2_folder()
 
 
 def test_tiny_has_less_than_a_million_parameters() -> None:

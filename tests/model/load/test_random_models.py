@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from small_models import smollm2_folder
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
@@ -90,6 +91,7 @@ def test_the_quantization_of_a_config_is_ignored(shape: Path) -> None:
 
 def test_random_models_use_smollm2s_tokenizer_unless_the_folder_has_one(shape: Path) -> None:
     smollm2 = ModelConfig(path="builtin:smollm2")
+    smollm2_folder()
     for path in ("random:llama-8b", f"random:{shape}", f"random:{shape}/config.json"):
         config = ModelConfig(path=path)
         assert len(load_tokenizer(config)) == len(load_tokenizer(smollm2))

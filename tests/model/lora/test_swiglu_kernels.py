@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,16 +66,9 @@ def test_the_kernel_computes_the_definition(shape: Any, dtype: torch.dtype) -> N
     check(shape, dtype)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_computes_the_definition_in_tritons_interpreter() -> None:
-    """In a process of its own: triton decides when it is imported whether it interprets. In fp16, because its
-    interpreter (3.6) multiplies the bits of bf16 numbers."""
-    told = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ended = subprocess.run(
-        [sys.executable, "-c", f"import {Path(__file__).stem} as cases; cases.check_all()"],
-        cwd=Path(__file__).parent, env={**os.environ, **told}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended.stdout.split() == [str(len(SHAPES))], ended.stderr
+def test_the_kernel_computes_the_definition_in_tritons_interpreter(in_tritons_interpreter: Any) -> None:
+    """In fp16, because the interpreter (of Triton 3.6) multiplies the bits of bf16 numbers."""
+    assert in_tritons_interpreter(__file__, "check_all()").split() == [str(len(SHAPES))]
 
 
 def check_all() -> None:

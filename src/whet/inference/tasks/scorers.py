@@ -117,21 +117,29 @@ def _score_json(answer: str, example: Example) -> float:
     value, expected = _parse_json(answer), [_parse_json(each) for each in example.answers]
     if _NOT_JSON in expected:
         raise WhetError(f"{example.origin}: the correct answer is not valid JSON. Use another scorer")
-    try:
-        return float(value is not _NOT_JSON and any(_json_equal(value, each) for each in expected))
-    except RecursionError:
-        return 0.0
+    return float(value is not _NOT_JSON and any(_json_equal(value, each) for each in expected))
 
 
 def _json_equal(one: Any, other: Any) -> bool:
-    """Equal as JSON values: unlike in Python, true is not 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_json_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_json_equal, one, other))
-    return bool(one == other)
+    """Equal as JSON values: unlike in Python, true is not 1. Without recursion: whatever was parsed is compared, while
+    the depth at which Python gives up differs between versions."""
+    pairs = [(one, other)]
+    while pairs:
+        one, other = pairs.pop()
+        if isinstance(one, dict) and isinstance(other, dict):
+            if one.keys() != other.keys():
+                return False
+            pairs.extend((one[key], other[key]) for key in one)
+        elif isinstance(one, list) and isinstance(other, list):
+            if len(one) != len(other):
+                return False
+            pairs.extend(zip(one, other, strict=True))
+        elif isinstance(one, bool) or isinstance(other, bool):
+            if one is not other:
+                return False
+        elif one != other:
+            return False
+    return True
 
 
 _NOT_JSON = object()
