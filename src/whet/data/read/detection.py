@@ -149,7 +149,7 @@ def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
             return None
         except BadRecordError:
             continue
-    return name_preference(sample) or name_shape(sample, recognised=False)
+    return name_preference(sample) or name_shape(sample, recognised=True)  # others are bad records, line by line
 
 
 def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
