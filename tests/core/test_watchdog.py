@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
 from whet.core.heartbeat import Phase, describe_phase
-from whet.core.watchdog import describe_hang, lagging_ranks, stalled_s
+from whet.core.watchdog import Watchdog, describe_hang, lagging_ranks, stalled_s
 
 NOW = 10_000.0
 
@@ -58,3 +61,15 @@ def test_a_phase_has_its_step_and_its_duration() -> None:
     phase.end_wait()
     assert (phase.waits, phase.waiting) == (1, False)
     assert 0 <= phase.snapshot()["for_s"] < 5
+
+
+def test_the_age_of_a_heartbeat_does_not_depend_on_the_clock_of_its_machine() -> None:
+    """Rank 1 goes on, rank 2 is silent; their clocks do not enter."""
+    store = HashStore()
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._world_size, watchdog._began, watchdog._seen = 3, 5.0, {}
+    for rank in (1, 2):
+        store.set(f"whet/at/{rank}", json.dumps({"count": 0, "host": "a"}))
+    assert [beat["time"] for beat in watchdog._read_heartbeats(store, now=10.0).values()] == [5.0, 10.0, 10.0]
+    store.set("whet/at/1", json.dumps({"count": 1, "host": "a"}))
+    assert [beat["time"] for beat in watchdog._read_heartbeats(store, now=30.0).values()] == [5.0, 30.0, 10.0]

@@ -42,6 +42,7 @@ KillWait=5
 {nodes}
 PartitionName=debug Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=n[1-{count}] MaxTime=5 State=UP
+PartitionName=closed Nodes=n[1-{count}] AllowAccounts=physics State=UP
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.core.error_report import write_error_report
+from whet.core.error_report import read_first_error, report_texts, write_error_report
 from whet.launch.restart_policy import read_attempt_result
 
 
@@ -21,7 +21,7 @@ def failure(rank: int, code: int, message: str = "", at: float = 0.0) -> dict[st
 def ending(folder: Path, code: int, *failures: dict[str, Any], stop_requested: bool = False) -> tuple[Any, ...]:
     report = folder / "report.json"
     report.write_text(json.dumps(failures))
-    found = read_attempt_result(folder, code, report, began=0.0, stop_requested=stop_requested)
+    found = read_attempt_result(folder, code, report, earlier=frozenset(), stop_requested=stop_requested)
     return found.kind, found.exit_code, found.rank, found.message
 
 
@@ -64,7 +64,10 @@ def test_a_requested_stop_is_75_with_a_checkpoint_or_by_a_program(tmp_path: Path
     assert ending(tmp_path, 1, failure(0, -15), stop_requested=True)[:2] == ("stopped", 130)
     assert ending(tmp_path, 1, failure(0, 130))[:2] == ("stopped", 130)
     assert ending(tmp_path, 1, failure(0, 75))[:2] == ("stopped", 75)  # before the first step
-    assert read_attempt_result(tmp_path, -15, None, began=0.0, stop_requested=True, by_program=True).exit_code == 75
+    assert (
+        read_attempt_result(tmp_path, -15, None, earlier=frozenset(), stop_requested=True, by_program=True).exit_code
+        == 75
+    )
     (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-000010" / "manifest.json").touch()
     assert ending(tmp_path, 1, failure(0, -15), stop_requested=True)[:2] == ("stopped", 75)
@@ -74,13 +77,31 @@ def test_a_status_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     status = {"state": "stopped", "exit_code": 75, "heartbeat": time.time(), "reason": "stopped after step 3"}
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert ending(tmp_path, 1, failure(0, 75))[:2] == ("stopped", 75)
-    found = read_attempt_result(tmp_path, -signal.SIGKILL, None, began=time.time() + 60, stop_requested=False)
+    found = read_attempt_result(tmp_path, -signal.SIGKILL, None, report_texts(tmp_path), stop_requested=False)
     assert (found.kind, found.message) == ("crashed", "killed by SIGKILL")
+
+
+@pytest.mark.parametrize("skew_s", [-86400, 86400])
+def test_reports_of_machines_with_wrong_clocks(skew_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of this attempt counts though its clock is a day behind; an earlier one does not, though a day ahead."""
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + skew_s)
+    write_error_report(tmp_path, 1, "of the last attempt", 3)
+    stopped_status(tmp_path)
+    earlier = report_texts(tmp_path)
+    assert read_first_error(tmp_path, earlier) is None
+    assert read_attempt_result(tmp_path, -9, None, earlier, stop_requested=False).kind == "crashed"
+    write_error_report(tmp_path, 1, "of this attempt", 3)
+    found = read_first_error(tmp_path, earlier)
+    assert found is not None
+    assert found["message"] == "of this attempt"
+    stopped_status(tmp_path)
+    assert read_attempt_result(tmp_path, 75, None, earlier, stop_requested=False).kind == "stopped"
 
 
 def test_the_step_is_that_of_the_last_complete_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_attempt_result(tmp_path, -9, None, began=0.0, stop_requested=False).step == 2
+    assert read_attempt_result(tmp_path, -9, None, earlier=frozenset(), stop_requested=False).step == 2
 
 
 def stopped_status(folder: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from launch_options import OPTIONS
 from slurm_cluster import Cluster
 
+from whet.launch.slurm import follow_run
 from whet.launch.slurm_script import time_limit_seconds
 
 SITE = (
@@ -155,13 +156,33 @@ def submit(whet: Any, recipe: str, cluster: Cluster, tmp_path: Path) -> Callable
     ("option", "key"),
     [("launch.slurm.partition=none", "launch.slurm.partition"), ("launch.nodes=3", "launch.nodes"),
      ("launch.slurm.constraint=x", "launch.slurm.constraint"),
-     ("launch.slurm={partition: short, time: 100}", "launch.slurm.time")],
+     ("launch.slurm={partition: short, time: 100}", "launch.slurm.time"),
+     ("launch.slurm={partition: closed, account: chemistry}", "launch.slurm.account")],
 )  # fmt: skip
 def test_what_slurm_refuses_is_named(submit: Any, option: str, key: str, tmp_path: Path) -> None:
     error = submit(option, code=1)["error"]
     assert key in error
     assert "Slurm refused the job" in error
     assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_a_second_chain_into_one_folder_is_refused_while_one_is_queued(
+    submit: Any, cluster: Cluster, tmp_path: Path
+) -> None:
+    held = "launch.slurm.options=[--hold]"
+    jobs = submit(held, "--chain", "2")["jobs"]
+    error = submit(held, "--chain", "2", code=1)["error"]
+    assert f"job {jobs[0]}, {jobs[1]} of this run is queued or running. Wait for it, or cancel it" in error
+    cluster.run("scancel", *map(str, jobs))
+    again = submit(held)
+    code, reason = cancel_and_follow(cluster, tmp_path / "run", again["jobs"])
+    assert code == 3
+    assert f"job {again['job']}: it was cancelled before it began. Submit it again" in reason
+
+
+def cancel_and_follow(cluster: Cluster, run: Path, jobs: list[int]) -> tuple[int, str]:
+    cluster.run("scancel", *map(str, jobs))
+    return follow_run(run, jobs)
 
 
 def test_a_script_that_was_edited_stays(submit: Any, tmp_path: Path) -> None:

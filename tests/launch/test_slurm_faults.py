@@ -17,6 +17,7 @@ from launch_options import OPTIONS, STEPS
 from slurm_cluster import Cluster, missing_programs, slurm_cluster
 
 import whet as package
+from whet.launch.slurm import follow_run
 
 
 @pytest.fixture
@@ -115,6 +116,99 @@ def test_the_other_node_continues_when_one_dies(
     assert "continuing after step" in cluster.output(run, job)
     assert_same(run, whole)
     assert_same_weights(run, whole)
+
+
+# The first start is slow, so that the time limit ends it; later ones, which find a checkpoint, are quick.
+SLOW_START = """
+import os, sys, threading, time
+
+def slow_down():
+    while not hasattr(getattr(sys.modules.get("torch"), "Tensor", None), "backward"):
+        time.sleep(0.05)
+    import torch
+
+    backward = torch.Tensor.backward
+
+    def slow_backward(*args, **kwargs):
+        time.sleep(3)
+        return backward(*args, **kwargs)
+
+    torch.Tensor.backward = slow_backward
+
+if not os.path.exists(RUN + "/checkpoints/latest"):
+    threading.Thread(target=slow_down, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["requeue", "chain", "kill"])
+def test_a_run_that_its_time_limit_ends_continues_and_ends_the_same(
+    how: str, submit: Any, cluster: Cluster, run: Path, whole: Path, assert_same: Any, tmp_path: Path,
+    real_python: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Slurm's own clock: it sends its warning 30 to 60 s after the start. `kill`: the warning is one that the job does
+    not know, and the time limit ends it."""
+    plant(tmp_path, monkeypatch, f"RUN = {str(run)!r}\n{SLOW_START}")
+    if how == "requeue":
+        job = submit("launch.slurm.time=2", "launch.slurm.warning=60")["job"]
+        assert "Restarts=0" not in cluster.wait_for_state(job, "COMPLETED", timeout_s=280)
+    else:
+        options = ["launch.slurm.max_requeues=0", "--chain", "3"]
+        if how == "kill":
+            options += ["launch.slurm.time=1", "launch.slurm.options=['--signal=B:CONT@60']", "checkpoint.every=2"]
+        else:
+            options += ["launch.slurm.time=2", "launch.slurm.warning=60"]
+        first, _, last = submit(*options)["jobs"]
+        text = cluster.wait_for_state(first, "FAILED", "TIMEOUT", timeout_s=280)
+        assert ("JobState=TIMEOUT" if how == "kill" else "ExitCode=75:0") in text
+        cluster.wait_for_state(last, "COMPLETED", timeout_s=200)
+    assert_same(run, whole)
+    assert_same_weights(run, whole)
+
+
+@pytest.mark.slow
+def test_requeues_are_limited(submit: Any, cluster: Cluster, run: Path) -> None:
+    job = submit("launch.slurm.max_requeues=1", "train.steps=100000")["job"]
+    for step in (2, 4):
+        wait_for_step(cluster, job, run, step)
+        cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+        until = time.monotonic() + 60
+        while cluster.output(run, job).count("a checkpoint is saved") < step / 2:
+            assert time.monotonic() < until, cluster.output(run, job)
+            time.sleep(0.1)
+    text = cluster.wait_for_state(job, "FAILED")
+    assert "Restarts=1" in text
+    assert "ExitCode=75:0" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_does_not_see_the_run_folder_is_named(
+    nodes: int, submit: Any, cluster: Cluster, run: Path, tmp_path: Path
+) -> None:
+    cluster.kill_node(2)
+    cluster.start_node(2, hidden=tmp_path)
+    where = ["launch.slurm.options=[--nodelist=n2]"] if nodes == 1 else ["launch.nodes=2"]
+    found = submit(*where, "--wait", code=1 if nodes == 2 else 3)
+    if nodes == 1:
+        assert "without output: its first node could not write" in found["reason"]
+    else:
+        assert f"error: run.dir: n2 does not see {run}/slurm/recipe.yaml" in cluster.output(run, found["job"])
+    assert not (run / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_saves_and_can_be_continued(
+    submit: Any, cluster: Cluster, run: Path, whole: Path, assert_same: Any
+) -> None:
+    job = submit()["job"]
+    wait_for_step(cluster, job, run, 5)
+    cluster.run("scancel", str(job))
+    cluster.wait_for_state(job, "CANCELLED")
+    code, reason = follow_run(run, [job])
+    assert (code, "it was cancelled" in reason, "--resume" in reason) == (75, True, True)
+    assert submit("--resume", "--wait")["exit_code"] == 0
+    assert_same(run, whole)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

@@ -186,7 +186,7 @@ class CheckpointSaver:
         if not self._cached_metadata:
             self._cached_metadata = dict(self._metadata())
         content = {"step": step, "parts": parts, "world": self._ranks.world_size, **self._cached_metadata}
-        content["blocked_s"] = round(self.blocked_s, 3)
+        content |= {"blocked_s": round(self.blocked_s, 3), "save_s": round(time.monotonic() - self.last_saved, 3)}
         for file in self._synced:
             fsync_file(file)
         write_manifest(temporary, {**content, "state": state, "files": files})

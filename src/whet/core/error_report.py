@@ -45,12 +45,21 @@ def write_torchelastic_error(message: str) -> None:
             file.write_text(json.dumps({"message": {"message": message, "extraInfo": info}}))
 
 
-def read_first_error(folder: Path, since: float) -> dict[str, Any] | None:
-    """The report of the process that failed first after the time `since`."""
+def report_texts(folder: Path) -> frozenset[str]:
+    """status.json and all error reports as they are, to tell later ones from them: by content, because the clocks of
+    machines differ. Each has the time and the process id of its writer."""
+    texts = []
+    for file in (folder / "status.json", *folder.glob("logs/rank-*.json")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            texts.append(file.read_text())
+    return frozenset(texts)
+
+
+def read_first_error(folder: Path, earlier: frozenset[str]) -> dict[str, Any] | None:
+    """The report of the process that failed first since `earlier` was read."""
     found = []
     for file in folder.glob("logs/rank-*.json"):
-        with contextlib.suppress(OSError, WhetError):  # another machine may be writing or removing it
-            report = read_hashed_json(file, time=(int, float), exit_code=int, rank=int, message=str)
-            if report["time"] >= since:
-                found.append(report)
+        with contextlib.suppress(OSError, WhetError, UnicodeDecodeError):  # another machine may write or remove it
+            if file.read_text() not in earlier:
+                found.append(read_hashed_json(file, time=(int, float), exit_code=int, rank=int, message=str))
     return min(found, key=lambda report: report["time"], default=None)

@@ -26,7 +26,8 @@ COLLECTIVE_MARGIN_S = 120.0
 """How much later than the watchdog a collective times out, so that the watchdog reports first."""
 
 Heartbeat = Mapping[str, Any]
-"""A `Phase.snapshot` with `host` and `time`."""
+"""A `Phase.snapshot` with `host`, and `time`: when this process saw it first, on its own monotonic clock. The clocks of
+other machines may be wrong."""
 
 
 class Watchdog:
@@ -37,7 +38,10 @@ class Watchdog:
         self._rank, self._world_size, self._timeout_s, self._on_hang = rank, world_size, timeout_s, on_hang
         self._period_s = min(_PERIOD_S, timeout_s / 10)
         self._silent_after_s = _SILENT_PERIODS * self._period_s
-        self._began, self._closed = time.time(), threading.Event()
+        self._began, self._closed = time.monotonic(), threading.Event()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        """The last heartbeat of each rank, and when it was new to this process."""
+        self._next_look, self._count = 0.0, 0
         self._store: TCPStore | None = None
         self._thread = threading.Thread(target=self._run, name="whet-watchdog", daemon=True)
         self._thread.start()
@@ -61,25 +65,41 @@ class Watchdog:
     def _check(self) -> None:
         if self._store is None:
             self._store = connect_store(max(1.0, min(60.0, self._timeout_s)))
-        mine = PHASE.snapshot() | {"host": socket.gethostname(), "time": time.time()}
+        mine = PHASE.snapshot() | {"host": socket.gethostname(), "count": self._count}
+        self._count += 1  # two heartbeats of one rank differ
         self._store.set(_heartbeat_key(self._rank), json.dumps(mine))
-        if mine["for_s"] < self._timeout_s or mine["unbounded"]:
+        now = time.monotonic()
+        if mine["for_s"] < 2 * self._period_s or mine["unbounded"]:
+            self._seen.clear()
             return
-        now, beats = time.time(), self._read_heartbeats(self._store)
-        if all(stalled_s(beat, now, self._silent_after_s) >= self._timeout_s for beat in beats.values()):
+        if mine["for_s"] < self._timeout_s and now < self._next_look:
+            return
+        # Seldom before the timeout, to know by then since when the others are silent: thousands of ranks may wait
+        self._next_look = now + self._timeout_s / 10
+        beats = self._read_heartbeats(self._store, now)
+        if mine["for_s"] >= self._timeout_s and all(
+            stalled_s(beat, now, self._silent_after_s) >= self._timeout_s for beat in beats.values()
+        ):
             hang = describe_hang(beats, now, self._timeout_s, self._silent_after_s)
             if self._store.compare_set("whet/hang", "", str(self._rank)) == str(self._rank).encode():
                 self._abort(hang)
             time.sleep(self._period_s)  # the rank that reports writes its files first
             os._exit(ExitCode.FAILED)
 
-    def _read_heartbeats(self, store: TCPStore) -> dict[int, Heartbeat]:
+    def _read_heartbeats(self, store: TCPStore, now: float) -> dict[int, Heartbeat]:
         unheard = {
             "step": 0, "name": "starting", "waits": 0, "waiting": False, "unbounded": False, "for_s": 0.0,
             "time": self._began, "host": "?",
         }  # fmt: skip
-        keys = [_heartbeat_key(rank) for rank in range(self._world_size)]
-        return {rank: json.loads(store.get(key)) if store.check([key]) else unheard for rank, key in enumerate(keys)}
+        beats: dict[int, Heartbeat] = {}
+        for rank in range(self._world_size):
+            beats[rank] = unheard
+            if store.check([_heartbeat_key(rank)]):
+                beat = store.get(_heartbeat_key(rank))
+                if rank not in self._seen or self._seen[rank][0] != beat:
+                    self._seen[rank] = beat, now
+                beats[rank] = json.loads(beat) | {"time": self._seen[rank][1]}
+        return beats
 
     def _abort(self, message: str) -> None:
         if not self._closed.is_set():

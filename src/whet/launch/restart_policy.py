@@ -140,16 +140,22 @@ def read_program_result(code: int, report: Path, stop_requested: bool, by_progra
 
 
 def read_attempt_result(
-    folder: Path, code: int, report: Path | None, began: float, stop_requested: bool, by_program: bool = False
+    folder: Path,
+    code: int,
+    report: Path | None,
+    earlier: frozenset[str],
+    stop_requested: bool,
+    by_program: bool = False,
 ) -> AttemptResult:
     """`code`: of the process that was started. `report`: torchrun's; None if a single process was started directly.
+    `earlier`: what `report_texts` gave before the attempt.
     `stop_requested`: a signal was forwarded; `by_program`: by a scheduler, which will start the run again."""
     step = finished_steps(folder)
     if code == ExitCode.DONE:
         return AttemptResult("done", ExitCode.DONE, step)
-    status = read_status(folder)
-    state = status.get("state") if float(status.get("heartbeat") or 0.0) >= began else None
-    first = _first_failure(folder, code, report, began)
+    status = _new_status(folder, earlier)
+    state = status.get("state")
+    first = _first_failure(folder, code, report, earlier)
     may_be_requested = stop_requested or not _is_root_cause(first)
     if may_be_requested and state == "stopped" and status.get("exit_code") in _STOPPED:
         return AttemptResult("stopped", status["exit_code"], step, status.get("reason") or "stopped")
@@ -162,6 +168,14 @@ def read_attempt_result(
     kind = "input" if first["exit_code"] in _INPUT and first["rank"] is not None else "crashed"
     exit_code = ExitCode.INPUT if kind == "input" else ExitCode.FAILED
     return AttemptResult(kind, exit_code, step, first["message"], first["rank"], first.get("host"))  # type: ignore[arg-type]
+
+
+def _new_status(folder: Path, earlier: frozenset[str]) -> dict[str, Any]:
+    """status.json, if it was written since."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if (folder / "status.json").read_text() not in earlier:
+            return read_status(folder)
+    return {}
 
 
 def _is_root_cause(failure: dict[str, Any]) -> bool:
@@ -180,14 +194,14 @@ def _stopped_result(folder: Path, step: int, by_program: bool) -> AttemptResult:
     return AttemptResult("stopped", ExitCode.INTERRUPTED, step, "interrupted before there was anything to save")
 
 
-def _first_failure(folder: Path, code: int, report: Path | None, began: float) -> dict[str, Any]:
+def _first_failure(folder: Path, code: int, report: Path | None, earlier: frozenset[str]) -> dict[str, Any]:
     """The root cause among failures that cause each other. In this order, because the earlier cannot be a consequence:
 
     a crash of its own (SIGSEGV, SIGABRT), which leaves no error report; an error report, which is about the process's
     own error, not about a lost peer; SIGKILL, from outside or from torchrun to a worker that did not end; other exit
     codes, those with a message first and stopped processes last.
     """
-    report_of_process = read_first_error(folder, began)
+    report_of_process = read_first_error(folder, earlier)
     if report is None:
         message = f"killed by {signal.Signals(-code).name}" if code < 0 else read_status(folder).get("reason") or ""
         return {"rank": 0, "exit_code": code, "message": message}

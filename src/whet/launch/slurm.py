@@ -15,9 +15,9 @@ from types import MappingProxyType
 from whet.config import Config
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode, WhetError
-from whet.core.files import append_json_line, atomic_write, hash_bytes, read_json_lines
+from whet.core.files import append_json_line, atomic_write, file_lock, hash_bytes, read_json_lines
 from whet.core.run_folder import read_status
-from whet.launch.config import SlurmConfig
+from whet.launch.save_time import find_save_time, require_time_to_save, save_problems
 from whet.launch.slurm_script import SlurmJob, render_script, require_plain_paths, time_limit_seconds, warning_seconds
 
 SCRIPT, RECIPE, JOBS = "job.sh", "recipe.yaml", "jobs.jsonl"
@@ -27,12 +27,17 @@ ENDED_STATES = (
     "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
 )  # fmt: skip
 
-_NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "PartitionInactive")
+_NEVER = re.compile(
+    "PartitionNodeLimit|PartitionTimeLimit|PartitionConfig|BadConstraints|PartitionInactive|InvalidAccount|InvalidQOS"
+    "|can't_use_this_partition"
+)
 """Why Slurm keeps a job in its queue that it will not start as things are."""
 _REFUSALS = {
-    r"invalid account": ("launch.slurm.account", "`sacctmgr show associations user=$USER` lists yours"),
-    r"invalid partition": ("launch.slurm.partition", "`sinfo -s` lists the partitions"),
-    r"invalid qos": ("launch.slurm.qos", "`sacctmgr show qos` lists them"),
+    r"invalid ?account|account_not|account.*partition": (
+        "launch.slurm.account", "`sacctmgr show associations user=$USER` lists yours",
+    ),
+    r"invalid partition|use_this_partition": ("launch.slurm.partition", "`sinfo -s` lists the partitions"),
+    r"invalid ?qos": ("launch.slurm.qos", "`sacctmgr show qos` lists them"),
     r"time ?limit": ("launch.slurm.time", "`sinfo -o '%P %l'` shows the limit of each partition"),
     r"feature|BadConstraints": ("launch.slurm.constraint", "`sinfo -o '%P %f'` shows the features of nodes"),
     r"node count|too many nodes|PartitionNodeLimit": ("launch.nodes", "`sinfo -s` shows how many nodes there are"),
@@ -67,27 +72,35 @@ def render_job(config: Config) -> str:
 
 
 def submit_run(config: Config, chain: int = 1, then: str | None = None, resume: bool = False) -> Submitted:
-    """Write RUN/slurm/job.sh and submit it, `chain` times one after the other, then the command `then`."""
+    """Write RUN/slurm/job.sh and submit it, `chain` times one after the other, then the command `then`: all of them, or
+    none."""
     require_submittable(config, resume)
     env = config.launch.required_variables()
     job = slurm_job(config)
-    job.folder.mkdir(parents=True, exist_ok=True)
-    script = write_script(job.folder / SCRIPT, render_script(job))
-    atomic_write(job.folder / RECIPE, config.dump().encode())
-    for problem in cluster_problems(config.launch.slurm, chain):
+    for problem in cluster_problems(config, chain):
         warn(problem)
     jobs: list[int] = []
-    for _ in range(chain):
-        after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        jobs.append(sbatch([*after, str(script)], env))
-        append_json_line(job.folder / JOBS, {"job": jobs[-1], "submitted": time.time(), "script": SCRIPT})
-    next_job = None
-    if then is not None:
-        words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
-        then_script = write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
-        next_job = sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)], env)
-        append_json_line(job.folder / JOBS, {"job": next_job, "submitted": time.time(), "script": "then.sh"})
-    return Submitted(tuple(jobs), next_job, script)
+    with file_lock(
+        job.folder / "submitting"
+    ):  # of two chains into one folder, submitted at once, the second is refused
+        require_submittable(config, resume)
+        script = write_script(job.folder / SCRIPT, render_script(job))
+        atomic_write(job.folder / RECIPE, config.dump().encode())
+        try:
+            for _ in range(chain):
+                after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
+                jobs.append(sbatch([*after, str(script)], env))
+            if then is not None:
+                words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
+                then_script = write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
+                jobs.append(sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)], env))
+        except WhetError:
+            if jobs:
+                run_slurm("scancel", *map(str, jobs))
+            raise
+        for number, name in zip(jobs, [SCRIPT] * chain + ["then.sh"], strict=False):
+            append_json_line(job.folder / JOBS, {"job": number, "submitted": time.time(), "script": name})
+    return Submitted(tuple(jobs[:chain]), jobs[chain] if then is not None else None, script)
 
 
 def require_submittable(config: Config, resume: bool) -> None:
@@ -125,7 +138,7 @@ def sbatch(arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({
     if done.returncode == 0:
         job = int(done.stdout.strip().split(";")[0].splitlines()[-1])
         reason = _pending_reason(job)
-        if reason not in _NEVER:
+        if not _NEVER.search(reason):
             return job
         run_slurm("scancel", str(job))
     else:
@@ -184,7 +197,7 @@ def job_fields(job: int) -> dict[str, str]:
 
 def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
     """Wait for the last of the jobs; returns the run's exit code and how the job ended."""
-    shown, state = "", "COMPLETED"
+    shown, state, fields = "", "COMPLETED", dict[str, str]()
     for job in jobs:
         while True:
             fields = job_fields(job)
@@ -201,10 +214,20 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
             time.sleep(POLL_S)
     status = read_status(folder)
     code = status.get("exit_code")
-    if state == "COMPLETED" and code is not None:
+    if code == ExitCode.DONE or (state == "COMPLETED" and code is not None):
         return int(code), str(status.get("reason") or status["state"])
-    reason = f"job {jobs[-1]}: {describe_end(state)}; its output is in {folder / 'slurm'}"
-    return int(code) if code else ExitCode.FAILED, reason
+    output = folder / "slurm" / f"{jobs[-1]}.out"
+    if output.exists():
+        reason = f"job {jobs[-1]}: {describe_end(state)}; its output is in {output}. Continue it with --resume"
+    elif state == "CANCELLED":
+        reason = f"job {jobs[-1]}: it was cancelled before it began. Submit it again, with --resume if the run exists"
+    else:
+        reason = (
+            f"job {jobs[-1]}: {describe_end(state)} without output: its first node could not write {output}. Give a "
+            "folder that all nodes share: run.dir=FOLDER"
+        )
+    ended_with = int(fields.get("ExitCode", "0:0").split(":")[0])
+    return int(code or ended_with or ExitCode.FAILED), reason
 
 
 def describe_end(state: str) -> str:
@@ -219,8 +242,11 @@ def describe_end(state: str) -> str:
 # What defeats a run's survival.
 
 
-def cluster_problems(slurm: SlurmConfig, chain: int) -> list[str]:
-    """Settings of the job or of the cluster with which a run would not survive its time limit or a preemption."""
+def cluster_problems(config: Config, chain: int) -> list[str]:
+    """Settings of the job or of the cluster with which a run would not survive its time limit or a preemption. Raises
+    where nothing could be saved at all."""
+    slurm, save = config.launch.slurm, find_save_time(config)
+    require_time_to_save(config, save)
     done = run_slurm("scontrol", "show", "config")
     if done.returncode != 0:
         raise WhetError(f"--on slurm: the cluster does not answer ({done.stderr.strip()}). Is slurmctld up?")
@@ -239,6 +265,7 @@ def cluster_problems(slurm: SlurmConfig, chain: int) -> list[str]:
             f"this cluster preempts jobs (PreemptMode={preempts}) and gives them {kill_wait} to end (KillWait): a run "
             "that cannot save in that time continues from its newest checkpoint. Set checkpoint.minutes"
         )
+    problems += save_problems(config, save, float(re.findall(r"\d+", kill_wait)[0]))
     if "CANCEL" in preempts and chain == 1:
         problems.append("this cluster cancels the jobs that it preempts instead of queueing them again. Use --chain")
     return problems

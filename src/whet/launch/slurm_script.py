@@ -48,7 +48,8 @@ class SlurmJob:
     def excludes_nodes(self) -> bool:
         """Whether a log policy may have the job queued again without a node."""
         policies = self.launch.log_policies
-        return bool(self.launch.slurm.max_requeues) and any(each.action == "exclude_node" for each in policies)
+        can_requeue = self.on_all_nodes and self.launch.slurm.max_requeues > 0
+        return can_requeue and any(each.action == "exclude_node" for each in policies)
 
     @property
     def is_warned(self) -> bool:
@@ -124,7 +125,7 @@ def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     if slurm.exclusive:
         options.append("--exclusive=user" if slurm.exclusive == "user" else "--exclusive")
-    if job.kind == "run":
+    if job.kind == "run" or job.excludes_nodes:
         options.append("--requeue" if slurm.max_requeues else "--no-requeue")
     return options
 
@@ -215,15 +216,15 @@ def _requeue_lines(job: SlurmJob) -> list[str]:
             "fi",
         ]
     return [
-        f"if [ $code -eq 75 ] && {_RESTARTS} -lt {limit} ]; then",
-        f"    if [ -s ${EXCLUDED_VARIABLE} ]; then",
+        f"if {_RESTARTS} -lt {limit} ]; then",
+        f'    if [ -s "${EXCLUDED_VARIABLE}" ]; then',
         "        # A log policy excludes nodes. Requeueing ends this script, which must finish first.",
         "        trap '' TERM",
         f"        nodes=$( (squeue -h -j $SLURM_JOB_ID -o %x; cat ${EXCLUDED_VARIABLE}) | grep . | paste -sd,)",
         "        scontrol requeuehold $SLURM_JOB_ID",
         "        scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$nodes",
         "        scontrol release $SLURM_JOB_ID",
-        '    elif [ "$warned" ]; then',
+        '    elif [ "$warned" ] && [ $code -eq 75 ]; then',
         "        scontrol requeue $SLURM_JOB_ID",
         "    fi",
         "fi",

@@ -17,6 +17,7 @@ from typing import Any
 
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
+from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, write_json
 from whet.core.processes import child_pids
@@ -56,7 +57,7 @@ def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
         while True:
             began = time.time()
             output = ProcessOutput(job.log_policies, stdout)
-            result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, began, output)
+            result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, output)
             attempts.append(result)
             decision: Restart | Finish = decide_restart(attempts, job.max_restarts, job.wait_s, excludable_node())
             if isinstance(decision, Restart) and (other := given_up.read()):
@@ -89,15 +90,18 @@ def _stopped_during_backoff(job: LaunchJob, signals: _SignalForwarder) -> tuple[
     """A signal between two attempts."""
     if job.folder is None:
         return ExitCode.STOPPED if signals.by_program else ExitCode.INTERRUPTED, "stopped before the restart"
-    stopped = read_attempt_result(job.folder, 1, None, time.time(), stop_requested=True, by_program=signals.by_program)
+    stopped = read_attempt_result(
+        job.folder, 1, None, report_texts(job.folder), stop_requested=True, by_program=signals.by_program
+    )
     return stopped.exit_code, stopped.message
 
 
 def _run_attempt(
-    job: LaunchJob, resume: bool, signals: _SignalForwarder, given_up: GivenUpFile, began: float, output: ProcessOutput
+    job: LaunchJob, resume: bool, signals: _SignalForwarder, given_up: GivenUpFile, output: ProcessOutput
 ) -> AttemptResult:
     """Start the processes, forward signals to them, and wait until they end."""
     command = launch_command(job, resume)
+    earlier = frozenset[str]() if job.folder is None else report_texts(job.folder)
     with tempfile.TemporaryDirectory(prefix="whet-launch-") as scratch:
         report = Path(scratch) / "report.json" if job.uses_torchrun else None
         env = {**os.environ, **job.env, SUPERVISOR_VARIABLE: str(os.getpid())}
@@ -117,7 +121,7 @@ def _run_attempt(
             message = f"{gone['host']} has given up: {gone['reason']}"
             return AttemptResult("crashed", ExitCode.FAILED, finished_steps(job.folder), message)
         result = read_attempt_result(
-            job.folder, code, report, began, stop_requested=signals.count > 0, by_program=signals.by_program
+            job.folder, code, report, earlier, stop_requested=signals.count > 0, by_program=signals.by_program
         )
         return replace(result, match=output.match)
 

@@ -13,7 +13,7 @@ from typing import Any
 from whet.core import launch_env
 from whet.core.console import print_error
 from whet.core.distributed import Ranks, is_peer_failure
-from whet.core.error_report import read_first_error, write_error_report, write_torchelastic_error
+from whet.core.error_report import read_first_error, report_texts, write_error_report, write_torchelastic_error
 from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError, describe_error
 from whet.core.files import hash_file, hash_json, write_json
 from whet.core.heartbeat import PHASE
@@ -158,23 +158,23 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 def report_failures(folder: Path, rank: int, world_size: int) -> Iterator[None]:
     """Write an error to the run's folder before the other processes can notice it. Where the error is only the loss of
     another process, raise that process's error instead."""
-    began = time.time()
     (folder / "logs" / f"rank-{rank}.json").unlink(missing_ok=True)
+    earlier = report_texts(folder)
     try:
         yield
     except (StoppedError, KeyboardInterrupt):
         raise
     except BaseException as error:
         if world_size > 1 and is_peer_failure(error):
-            raise RunFailedError(_lost_peer_message(folder, began, error)) from None
+            raise RunFailedError(_lost_peer_message(folder, earlier, error)) from None
         if world_size > 1:
             code = error.exit_code if isinstance(error, WhetError) else ExitCode.FAILED
             write_error_report(folder, rank, _error_text(error), code)
         raise
 
 
-def _lost_peer_message(folder: Path, began: float, error: BaseException) -> str:
-    first: dict[str, Any] | None = read_first_error(folder, began)
+def _lost_peer_message(folder: Path, earlier: frozenset[str], error: BaseException) -> str:
+    first: dict[str, Any] | None = read_first_error(folder, earlier)
     end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
     if first is None:
         return f"another process of this run exited: {_error_text(error)}. {end}"
