@@ -69,10 +69,14 @@ def options_of(script: str) -> list[str]:
         (["--on", "slurm", "--", "prepare"], 2, "Missing argument 'CONFIG'"),
         (["--on", "slurm", "--", "prepare", "none.yaml"], 1, "none.yaml"),
         (["--on", "slurm", "--", "import", "chekpoint"], 2, "-- import chekpoint: no such command"),
+        (["--on", "slurm", "--", "import", "checkpoint", "neox"], 2, "-- import checkpoint: Missing argument 'DIR'"),
+        (["--on", "slurm", "--", "python", "-c", "\udcff"], 1, "not valid UTF-8"),
+        (["--", "./my_trainer.py.orig"], 1, "chmod +x ./my_trainer.py.orig"),
         (["--on", "slurm", "--chain", "2", "--", "eval", "x"], 2, "--chain and --then are for runs"),
         (["--on", "slurm", "train.steps=1", "--", "eval", "x"], 2, "before -- only launch.…=VALUE may stand"),
         (["--on", "slurm", "launch.slurm.tim=1", "--", "eval", "x"], 1, "launch.slurm.time"),
         (["--interactive", "--", "eval", "x"], 1, "--interactive needs a terminal"),
+        (["--interactive", "--", "prepare", "RECIPE", "--shard", "auto"], 2, "remove --interactive"),
         (["--interactive"], 2, "--interactive takes a verb or a program"),
         (["--interactive", "--on", "local", "--", "eval", "x"], 2, "remove --on local"),
         (["--notebook", "--", "eval", "x"], 2, "--notebook starts Jupyter, not a verb"),
@@ -80,7 +84,8 @@ def options_of(script: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_what_is_refused(whet: Any, recipe: str, words: list[str], code: int, message: str, tmp_path: Path) -> None:
-    (tmp_path / "my_trainer.py").touch()
+    for name in ("my_trainer.py", "my_trainer.py.orig"):
+        (tmp_path / name).touch()
     ended = whet("launch", *(recipe if word == "RECIPE" else word for word in words))
     assert (ended.code, ended.out) == (code, ""), ended.err
     assert message in ended.err
@@ -106,6 +111,8 @@ def test_a_verb_runs_once_with_the_settings_of_its_run(whet: Any, tmp_path: Path
     assert {"--account=mine", "--time=30", "--nodes=1", "--gpus-per-node=8", "--ntasks-per-node=1"} <= {*options}
     assert f"--output={tmp_path}/jobs/eval-my-200/%j.out" in options
     assert last_command(script).endswith("-m whet eval runs/my@200 --tasks 'a b.jsonl'")
+    later = dry_run(whet, "--", "eval", "runs/my", "launch.slurm.time=20")["script"]
+    assert {"--account=mine", "--time=20"} <= {*options_of(later)}
 
 
 def test_a_site_has_its_settings_in_a_file(whet: Any, tmp_path: Path, recipe: str) -> None:
@@ -196,14 +203,14 @@ def test_a_program_that_crashes_is_restarted_and_its_exit_code_passed_on(
 ) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
     settings = (f"launch.processes={processes}", "launch.max_restarts=1", "launch.wait=0.01", "--json")
-    program = (os.environ["WHET_TEST_PYTHON"], "crashes.py", str(crashes), "$HOME")
+    program = (os.environ["WHET_TEST_PYTHON"], "crashes.py", str(crashes), "$$ ${local_rank}")
     words = [sys.executable, "-m", "whet", "launch", *settings, "--", *program]
     ended, out, err = start.command(words, "run").ended()
     assert ended == code, err
     result = json.loads(out)
     assert (result["exit_code"], result["restarts"]) == (code, 1)
     for rank in range(processes):
-        assert f"{rank} {rank} {processes} ['{crashes}', '$HOME']" in err
+        assert f"{rank} {rank} {processes} ['{crashes}', '$$ ${{local_rank}}']" in err
     assert ("error: no restarts left" in err) is (code == 7)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.cli.prepare import parse_shard
+from whet.core.display import is_valid_text
 from whet.core.errors import ExitCode, UsageError, WhetError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class VerbCall:
 
 def launch_verb_or_program(root: Any, words: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
     """Launch what follows `--`. `root`: the context of `whet` itself, which knows the verbs."""
-    verbs: Mapping[str, Any] = root.command.commands  # type: ignore[attr-defined]
+    verbs: Mapping[str, Any] = root.command.commands
     if not words:
         raise UsageError(
             "nothing follows --. Name a verb, such as `-- eval runs/my`, or a program, such as "
@@ -62,6 +63,8 @@ def launch_verb_or_program(root: Any, words: Sequence[str], options: LaunchOptio
         )
     if words[0] == "launch":
         raise UsageError("-- launch: whet launch cannot launch itself. Leave out the second `launch`")
+    if options.on_slurm and (wrong := next((word for word in words if not is_valid_text(word)), None)) is not None:
+        raise WhetError(f"-- {wrong!a}: a script for Slurm cannot hold this word, which is not valid UTF-8")
     if words[0] in verbs:
         return _launch_verb(parse_verb(root, verbs[words[0]], words), options)
     return _launch_program(words, tuple(verbs), options)
@@ -69,20 +72,19 @@ def launch_verb_or_program(root: Any, words: Sequence[str], options: LaunchOptio
 
 def parse_verb(root: Any, command: Any, words: Sequence[str]) -> VerbCall:
     """Parse the arguments of a verb now: otherwise a mistake in them would show when the job starts."""
-    used = 1
+    name, *rest = words
     try:
-        while True:
-            context = command.make_context(words[used - 1], list(words[used:]), parent=root)
-            if not hasattr(command, "commands"):
-                break
-            used += 1  # `whet import` has commands of its own
-            command = command.commands.get(words[used - 1])
+        context = command.make_context(name, rest, parent=root)
+        while hasattr(command, "commands") and rest:  # `whet import` and others have commands of their own
+            inner = next((i for i, word in enumerate(rest) if not word.startswith("-")), len(rest) - 1)
+            name, command, rest = f"{name} {rest[inner]}", command.commands.get(rest[inner]), rest[inner + 1 :]
             if command is None:
-                raise UsageError(f"-- {' '.join(words[:used])}: no such command of whet")
+                raise UsageError(f"-- {name}: no such command. `whet {words[0]} --help` lists them")
+            context = command.make_context(name, rest, parent=root)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        raise UsageError(f"-- {' '.join(words[:used])}: {error.format_message()}") from None
+        raise UsageError(f"-- {name}: {error.format_message() or 'its command is missing'}") from None
     names = [each.name for each in command.params if each.param_type_name == "argument" and each.name != "overrides"]
     values = (context.params.get(name) for name in names)
     return VerbCall(words, context.params, [str(value) for value in values if isinstance(value, str | Path)])
@@ -108,6 +110,8 @@ def _launch_verb(call: VerbCall, options: LaunchOptions) -> dict[str, Any]:
     name = plain_name(verb, config.run.name or "" if config else Path(*call.arguments[:1]).name)
     folder = job_folder(name)
     if options.interactive:
+        if shard == "auto":
+            raise UsageError("--shard auto is an array of jobs, which has no terminal: remove --interactive")
         return _run_in_terminal(SlurmJob(name, folder, call.words, launch, kind="verb"), options)
     words = call.words if config is None else _with_recipe_copy(call, config, folder, options.dry_run)
     if shard != "auto":
@@ -187,16 +191,23 @@ def _launch_config(before: Sequence[str], call: VerbCall | None = None, config: 
     has_recipe = bool(before) and ("=" not in before[0] or Path(before[0]).exists())
     recipe, overrides = (Path(before[0]), before[1:]) if has_recipe else (None, before)
     for each in overrides:
-        if each.partition("=")[0].partition(".")[0].strip() != "launch":
+        if not _is_launch_setting(each):
             raise UsageError(f"{each}: before -- only launch.…=VALUE may stand. Settings of a verb follow it")
     if recipe is not None and read_yaml(recipe).plain().keys() <= {"launch"}:
         return load_config(LaunchSettings, recipe, overrides).launch
     if recipe is None and config is not None and call is not None:
         recipe, overrides = call.recipe, [*call.overrides, *overrides]
-    elif recipe is None and call is not None and call.arguments:  # a run has a configuration, too
-        run = Path(call.arguments[0].partition("@")[0]) / "config.yaml"
-        recipe = run if run.is_file() else None
+    elif recipe is None and call is not None:
+        overrides = [*filter(_is_launch_setting, call.overrides), *overrides]
+        for argument in call.arguments[:1]:  # a run has a configuration, too; variables of its data need not be set
+            run = Path(argument.partition("@")[0]) / "config.yaml"
+            if run.is_file():
+                return read_config(run, overrides, expand="set").launch
     return read_config(recipe, overrides).launch if recipe else load_config(LaunchSettings, None, overrides).launch
+
+
+def _is_launch_setting(override: str) -> bool:
+    return override.partition("=")[0].partition(".")[0].strip() == "launch"
 
 
 def _submit(jobs: Sequence[SlurmJob], options: LaunchOptions) -> dict[str, Any]:

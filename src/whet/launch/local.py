@@ -141,9 +141,12 @@ def launch_command(job: LaunchJob, resume: bool) -> list[str]:
     command = [*job.command, *(["--resume"] if resume and job.folder is not None else [])]
     if not job.uses_torchrun:
         return command
+    program, *arguments = command
+    arguments = [word.replace("$", "$$") for word in arguments]  # torchrun replaces $$ and ${local_rank} in them
     return [
         sys.executable, "-m", "whet.launch.torchrun_agent", *_rendezvous_arguments(job), "--nproc-per-node",
-        str(job.processes), "--max-restarts", "0", "--signals-to-handle", _FORWARDED_SIGNALS, "--no-python", *command,
+        str(job.processes), "--max-restarts", "0", "--signals-to-handle", _FORWARDED_SIGNALS, "--no-python", program,
+        *arguments,
     ]  # fmt: skip
 
 

@@ -76,6 +76,7 @@ def wait_for_notebook(job: int, folder: Path) -> Notebook:
                 info(f"job {job}: {shown.lower()}")
             time.sleep(POLL_S)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would leave the job
         run_slurm("scancel", str(job))
         info(f"job {job} is cancelled")
         raise

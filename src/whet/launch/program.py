@@ -21,6 +21,8 @@ def resolve_program(words: Sequence[str], python: str, verbs: Collection[str], i
         return command
     if script is not None and not Path(script).expanduser().is_file():
         raise WhetError(f"-- {' '.join(words[:3])}: there is no file {script}. Check the path{_near_files(script)}")
+    if program != script and "/" in program and Path(program).is_file() and shutil.which(program) is None:
+        raise WhetError(f"-- {program}: the file is not executable. Make it so: chmod +x {program}")
     if program != script and shutil.which(program) is None:
         near = difflib.get_close_matches(program, verbs, n=1, cutoff=0.6)
         hint = f"Did you mean {near[0]}?" if near else f"The verbs are {', '.join(verbs)}"
