@@ -216,6 +216,19 @@ class Config(Section):
         tree["launch"]["env"] = list(self.launch.env) or {}
         return tree
 
+    def portable(self) -> dict[str, Any]:
+        """As `unexpanded`, with paths as they were given: for a machine with other folders."""
+        tree = self.model_dump(exclude_none=True, mode="json")
+        for path, text in self._used_templates():
+            value_at(tree, path[:-1])[path[-1]] = text
+        tree["launch"]["env"] = list(self.launch.env) or {}
+        return tree
+
+    def variable_names(self) -> list[str]:
+        """The environment variables that the configuration needs where it runs."""
+        used = (name for _, text in self._used_templates() for name in text.names)
+        return list(dict.fromkeys([*self.launch.env, *used]))
+
     def variables(self) -> dict[str, Any]:
         """The resolved values that come from environment variables, by key."""
         tree = self.resolved()

@@ -92,6 +92,8 @@ def test_references_by_number_alias_and_alone(registry: Registry) -> None:
     assert keep_version("models:m@production", "models:m@1") == "models:m@1"
     assert keep_version("models:m", "models:m@1") == "models:m@1"
     assert keep_version("models:m@3", "models:m@1") == "models:m@3"
+    assert keep_version("models:m@12", "models:m@12") == "models:m@12", "also a removed one"
+    assert keep_version("models:m", "models:mm@1") == "models:m@13"
     assert keep_version("models:m@production", "models:other@1") == "models:m@2"
 
 
@@ -145,18 +147,18 @@ def fork(function: Callable[[], object]) -> int:
 
 def test_twenty_processes_lose_nothing(registry: Registry) -> None:
     def add() -> None:
-        for number in range(5):
+        for number in range(2):
             registry.add("m", RECORD | {"files": f"{os.getpid()}-{number}"})
             registry.add_note("m", 1, f"{os.getpid()}-{number}")
             registry.set_alias("m", 1 + number, "production")
 
     children = [fork(add) for _ in range(20)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 20
-    assert registry.versions("m") == list(range(1, 101))
-    written = {f"{child}-{number}" for child in children for number in range(5)}
-    assert {registry.version("m", number).files for number in range(1, 101)} == written
+    assert registry.versions("m") == list(range(1, 41))
+    written = {f"{child}-{number}" for child in children for number in range(2)}
+    assert {registry.version("m", number).files for number in range(1, 41)} == written
     assert {note.text for note in registry.notes("m", 1)} == written
-    assert registry.alias_target("m", "production") == 5
+    assert registry.alias_target("m", "production") == 2
     assert list(registry.root.rglob(".*")) == []
 
 
@@ -200,7 +202,9 @@ def require_whole(registry: Registry, verb: str) -> None:
     assert [note.text for note in registry.notes("m", 2)] in ([], ["better"])
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=[] if verb in ("add", "alias") else pytest.mark.slow) for verb in COMMANDS]
+)
 def test_a_death_in_any_call_leaves_a_registry(
     verb: str, whet: Any, crowded: Registry, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +387,8 @@ def test_where_the_registry_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (tmp_path / "file").touch()
     with pytest.raises(WhetError, match="file: this is a file, and the registry"):
         Registry().add("m", RECORD)
+    with pytest.raises(WhetError, match="file: not a folder"):
+        Registry().names()
 
 
 def test_versions_of_a_run_are_found(registry: Registry, tmp_path: Path) -> None:
@@ -399,8 +405,8 @@ def test_removing_needs_a_yes_and_no_alias(whet: Any, registry: Registry, export
     assert whet("models", "add", "m", export).code == 0
     assert whet("models", "alias", "m@1", "production").code == 0
     ended = whet("models", "remove", "m@2")
-    assert ended.code == 2
-    assert "--yes" in ended.err
+    assert ended.code == 1
+    assert "add --yes" in ended.err
     assert registry.versions("m") == [1, 2]
     ended = whet("models", "remove", "m@1", "--yes")
     assert ended.code == 1

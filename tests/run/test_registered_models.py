@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from whet.config import read_config
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.errors import WhetError
 from whet.model.load.weight_files import locate_model
 from whet.registry.references import model_folder
 from whet.registry.registry import Registry
+from whet.run.model_reference import resolve_model_reference
 from whet.run.register_model import add_model, run_reference
 
 
@@ -75,7 +77,7 @@ def test_a_run_keeps_the_version_it_began_with(
     assert "model.path: 'models:m@2' then, 'models:m@3' now" in ended.err
 
 
-def test_chat_eval_check_and_export_take_a_registered_model(
+def test_chat_eval_recipes_and_export_take_a_registered_model(
     whet: Any, recipe: str, tiny_run: Path, registry: Registry, tmp_path: Path
 ) -> None:
     add_model("m", str(tiny_run))
@@ -89,14 +91,15 @@ def test_chat_eval_check_and_export_take_a_registered_model(
     scored = whet("eval", "models:m", "--tasks", "[{path: orders, max_new_tokens: 2}]", "eval.examples=2", "--json")
     assert scored.code == 0, scored.err
     assert json.loads(scored.out)["model"] == "models:m@1"
-    checked = whet("check", recipe, "model.path=models:m@production", f"run.dir={tmp_path / 'x'}", "--json")
-    assert checked.code == 0, checked.err
+    config = read_config(Path(recipe), ["model.path=models:m@production", f"run.dir={tmp_path / 'x'}"])
+    assert resolve_model_reference(config).model.path == "models:m@1"  # what check, prepare, inspect and train do
     exported = whet("export", "models:m@production", "--dtype", "bf16", "--out", tmp_path / "out", "--json")
     assert exported.code == 0, exported.err
     assert json.loads(exported.out)["certificate"]["run"] == str(tiny_run)
     version = add_model("m", str(tmp_path / "out"))
     assert (version.run, version.step, version.kind) == (str(tiny_run), 12, "merged")
     assert run_reference("models:m@production") == f"{tiny_run}@12"
+    assert add_model("other", "models:m@production").folder == tiny_run / "exports" / "merged"
 
 
 def test_an_adapter_is_a_model_for_chat_alone(whet: Any, lora_run: Path, tmp_path: Path) -> None:
@@ -126,6 +129,10 @@ def test_files_that_are_gone_or_others_are_named(run: Path, whet: Any, recipe: s
     ended = whet("chat", "models:m", "-p", "x")
     assert ended.code == 1
     assert "missing or altered since the export" in ended.err
+    for words in (["delete", run, "--yes"], ["rename", run, "other"]):
+        ended = whet("runs", *words)
+        assert ended.code == 1
+        assert "models:m@1 would be gone if this run were" in ended.err
     shutil.rmtree(run)
     for words in (["chat", "models:m", "-p", "x"], ["train", recipe, "model.path=models:m"], ["export", "models:m"]):
         ended = whet(*words)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from whet.core import launch_env
-from whet.core.display import mask_secrets
+from whet.core.display import escape_controls, mask_secrets
 from whet.core.errors import CancelledError, ExitCode, RunFailedError, WhetError, os_error
 
 P = ParamSpec("P")
@@ -20,6 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as on
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print errors only; combine with --json for the result.")
 ]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 RecipeArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
 ]
@@ -64,6 +65,16 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
             console.close_log()
 
     return command
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask on the terminal; a script has to say --yes."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise WhetError(f"{question} There is no terminal to ask at: add --yes")
+    if not typer.confirm(escape_controls(question), err=True):
+        raise WhetError("nothing was done")
 
 
 def _fail(error: WhetError, as_json: bool) -> None:

@@ -22,6 +22,7 @@ class LaunchTarget(StrEnum):
 
     LOCAL = "local"
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
 
 
 _AFTER_DASHES = "whet.launch.words"
@@ -50,11 +51,14 @@ def launch(
     ] = None,
     overrides: OverridesArgument = None,
     on: Annotated[
-        LaunchTarget | None, typer.Option(help="Where to run: on this machine (local), or as a Slurm job.")
+        LaunchTarget | None, typer.Option(help="Where to run: here (local), as a Slurm job, or on Kubernetes.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the command, or Slurm's script, instead of running it.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the command, Slurm's script, or the objects of Kubernetes, and run nothing."
+        ),
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Slurm: wait for the run's end, and exit as it does.")] = False,
     chain: Annotated[
@@ -79,6 +83,7 @@ def launch(
     (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM, SIGUSR1, SIGHUP save and stop.
 
     With --on slurm a job does that on the nodes of launch.nodes, with the settings under launch.slurm.
+    With --on kubernetes --dry-run, whet prints objects for `kubectl apply -f -`; it submits nothing there itself.
 
     After `--`, a verb of whet runs as a Slurm job instead (`--on slurm -- eval runs/my`), and a program is started and
     restarted as a run is, here or on Slurm (`-- python my_trainer.py`).
@@ -93,6 +98,8 @@ def launch(
 
     words: list[str] | None = ctx.meta.get(_AFTER_DASHES)
     on_slurm = on is LaunchTarget.SLURM
+    if on is LaunchTarget.KUBERNETES and (words or interactive or notebook or wait or chain > 1 or then):
+        raise UsageError("--on kubernetes takes a recipe alone: whet launch CONFIG --on kubernetes --dry-run")
     if interactive or notebook:
         if on is LaunchTarget.LOCAL:
             raise UsageError("--interactive and --notebook are for Slurm: remove --on local")
@@ -115,6 +122,8 @@ def launch(
         if is_new:
             require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes)
         return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)
+    if on is LaunchTarget.KUBERNETES:
+        return _render_for_kubernetes(config, is_new, dry_run, as_json)
     if wait or chain > 1 or then:
         raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")
     command = train_command(recipe, overrides or (), quiet)
@@ -138,6 +147,24 @@ def launch(
         "restarts": len(outcome.attempts) - 1,
         "attempts": [asdict(attempt) for attempt in outcome.attempts],
     }
+
+
+def _render_for_kubernetes(config: Config, is_new: bool, dry_run: bool, as_json: bool) -> dict[str, Any]:
+    from whet.core.console import print_result
+    from whet.launch.kubernetes import dump_objects, render_objects
+    from whet.run.step_rows import require_rows
+
+    objects = render_objects(config)
+    if is_new:
+        require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes)
+    if not dry_run:
+        raise UsageError(
+            "--on kubernetes: whet submits nothing to Kubernetes. Print the objects and apply them yourself: whet "
+            "launch CONFIG --on kubernetes --dry-run | kubectl apply -f -"
+        )
+    if not as_json:
+        print_result(dump_objects(objects), end="")
+    return {"objects": objects}
 
 
 def _launch_on_slurm(

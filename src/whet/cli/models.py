@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, QuietOption, cli_command
-from whet.core.errors import UsageError, WhetError
+from whet.cli.common import JsonOption, QuietOption, YesOption, cli_command, confirm
+from whet.core.errors import WhetError
 
 if TYPE_CHECKING:
     from whet.registry.registry import ModelVersion, Registry
 
-app = typer.Typer(name="models", help="The registry of models: names, versions, aliases.", no_args_is_help=True)
+app = typer.Typer(name="models", help="Models by name, version and alias.")
 
 ReferenceArgument = Annotated[
     str,
@@ -22,24 +21,11 @@ ReferenceArgument = Annotated[
 ]
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 @cli_command
-def add(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The model's name.")],
-    source: Annotated[
-        str, typer.Argument(metavar="RUN[@STEP]", help="A run, RUN@STEP, RUN@best, or the folder of an export.")
-    ],
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> dict[str, Any]:
-    """Add the exported model of a run as a new version. Its files stay where they are."""
-    from whet.core.console import print_result
-    from whet.run.register_model import add_model
-
-    version = add_model(name, source)
-    if not as_json:
-        print_result(f"{version.reference}: {version.folder}")
-    return _as_json(version)
+def models(context: typer.Context, as_json: JsonOption = False) -> dict[str, Any] | None:
+    """Models by name, version and alias; without a command, list them."""
+    return _list(None, as_json) if context.invoked_subcommand is None else None
 
 
 @app.command("list")
@@ -50,6 +36,10 @@ def list_(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """List all versions, with their aliases, origin and validation loss."""
+    return _list(name, as_json)
+
+
+def _list(name: str | None, as_json: bool) -> dict[str, Any]:
     from whet.core.console import info, print_result, warn
     from whet.registry.registry import Registry, parse_reference
 
@@ -83,6 +73,26 @@ def list_(
         for line in _format_table([("model", "aliases", "val_loss", "added", "from"), *rows] if rows else []):
             print_result(line)
     return {"registry": str(registry.root), "models": models}
+
+
+@app.command()
+@cli_command
+def add(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The model's name.")],
+    source: Annotated[
+        str, typer.Argument(metavar="RUN[@STEP]", help="A run, RUN@STEP, RUN@best, or the folder of an export.")
+    ],
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> dict[str, Any]:
+    """Add the exported model of a run as a new version. Its files stay where they are."""
+    from whet.core.console import print_result
+    from whet.run.register_model import add_model
+
+    version = add_model(name, source)
+    if not as_json:
+        print_result(f"{version.reference}: {version.folder}")
+    return _as_json(version)
 
 
 @app.command()
@@ -169,7 +179,7 @@ def remove(
     reference: Annotated[
         str, typer.Argument(metavar="NAME[@WHICH]", help="A version, an alias, or a whole model by its name alone.")
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -180,7 +190,7 @@ def remove(
     registry = Registry()
     name, which = parse_reference(reference)
     if which is not None and which != NEWEST and which in registry.aliases(name):
-        _confirm(f"remove the alias {name}@{which}? Its version stays", yes)
+        confirm(f"remove the alias {name}@{which}? Its version stays.", yes)
         registry.remove_alias(name, which)
         info(f"removed the alias {name}@{which}")
         return {"removed": [], "aliases": [which]}
@@ -194,7 +204,7 @@ def remove(
             f"{named[0]}), or remove it (whet models remove {name}@{named[0]})"
         )
     what = f"version {newest}" if which is not None else f"all {len(numbers)} versions and {len(targets)} aliases"
-    _confirm(f"remove {what} of {name} from {registry.root}? The files of the models stay", yes)
+    confirm(f"remove {what} of {name} from {registry.root}? The files of the models stay.", yes)
     removed_aliases = registry.aliases(name) if which is None else []
     for each in removed_aliases:
         registry.remove_alias(name, each)
@@ -202,14 +212,6 @@ def remove(
         registry.remove(name, number)
     info(f"removed {what} of {name}")
     return {"removed": numbers, "aliases": removed_aliases}
-
-
-def _confirm(question: str, yes: bool) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError(f"{question}. Confirm with --yes")
-    typer.confirm(question, abort=True, err=True)
 
 
 def _alias_targets(registry: Registry, name: str) -> dict[str, int]:

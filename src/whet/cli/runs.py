@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, YesOption, cli_command, confirm
 from whet.core.errors import UsageError, WhetError
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ RunsArgument = Annotated[
     list[str], typer.Argument(metavar="RUN…", help="Names in runs/, their beginnings, or paths.", show_default=False)
 ]
 ProjectOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only the runs of a project (run.project).")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -208,7 +206,7 @@ def resume(
     if found.state.name == "unreadable":
         raise WhetError(found.problems[0])
     if found.state.name == "unreachable":
-        _confirm(
+        confirm(
             f"{found.name}: {found.state.note}. Two processes would destroy the run. Is the one on {found.host} gone?",
             yes,
         )
@@ -241,6 +239,7 @@ def rename(
     from whet.runs.control import rename_run
 
     found = _find(run)
+    _require_unregistered(found, "renamed")
     target = rename_run(found, name)
     info(f"{found.folder} is now {target}")
     return {"run": str(target), "was": str(found.folder)}
@@ -256,11 +255,12 @@ def delete(runs: RunsArgument, yes: YesOption = False, as_json: JsonOption = Fal
     chosen = [_find(run) for run in runs]
     for found in chosen:
         require_idle(found, "deleting")
+        _require_unregistered(found, "deleted")
     for found in chosen:
         size = folder_size(found.folder)
         exports = sorted(each.name for each in found.folder.glob("exports/*") if each.is_dir())
         held = f" with the exports {', '.join(exports)}" if exports else ""
-        _confirm(
+        confirm(
             f"delete {found.folder} ({found.state.name}, step {found.step or 0}, {size / 2**20:,.1f} MiB){held}?", yes
         )
         delete_run(found)
@@ -268,23 +268,23 @@ def delete(runs: RunsArgument, yes: YesOption = False, as_json: JsonOption = Fal
     return {"deleted": [str(found.folder) for found in chosen]}
 
 
+def _require_unregistered(run: RunSummary, done: str) -> None:
+    """The registry of models refers to exports where they are."""
+    from whet.registry.references import versions_inside
+
+    if registered := versions_inside(run.folder):
+        raise WhetError(
+            f"{run.folder}: {', '.join(registered)} would be gone if this run were {done}. Remove "
+            f"{'it' if len(registered) == 1 else 'them'} from the registry first (whet models remove NAME@VERSION); to "
+            f"keep the model, export it to a folder of its own (whet export {run.folder} --out FOLDER) and add that"
+        )
+
+
 def _find(reference: str) -> RunSummary:
     from whet.runs.find import resolve_run
     from whet.runs.summary import summarize_run_folder
 
     return summarize_run_folder(resolve_run(reference))
-
-
-def _confirm(question: str, yes: bool) -> None:
-    """Ask on the terminal; a script has to say --yes."""
-    from whet.core.display import escape_controls
-
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise WhetError(f"{question} There is no terminal to ask at: add --yes")
-    if not typer.confirm(escape_controls(question), err=True):
-        raise WhetError("nothing was done")
 
 
 def _end_all(references: Sequence[str], end: Callable[[RunSummary], RunSummary]) -> dict[str, Any]:

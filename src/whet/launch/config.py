@@ -90,6 +90,38 @@ class LogPolicy(Section):
         return self
 
 
+_QUANTITY = r"^\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?$"
+
+
+class KubernetesConfig(Section):
+    """The objects that `whet launch --on kubernetes --dry-run` prints."""
+
+    kind: Literal["job", "jobset", "trainjob"] = Field(
+        default="job",
+        description="A Job, which every cluster has; a JobSet or a TrainJob (Kubeflow Trainer 2.2), where installed.",
+    )
+    image: str | None = Field(
+        default=None, pattern=r"^\S+$", description="The container image, with whet in its Python. Required."
+    )
+    claim: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        description="A PersistentVolumeClaim that holds data and runs. Absent: one is made, of the size storage.",
+    )
+    storage: str = Field(default="100Gi", pattern=_QUANTITY, description="Size of the claim that is made.")
+    mount: str = Field(
+        default="/whet",
+        pattern=r"^/[^\s:]+$",
+        description="Where pods see the claim; relative paths in the recipe start there.",
+    )
+    gpu_resource: str = Field(
+        default="nvidia.com/gpu", pattern=r"^[\w.-]+/[\w.-]+$", description="What launch.gpus counts, or amd.com/gpu."
+    )
+    cpus: int | None = Field(default=None, ge=1, description="CPU cores of a node.")
+    memory: str | None = Field(default=None, pattern=_QUANTITY, description="Memory of a node, such as 64Gi.")
+    node_selector: dict[str, str] = Field(default={}, description="Labels that nodes must have.")
+
+
 class LaunchConfig(Section):
     """How `whet launch` starts a run. None of these settings changes the training result."""
 
@@ -138,6 +170,7 @@ class LaunchConfig(Section):
     )
 
     slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
     def _check_policies(self) -> LaunchConfig:

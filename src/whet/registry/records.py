@@ -182,6 +182,8 @@ def _writing(path: Path, root: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: OSError) -> WhetError:
+    if error.errno == errno.ENOTDIR:
+        return WhetError(f"{path}: not a folder, which the registry of models is. {_SET_FOLDER}")
     return WhetError(
         f"{path}: this registry of models cannot be read: {error.strerror or error}{_describe_owner(path)}. Ask for "
         f"permission, {_OWN_REGISTRY}"

@@ -30,19 +30,18 @@ def pin_version(path: str) -> str:
 
 def keep_version(path: str, recorded: str) -> str:
     """`path` pinned for a run that recorded `recorded`: an alias, or the newest version, stays what it was then."""
+    if path == recorded:  # also where that version was removed since
+        return recorded
     name, which = parse_reference(path)
-    if is_registered(recorded) and not (which or "").isdecimal():
-        known, number = parse_reference(recorded)
-        if known == name and (number or "").isdecimal():
-            return recorded
-    return pin_version(path)
+    by_number = which is not None and which.isdecimal()
+    return recorded if recorded.startswith(f"{PREFIX}{name}@") and not by_number else pin_version(path)
 
 
 def find_version(path: str) -> ModelVersion:
     """The version of a reference. By number also one that was removed: runs that were trained from it need it."""
     name, which = parse_reference(path)
     registry = Registry()
-    if which is not None and which.isdecimal() and (registry.root / name / "versions" / f"{int(which)}.json").exists():
+    if which is not None and which.isdecimal() and registry.ever_had(name, int(which)):
         return registry.version(name, int(which))
     return registry.version(name, registry.find(name, which))
 

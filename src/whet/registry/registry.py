@@ -97,6 +97,10 @@ class Registry:
         removed = set(list_records(self.root / name / "removed"))
         return [number for number in list_records(self.root / name / "versions") if number not in removed]
 
+    def ever_had(self, name: str, number: int) -> bool:
+        """Whether there is such a version, or was one that is removed now."""
+        return number in list_records(self.root / name / "versions")
+
     def find(self, name: str, which: str | None = None) -> int:
         """The number of a version, by number or alias; None: the newest. Errors name what there is."""
         numbers = self.versions(name)
@@ -112,8 +116,7 @@ class Registry:
         if _NUMBER.fullmatch(which):
             if int(which) in numbers:
                 return int(which)
-            ever = int(which) in list_records(self.root / name / "versions")
-            what = "this version was removed" if ever else "no such version"
+            what = "this version was removed" if self.ever_had(name, int(which)) else "no such version"
             raise WhetError(f"{PREFIX}{name}@{which}: {what}. Use one of {known}")
         aliases = self.aliases(name)
         if which not in aliases:

