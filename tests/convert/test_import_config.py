@@ -486,6 +486,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"new\.yaml: the file exists"):
         import_config("trl", FILES / "trl.yaml", out=tmp_path / "new.yaml")
     assert (tmp_path / "new.yaml").read_text() == "mine"
+    for impossible in (tmp_path / "new.yaml" / "below.yaml", Path("/proc/none/new.yaml"), tmp_path / ("x" * 300)):
+        with pytest.raises(WhetError, match=r"new\.yaml|xxx"):
+            import_config("trl", FILES / "trl.yaml", out=impossible)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

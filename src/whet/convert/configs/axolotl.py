@@ -43,7 +43,7 @@ _ROWS: Rows = {
         peft_use_rslora="use_rslora", sequence_parallel_degree="context_parallel_size",
     ),
     **copied("text", base_model="model.path", revision_of_model="model.revision", tokenizer_config="model.tokenizer",
-             output_dir="run.dir", wandb_name="run.name"),
+             output_dir="run.dir", wandb_name="run.name", wandb_project="run.project"),
     **copied("integer", seed="run.seed", tensor_parallel_size="parallel.tensor"),
     **copied("flag", trust_remote_code="model.trust_remote_code", dataset_exact_deduplication="data.deduplicate"),
     **copied("number", embedding_lr="train.optimizer.embedding_lr"),
@@ -88,7 +88,7 @@ _ROWS: Rows = {
     **no_equivalent("trackers other than TensorBoard", "use_mlflow mlflow_tracking_uri mlflow_experiment_name "
                     "mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
                     "comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config use_wandb "
-                    "wandb_project wandb_entity wandb_watch wandb_log_model wandb_run_id wandb_mode use_trackio "
+                    "wandb_entity wandb_watch wandb_log_model wandb_run_id wandb_mode use_trackio "
                     "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics otel_metrics_host "
                     "otel_metrics_port"),
     **no_equivalent(HUB, "hub_model_id hub_strategy hub_revision push_dataset_to_hub"),

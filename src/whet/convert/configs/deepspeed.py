@@ -133,6 +133,8 @@ def put_precision(draft: Draft) -> None:
         _note_loss_scale(draft)
     elif draft.has("fp16.enabled") and draft.has(bf16):
         draft.put("train.precision", "fp32", "fp16.enabled", bf16, why="neither is on")
+    elif not draft.has("fp16.enabled"):  # auto
+        _note_loss_scale(draft)
     if draft.flag("bf16.bf16_master_weights_and_grads"):
         draft.put("model.dtype", "bf16", "bf16.bf16_master_weights_and_grads")
 

@@ -19,7 +19,7 @@ _ROWS: Rows = {
         "min_validation_period min_checkpoint_period checkpoint_storage.save_trial_latest "
         "checkpoint_storage.save_trial_best checkpoint_storage.save_experiment_best reproducibility.experiment_seed"
     ),
-    **copied("text", name="run.name"),
+    **copied("text", name="run.name", project="run.project"),
     **copied("texts", labels="run.tags"),
     **copied("integer", max_restarts="launch.max_restarts"),
     **copied("flag", perform_initial_validation="eval.at_start"),
@@ -34,7 +34,7 @@ _ROWS: Rows = {
     **no_equivalent("the cluster's queues: launch.slurm", "resources.resource_pool resources.priority resources.weight "
                     "resources.max_slots resources.shm_size resources.devices resources.agent_label "
                     "resources.native_parallel resources.is_single_node bind_mounts slurm pbs"),
-    **no_equivalent("a group of experiments", "workspace project"),
+    **no_equivalent("a group of projects: run.project groups runs", "workspace"),
     **no_equivalent("a text about the run: run.tags has words", "description"),
     **no_equivalent("rules about log lines", "log_policies preemption_timeout retention_policy"),
     **no_equivalent("settings that the script reads by itself", "data data_layer integrations pachyderm"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from whet.convert.configs.write import describe, write_recipe
 from whet.core import console
 from whet.core.config import list_settings, merge_trees, validate_config
 from whet.core.config import read_tree as read_recipe_tree
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_write
 from whet.core.yaml import Node, parse_yaml
 
@@ -31,7 +32,7 @@ KINDS: dict[str, Kind] = {
 
 def import_config(kind: str | None, file: Path, onto: Path | None = None, out: Path | None = None) -> dict[str, Any]:
     """Write the recipe to `out`, or to stdout, and print what has no equivalent or means something else."""
-    if out is not None and out.exists():
+    if out is not None and os.path.lexists(out):
         raise WhetError(f"{out}: the file exists. Give another name with --out, or delete it")
     known = find_kind(kind) if kind is not None else None
     candidates = [known] if known is not None else KINDS.values()
@@ -55,8 +56,7 @@ def import_config(kind: str | None, file: Path, onto: Path | None = None, out: P
     if parse_yaml(text, "", expand="none").plain() != result.plain(named=True):
         raise AssertionError(f"the recipe does not read back:\n{text}")
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, text)
+        _write(out, text)
     _print_notes(draft, chosen, file, missing, out)
     notes = [
         {
@@ -72,6 +72,15 @@ def import_config(kind: str | None, file: Path, onto: Path | None = None, out: P
         "kind": chosen.name, "tool": chosen.tool, "file": str(file), "out": None if out is None else str(out),
         "missing": missing, "config": result.plain(named=True), "notes": notes, "recipe": text,
     }  # fmt: skip
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(out, text)
+    except OSError as error:
+        plain = WhetError(f"{out}: cannot be written: {error.strerror}. Give another name with --out")
+        raise os_error(error, "writing the recipe", out) or plain from None
 
 
 def _finite(value: Any) -> Any:
@@ -117,7 +126,7 @@ def find_kind(name: str) -> Kind:
     if name not in KINDS:
         close = difflib.get_close_matches(name.lower().replace("-", "").replace("_", ""), KINDS, n=1, cutoff=0.5)
         hint = f"Did you mean {close[0]}? " if close else ""
-        raise WhetError(f"{name!r} is no kind of configuration. {hint}whet imports {', '.join(KINDS)}")
+        raise WhetError(f"{name!r} is not a kind of configuration. {hint}whet imports {', '.join(KINDS)}")
     return KINDS[name]
 
 

@@ -54,7 +54,7 @@ def find_file(name: str, folder: Path) -> Path | None:
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path)
+        return read_text(path).removeprefix("\ufeff")
     except FileNotFoundError:
         raise WhetError(f"{path}: no such file. Give the configuration file of the other program") from None
     except IsADirectoryError:
