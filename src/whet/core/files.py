@@ -34,8 +34,11 @@ def resolve_path(path: Path) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links that lead in a circle
 
 
-def atomic_write(path: Path, content: str | bytes | memoryview | Iterator[bytes]) -> None:
-    """Write `path` atomically: a reader, or a crash, sees the old content or the new one, never a part."""
+def atomic_write(path: Path, content: str | bytes | Iterator[bytes]) -> None:
+    """Write `path` atomically: a reader, or a crash, sees the old content or the new one, never a part.
+
+    No views: one of BytesIO.getbuffer() that the traceback of an error keeps crashes the garbage collector of Python
+    3.12.1."""
     data = content.encode() if isinstance(content, str) else content
     temporary = temporary_path(path)
     try:

@@ -130,4 +130,4 @@ def _write(folder: Path, losses: dict[int, ConversationLosses]) -> None:
         array[f"step-{at:06d}"] = each.nats
     content = io.BytesIO()
     np.save(content, array, allow_pickle=False)
-    atomic_write(folder / VALIDATION_LOSSES, content.getbuffer())
+    atomic_write(folder / VALIDATION_LOSSES, content.getvalue())

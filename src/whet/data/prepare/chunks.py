@@ -102,7 +102,6 @@ class Chunk:
             ledger_lines=np.array(self._ledger_line, dtype=np.int64),
             about=np.frombuffer(json.dumps(about, ensure_ascii=False).encode(), dtype=np.uint8),
         )
-        # not getbuffer(): a view that an error keeps alive crashes the garbage collector of Python 3.12.0 and 3.12.1
         atomic_write(path, file.getvalue())
 
 
