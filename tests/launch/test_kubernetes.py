@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -61,6 +60,13 @@ TRAIN_JOB = {
 """trainer.kubeflow.org/v1alpha1 with runtimePatches, as in Kubeflow Trainer 2.2 and later."""
 
 
+def validate(found: dict[str, Any]) -> None:
+    """Against the schemas of Kubernetes."""
+    import kubernetes_validate
+
+    kubernetes_validate.validate(found, "1.37", strict=True)
+
+
 def require_fields(value: Any, table: Any, place: str = "") -> None:
     """Every field is in the table, with this type."""
     if isinstance(table, type):
@@ -91,15 +97,15 @@ def test_core_objects_are_valid(settings: tuple[str, ...], recipe: str) -> None:
     kinds = ["ConfigMap", "PersistentVolumeClaim", *(["Service"] if len(settings) > 1 else []), "Job"]
     assert [each["kind"] for each in objects] == kinds
     for each in objects:
-        kubernetes_validate.validate(each, "1.37", strict=True)
+        validate(each)
     assert set(of_kind(objects, "Job")["spec"]["template"]["spec"]["containers"][0]) <= CONTAINER_FIELDS
 
 
 def test_the_validator_finds_a_wrong_field(recipe: str) -> None:
     job = of_kind(objects_of(recipe, "launch.gpus=1"), "Job")
     job["spec"]["template"]["spec"]["containers"][0]["workdir"] = "/"
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, "1.37", strict=True)
+    with pytest.raises(Exception, match="workdir"):
+        validate(job)
 
 
 @pytest.mark.parametrize(("kind", "table"), [("JobSet", JOB_SET), ("TrainJob", TRAIN_JOB)])
@@ -111,9 +117,7 @@ def test_custom_kinds_have_known_fields(kind: str, table: Any, settings: tuple[s
     require_fields(found, table)
     if kind == "JobSet":  # the Job in it is one of core Kubernetes
         job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
-        kubernetes_validate.validate(
-            {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job}, "1.37", strict=True
-        )
+        validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job})
     with pytest.raises(AssertionError, match="podTemplateOverride"):
         require_fields({**found, "spec": {**found["spec"], "podTemplateOverrides": []}}, table)
 

@@ -196,7 +196,10 @@ def test_exports_that_prove_nothing_are_not_added(run: Path, registry: Registry)
     (certificate.parent / "config.json").rename(certificate.parent / "x.gguf")
     with pytest.raises(WhetError, match="which whet does not load"):
         add_model("m", str(certificate.parent))
+    shutil.copytree(certificate.parent, certificate.parent.with_name(".merged.host-1"))  # of a process that was killed
     (run / "ledger.json").write_text("{")
     (certificate.parent / "x.gguf").rename(certificate.parent / "config.json")
-    assert add_model("m", str(run)).lineage["data"] is None
+    added = add_model("m", str(run))
+    assert added.folder == certificate.parent
+    assert added.lineage["data"] is None
     assert registry.versions("m") == [1]

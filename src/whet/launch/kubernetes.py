@@ -243,7 +243,7 @@ def _train_job(config: Config, nodes: int) -> Object:
         "numProcPerNode": launch.gpus or launch.processes,
         "resourcesPerNode": _resources(config),
     }
-    patch = {key: pod[key] for key in ("volumes", "nodeSelector") if key in pod}
+    patch: Object = {key: pod[key] for key in ("volumes", "nodeSelector") if key in pod}
     patch["containers"] = [{"name": "node", "volumeMounts": _volume_mounts(config)}]
     pods = {"name": "node", "template": {"spec": {"template": {"spec": patch}}}}
     spec = {

@@ -97,7 +97,7 @@ def _find_export(reference: str) -> Path:
 def _exports(run: Path) -> dict[Path, dict[str, Any]]:
     """The verified exports of a run that whet can load, with their certificates."""
     found = {}
-    for file in sorted((run / "exports").glob(f"*/{CERTIFICATE}")):
+    for file in sorted((run / "exports").glob(f"[!.]*/{CERTIFICATE}")):  # hidden ones are being written
         try:
             certificate = read_hashed_json(file, "Export again")
         except WhetError as error:
