@@ -363,6 +363,33 @@ def test_prompts_of_another_making_are_said() -> None:
     assert any("chat template" in text for _, text in notes("axolotl", given)["different"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "left_out"),
+    [
+        ("axolotl", {"tensor_parallel_size": 2, "context_parallel_size": 2}, "parallel.tensor"),
+        ("axolotl", {"dp_shard_size": 2, "adapter": "lora", "peft_use_dora": True, "lora_r": 4, "lora_alpha": 8},
+         "parallel.shard"),
+        ("neox", {"train_data_paths": ["a"], "valid_data_paths": ["a"]}, "data.validation.sources.0.path"),
+        ("trl", {"dataset_name": "o/c", "dataset_test_split": "train", "eval_strategy": "epoch"},
+         "data.validation.sources.0.path"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_combined_is_left_out_and_named(
+    kind: str, given: dict[str, Any], left_out: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text(dump_yaml(given))
+    result = import_config(kind, tmp_path / "a.yaml")
+    assert left_out in {note["key"] for note in result["notes"]}
+    assert "validation" not in result["config"].get("data", {})
+
+
+def test_a_deepspeed_file_is_not_taken_for_one_of_neox(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(
+        '{"_comment": "mine", "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
+    )
+    assert import_config(None, tmp_path / "a.json")["kind"] == "deepspeed"
+
+
 def test_secrets_stay_out_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "other")
     file = tmp_path / "a.yaml"

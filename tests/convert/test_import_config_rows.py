@@ -55,9 +55,8 @@ def rows(kind: Kind, *fates: str) -> dict[str, Row]:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_copied_value_arrives(kind: Kind) -> None:
     settings = {setting.key for setting in list_settings(Config)}
-    copied = rows(kind, "copied")
-    found = filled(kind, {key: SAMPLES[row.type] for key, row in copied.items()}).settings
-    for key, row in copied.items():
+    for key, row in rows(kind, "copied").items():
+        found = filled(kind, {key: SAMPLES[row.type]}).settings
         assert row.to in settings, key
         assert found[row.to].plain() == SAMPLES[row.type], key
         assert found[row.to].place.split(":")[0] == "given.yaml", key
@@ -305,6 +304,7 @@ ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
         "rl": (False, {}, "not needed"),
         "reward_model": (False, {}, "not needed"),
         "process_reward_model": (False, {}, "not needed"),
+        "tokens": (["<a>"], {}, {"model.add_tokens": ["<a>"]}),
         "special_tokens": ({"pad_token": "<p>"}, {}, "no equivalent"),
         "dp_shard_size": (4, {}, {"parallel.shard": 4, "train.batch.conversations": 4}),
         "dp_replicate_size": (2, {}, {"parallel.replicate": 2}),

@@ -34,7 +34,7 @@ _ROWS: Rows = {
         "save_only_model deepspeed fsdp fsdp_config adapter lora_r lora_alpha lora_dropout lora_target_modules "
         "lora_target_linear lora_modules_to_save lora_rank_pattern lora_alpha_pattern load_in_4bit load_in_8bit "
         "sample_packing excess_length_strategy train_on_inputs datasets test_datasets val_set_size chat_template "
-        "chat_template_jinja pretraining_dataset rl reward_model process_reward_model special_tokens "
+        "chat_template_jinja pretraining_dataset rl reward_model process_reward_model special_tokens tokens "
         "resume_from_checkpoint dp_shard_size dp_replicate_size context_parallel_size"
     ),
     **same_as(
@@ -47,7 +47,6 @@ _ROWS: Rows = {
     **copied("integer", seed="run.seed", tensor_parallel_size="parallel.tensor"),
     **copied("flag", trust_remote_code="model.trust_remote_code", dataset_exact_deduplication="data.deduplicate"),
     **copied("number", embedding_lr="train.optimizer.embedding_lr"),
-    **copied("texts", tokens="model.add_tokens"),
     **no_equivalent("streaming: whet prepares the data before step 1", "streaming streaming_multipack_buffer_size "
                     "pretrain_multipack_buffer_size preprocess_iterable"),
     **no_equivalent("other names of learning rates and their schedules", "embedding_lr_scale lr_groups lr_div_factor "
@@ -73,7 +72,12 @@ _ROWS: Rows = {
     **no_equivalent("the model's own positions and attention are used", "rope_scaling overrides_of_model_config "
                     "overrides_of_model_kwargs use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks "
                     "scaling_softmax scaling_softmax_factor scaling_softmax_bias s2_attention"),
-    **no_equivalent("plugins of Axolotl", "plugins trainer_cls"),
+    **no_equivalent("plugins of Axolotl", "plugins trainer_cls diffusion llmcompressor eta_min use_swanlab "
+                    "swanlab_project"),
+    **no_equivalent("expert parallelism", "expert_parallel_size"),
+    **no_equivalent("weights quantized by GPTQ", "gptq_groupsize gptq_model_v1 gptq_disable_exllama"),
+    **no_equivalent("another configuration of the model", "model_config"),
+    **not_needed(SPEED, "use_scattermoe use_sonicmoe liger_rms_norm_gated max_packed_sequence_len relora_cpu_offload"),
     **no_equivalent("changes the weights before training", "reinit_weights mean_resizing_embeddings shrink_embeddings "
                     "resize_token_embeddings_to_32x fix_untrained_tokens added_tokens_overrides"),
     **no_equivalent("selects or orders records otherwise; data.sources has start, stop, step and where",
@@ -278,6 +282,10 @@ def put_data(draft: Draft) -> None:
     elif template not in (None, "tokenizer_default"):
         draft.note("decide", "chat_template", "a template of Axolotl's; whet uses the tokenizer's own. Give another as "
                    "a .jinja file in data.template")  # fmt: skip
+    if isinstance(draft.raw("tokens"), dict):  # the old name of special_tokens
+        draft.note("no equivalent", "tokens", "the tokenizer's own are used; model.add_tokens adds new ones")
+    elif tokens := draft.texts("tokens"):
+        draft.put("model.add_tokens", tokens, "tokens")
     if draft.has("special_tokens"):
         draft.note("no equivalent", "special_tokens", "the tokenizer's own are used; model.add_tokens adds new ones")
 

@@ -31,6 +31,8 @@ ROWS: Rows = {
         "zero_optimization",
         "contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size "
         "overlap_comm use_multi_rank_bucket_allreduce load_from_fp32_weights elastic_checkpoint sub_group_size "
+        "param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
+        "gather_16bit_weights_on_model_save module_granularity_threshold "
         "prefetch_bucket_size stage3_prefetch_bucket_size stage3_param_persistence_threshold "
         "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
         "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "

@@ -74,6 +74,9 @@ class Draft:
         if node.value is None and (name in self.kind.sections or key in self.kind.groups):
             self._note("not needed", Entry(key, node), "empty")
             return
+        if key.startswith(("_", "#", "//")):
+            self._note("not needed", Entry(key, node), "a comment")
+            return
         if not (name in rows if argument else self.kind.knows(key)):
             self._note_unknown(key, node, rows)
             return
@@ -165,6 +168,11 @@ class Draft:
         value = entry.node.plain(named=True)
         value = "***" if is_secret(entry.key) and not is_off(value) else value
         self.notes.append(Note(category, entry.key, entry.node.place, value, text))
+
+    def drop(self, to: str, category: Category, text: str) -> None:
+        """Take a setting back, with a note in its place."""
+        node = self.settings.pop(to)
+        self.notes.append(Note(category, to, node.place, node.plain(), text))
 
     def fail(self, key: str, text: str) -> WhetError:
         """The error about a value of the file."""

@@ -13,6 +13,7 @@ from typing import Any
 from whet import __version__
 from whet.config import Config
 from whet.convert.configs import axolotl, deepspeed, determined, llamafactory, mindspeed, nanochat, neox, trl
+from whet.convert.configs.conflicts import resolve_conflicts
 from whet.convert.configs.draft import CATEGORIES, Draft, as_node
 from whet.convert.configs.read import read_tree
 from whet.convert.configs.table import Kind
@@ -98,6 +99,7 @@ def fill(kind: Kind, tree: Node, recipe: Node | None = None) -> Draft:
     for rule in kind.rules:
         rule(draft)
     draft.finish()
+    resolve_conflicts(draft)
     draft.settings = dict(sorted(draft.settings.items(), key=lambda item: _position(item[0])))
     return draft
 
@@ -146,7 +148,8 @@ def recognize(tree: Node, file: Path) -> Kind:
 def _best(tree: Node) -> list[str]:
     """The kinds that know most of the file's keys; none if no key is known."""
     known = {name: sum(kind.knows(key) for key, _ in kind.flatten(tree)) for name, kind in KINDS.items()}
-    return [name for name, count in known.items() if count and count == max(known.values())]
+    best = [name for name, count in known.items() if count and count == max(known.values())]
+    return [name for name in best if KINDS[name].partial] or best  # neox has all keys of deepspeed, and more
 
 
 _REQUIRED = {"model.path": "builtin:tiny", "data.sources": [{"path": "builtin:orders"}]}

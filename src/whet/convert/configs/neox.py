@@ -25,6 +25,8 @@ _ROWS: Rows = {
         "checkpoint_factor checkpoint_scale keep_last_n_checkpoints eval_interval checkpoint_activations train_impl "
         "dataset_impl scheduler soft_prompt_tuning checkpoint_in_cpu use_bnb_optimizer"
     ),
+    **not_needed("enabled counts", "fp16.fp16 fp16.type bf16.bf16 bf16.loss_scale bf16.loss_scale_window "
+                 "bf16.initial_scale_power bf16.hysteresis bf16.min_loss_scale"),
     **same_as(batch_size="train_micro_batch_size_per_gpu"),
     **copied("integer", seed="run.seed"),
     **copied("text", save="run.dir"),
