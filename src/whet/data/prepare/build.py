@@ -117,10 +117,14 @@ def require_all_shards(
     missing, total = _make_job(folder, key, config, sources, tokenizer).missing_chunks()
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        today = tokenizer.identity["today"]
+        date = (
+            f". The chat template prints a date: shards of another day than {today} need their --date" if today else ""
+        )
         raise WhetError(
             f"{len(missing)} of {total} chunks of the {use} data are missing (chunk {shown}). "
             "`whet prepare --shard i/n` makes chunk c with i = c modulo n: wait for the missing shards, or omit "
-            "--merge to make the chunks here"
+            f"--merge to make the chunks here{date}"
         )
 
 
