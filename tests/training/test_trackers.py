@@ -12,11 +12,14 @@ import pytest
 from whet.core.errors import WhetError
 from whet.training.trackers import Trackers, check_trackers, open_trackers, scalars_of
 
+HAS_TENSORBOARD = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
+
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every curve as TensorBoard shows it."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
@@ -26,6 +29,7 @@ def test_numbers_become_curves_and_nothing_else_does() -> None:
     assert scalars_of(line) == {"train/loss": 2.5, "val/loss/a": 1.0, "val/tokens/a": 7, "val/task/orders": 0.5}
 
 
+@HAS_TENSORBOARD
 def test_a_continued_run_has_one_curve(tmp_path: Path) -> None:
     first = open_trackers(["tensorboard"], tmp_path, 0)
     first.write({"step": 0, "val_loss": 9.0})
@@ -42,6 +46,7 @@ def test_a_continued_run_has_one_curve(tmp_path: Path) -> None:
     }
 
 
+@HAS_TENSORBOARD
 def test_a_deleted_folder_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The run reports it; TensorBoard's own writer has a thread that prints a traceback."""
     folder = tmp_path / "run"
@@ -56,6 +61,7 @@ def test_a_deleted_folder_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
+@HAS_TENSORBOARD
 def test_a_full_disk_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trackers = open_trackers(["tensorboard"], tmp_path, 0)
     [service] = trackers._services
@@ -78,6 +84,7 @@ def test_off_means_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@HAS_TENSORBOARD
 def test_where_it_is_missing_the_default_is_left_out_and_a_wish_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_trackers(None) == check_trackers(["tensorboard", "tensorboard"]) == ["tensorboard"]
     known = importlib.util.find_spec
