@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from made_runs import make_run, write_lock
 
 from whet.core.run_folder import FolderLock, read_owner
-from whet.launch.job_states import Job
+from whet.launch.job_states import FORGOTTEN, Job
 from whet.runs import facts as facts_module
 from whet.runs.find import find_runs
 from whet.runs.state import derive_state, silence_limit
@@ -127,6 +127,16 @@ def test_slurm_knows_what_the_run_cannot_write(tmp_path: Path, state: str | None
     assert derive_state(status, owner, tmp_path, known, 1, now).name == (
         "stalled" if expected == "running" else expected
     )
+
+
+def test_a_job_that_slurm_has_forgotten_is_over_once_the_run_is_silent(tmp_path: Path) -> None:
+    now = time.time()
+    write_lock(tmp_path, "n1", 4, now - 50, job=12)
+    status = {"state": "running", "heartbeat": now - 5, "job": 12, "host": "n1"}
+    job = Job(12, FORGOTTEN, "", "", "")
+    assert derive_state(status, read_owner(tmp_path), tmp_path, job, 120, now).name == "running"  # of another cluster
+    over = derive_state(status, read_owner(tmp_path), tmp_path, job, 1, now)
+    assert (over.name, "job 12: Slurm does not know it any more" in over.note) == ("killed", True)
 
 
 def test_a_job_that_takes_over_is_starting(tmp_path: Path) -> None:

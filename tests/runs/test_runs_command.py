@@ -92,6 +92,8 @@ def test_a_run_is_found_by_name_beginning_and_path(whet: Any, home: Path) -> Non
     ended = whet("runs", "stop", "s")
     assert ended.code == 1
     assert "2 runs have a name that begins so (runs/second, runs/sweep/trial-1)" in ended.err
+    (home / "runs" / "loop").symlink_to(home)
+    assert len(result(whet("runs", "--json"))["runs"]) == 3
     (home / "empty").mkdir()
     assert "not a run: it has neither config.yaml nor status.json" in whet("runs", "show", "empty").err
     assert "It holds runs/first" in whet("runs", "show", "runs").err
@@ -232,14 +234,18 @@ def test_cancel_ends_now(home: Path, trainer: Any, kind: str, kill: bool) -> Non
 def test_cancel_ends_the_supervisor_that_would_restart_the_run(home: Path, real_python: str) -> None:
     run = make_run(home / "runs/a", state=None)
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TRAINER!r}, {str(run)!r}, 'hangs'])"
-    code = f"import os; os.environ['WHET_LAUNCH_PID'] = str(os.getpid())\nwhile True: exec({child!r})"
+    name = "from whet.core.processes import identify_process as name; os.environ['WHET_LAUNCH_PID'] = name(os.getpid())"
+    code = f"import os; {name}\nwhile True: exec({child!r})"
     supervisor = subprocess.Popen([real_python, "-c", code], stdout=subprocess.DEVNULL)
     try:
         while not read_status(run):
             time.sleep(0.01)
         pid = read_owner(run).pid  # type: ignore[union-attr]
-        tree = process_tree(read_owner(run).supervisor)  # type: ignore[union-attr,arg-type]
+        assert read_owner(run).live_supervisor() == supervisor.pid  # type: ignore[union-attr]
+        tree = process_tree(supervisor.pid)
         assert pid in tree
+        os.kill(pid, signal.SIGKILL)  # it is restarted
+        assert summarize_run_folder(run).state.name in ("starting", "running")
         ended = cancel_run(summarize_run_folder(run), True, lambda _: None)
         assert ended.state.name == "stopped"
         supervisor.wait()

@@ -27,9 +27,9 @@ ProjectOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only th
 
 @app.callback(invoke_without_command=True)
 @cli_command
-def runs(context: typer.Context, project: ProjectOption = None, as_json: JsonOption = False) -> dict[str, Any] | None:
+def runs(ctx: typer.Context, project: ProjectOption = None, as_json: JsonOption = False) -> dict[str, Any] | None:
     """List, compare, follow, stop and resume runs; without a command, list those in runs/."""
-    if context.invoked_subcommand is not None:
+    if ctx.invoked_subcommand is not None:
         return None
     return _list(None, project, as_json)
 

@@ -39,10 +39,16 @@ def holds_open(pid: int, path: Path) -> bool:
 
 def is_alive(pid: int) -> bool:
     """Whether there is such a process, and it has not ended: one that its parent has not waited for yet has."""
+    return identify_process(pid) is not None
+
+
+def identify_process(pid: int) -> str | None:
+    """Its id and the time at which it began: an id is given again, both together are not. None if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in ("Z", "X")
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else f"{pid}:{fields[19]}"
     except (OSError, IndexError):
-        return False
+        return None
 
 
 def child_pids(pid: int) -> list[int]:

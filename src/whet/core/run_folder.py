@@ -25,14 +25,14 @@ from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json
 from whet.core.heartbeat import PHASE, format_age
-from whet.core.processes import holds_open, machine_id
+from whet.core.processes import holds_open, identify_process, machine_id
 from whet.core.variables import VARIABLES_FILE
 
 RUN_FORMAT = 1
 """The version of the run folder that this code writes, and the newest that it reads."""
 
 SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"
-"""Environment variable with the process id of the `whet launch` that restarts this process."""
+"""Environment variable with the identity of the `whet launch` that restarts this process."""
 
 _HEARTBEAT_INTERVAL_S = 5.0
 
@@ -274,10 +274,9 @@ class FolderLock:
                 f"{folder / 'stop'}), or give this run another folder: run.dir=FOLDER"
             ) from None
         now = datetime.datetime.now(datetime.UTC)
-        supervisor = os.environ.get(SUPERVISOR_VARIABLE, "")
         details = {
             "since": now.timestamp(), "machine": machine_id(),
-            "supervisor": int(supervisor) if supervisor.isdecimal() else None, "job": slurm_job(),
+            "supervisor": os.environ.get(SUPERVISOR_VARIABLE), "job": slurm_job(),
         }  # fmt: skip
         self._file.truncate(0)
         moment = now.isoformat(timespec="seconds")
@@ -303,8 +302,8 @@ class Owner:
     since: float
     machine: str | None
     """None: written by an earlier version."""
-    supervisor: int | None
-    """The process id of the `whet launch` that would restart it."""
+    supervisor: str | None
+    """The identity of the `whet launch` that would restart it."""
     job: int | None
     """Of Slurm."""
 
@@ -312,6 +311,12 @@ class Owner:
     def is_local(self) -> bool:
         """Whether its process id means something in this process."""
         return self.host == socket.gethostname() if self.machine is None else self.machine == machine_id()
+
+    def live_supervisor(self) -> int | None:
+        """The process id of that `whet launch`, if it is on this machine and has not ended."""
+        pid = (self.supervisor or "").partition(":")[0]
+        is_live = self.is_local and pid.isdecimal() and identify_process(int(pid)) == self.supervisor
+        return int(pid) if is_live else None
 
     def is_alive(self, folder: Path) -> bool | None:
         """Whether it still owns the folder; None: it is on another machine."""
@@ -326,8 +331,11 @@ def read_owner(folder: Path) -> Owner | None:
         host, _, pid = name.partition(" pid ")
         details = json.loads(rest) if rest.strip() else {}
         since = float(details.get("since") or datetime.datetime.fromisoformat(moment.strip()).timestamp())
-        numbers = [value if isinstance(value := details.get(key), int) else None for key in ("supervisor", "job")]
-        return Owner(host, int(pid), since, details.get("machine"), *numbers)
+        machine, supervisor, job = (details.get(key) for key in ("machine", "supervisor", "job"))
+        return Owner(
+            host, int(pid), since, machine, supervisor if isinstance(supervisor, str) else None,
+            job if isinstance(job, int) else None,
+        )  # fmt: skip
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 

@@ -20,7 +20,7 @@ from whet.core.console import info, warn
 from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, write_json
-from whet.core.processes import child_pids
+from whet.core.processes import child_pids, identify_process
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
 from whet.core.signals import stop_signals
 from whet.launch.local import LaunchJob, launch_command
@@ -104,7 +104,7 @@ def _run_attempt(
     earlier = frozenset[str]() if job.folder is None else report_texts(job.folder)
     with tempfile.TemporaryDirectory(prefix="whet-launch-") as scratch:
         report = Path(scratch) / "report.json" if job.uses_torchrun else None
-        env = {**os.environ, **job.env, SUPERVISOR_VARIABLE: str(os.getpid())}
+        env = {**os.environ, **job.env, SUPERVISOR_VARIABLE: identify_process(os.getpid()) or ""}
         env |= {} if report is None else {REPORT_VARIABLE: str(report)}
         # in a new session: otherwise Ctrl-C in a terminal reaches them twice, and the second one stops at once
         process = subprocess.Popen(command, env=env, stdout=output.stdout, stderr=output.stderr, start_new_session=True)

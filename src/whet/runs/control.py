@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ from whet.core.display import escape_controls
 from whet.core.errors import ExitCode, WhetError, os_error
 from whet.core.files import atomic_write, delete_atomically
 from whet.core.processes import ignores_signal, is_alive, process_tree
-from whet.core.run_folder import FolderLock, Owner, config_was_edited, read_owner, record_end, write_config
+from whet.core.run_folder import FolderLock, config_was_edited, read_owner, record_end, write_config
 from whet.core.yaml import dump_yaml, read_yaml
 from whet.launch.job_states import SlurmUnavailableError, run_slurm
 from whet.runs.summary import RunSummary, summarize_run_folder
@@ -81,8 +80,7 @@ def cancel_run(run: RunSummary, kill: bool, on_wait: Callable[[str], None]) -> R
         _scancel(run, *jobs)
         on_wait(f"cancelling job {', '.join(jobs)}")
         _wait_for_jobs(run.folder)
-    target = _local_process(run)
-    if target is not None:
+    while (target := _local_process(run)) is not None:  # again, if `whet launch` has just restarted it
         _end_process(target, kill, run.folder)
     (run.folder / "stop").unlink(missing_ok=True)
     ended = summarize_run_folder(run.folder)
@@ -115,34 +113,22 @@ def _local_process(run: RunSummary) -> int | None:
     owner = read_owner(run.folder)
     if owner is None or not owner.is_local:
         return None
-    alive = owner.is_alive(run.folder)
-    if owner.supervisor is not None and _supervises(owner.supervisor, owner, bool(alive)):
-        return owner.supervisor
-    return owner.pid if alive else None
-
-
-def _supervises(pid: int, owner: Owner, alive: bool) -> bool:
-    """A process that was given the number of a `whet launch` that ended has another command and other children."""
-    if alive:
-        return owner.pid in process_tree(pid)
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return is_alive(pid) and b"launch" in words
-    return False
+    return owner.live_supervisor() or (owner.pid if owner.is_alive(run.folder) else None)
 
 
 def _end_process(pid: int, kill: bool, folder: Path) -> None:
     """Ctrl-C saves after the step, a second one ends at once; what a shell started in the background ignores both."""
+    family = process_tree(pid)
+    signals: list[tuple[float, signal.Signals]] = []
     if kill:
-        for each in process_tree(pid):  # parents first: nobody restarts what is killed
+        for each in family:  # parents first: nobody restarts what is killed
             _send_signal(each, signal.SIGKILL, folder)
-        signals = []
     elif ignores_signal(pid, signal.SIGINT):
         signals = [(0.0, signal.SIGTERM)]
     else:
         signals = [(0.0, signal.SIGINT), (1.0, signal.SIGINT), (4.0, signal.SIGINT)]
     began = time.monotonic()
-    while is_alive(pid):
+    while any(map(is_alive, family)):
         waited = time.monotonic() - began
         while signals and waited >= signals[0][0]:
             _send_signal(pid, signals.pop(0)[1], folder)

@@ -13,7 +13,7 @@ from whet.core.run_folder import read_owner
 
 RUNS_FOLDER = Path("runs")
 """Where runs are by default, in the current folder."""
-_MAX_DEPTH = 3
+_MAX_DEPTH = 4
 _FILES_OF_RUNS = {"config.yaml", "status.json"}
 _SLURM_JOBS = Path("slurm") / "jobs.jsonl"
 
@@ -51,7 +51,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     for name in found:
         if is_run(folder / name):
             yield folder / name
-        elif depth > 1:
+        elif depth > 1 and not (folder / name).is_symlink():  # a link may lead back
             yield from _runs_below(folder / name, depth - 1)
 
 

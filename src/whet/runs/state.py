@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.heartbeat import format_age
-from whet.core.processes import is_alive
 from whet.core.run_folder import Owner
-from whet.launch.job_states import Job
+from whet.launch.job_states import FORGOTTEN, Job
 
 _ENDED = ("finished", "stopped", "failed")
 ACTIVE = ("queued", "starting", "running", "stopping", "stalled")
@@ -64,7 +63,7 @@ def derive_state(
     if job is not None and job.is_active:
         return _state_of_job(status, owner, job, is_new, alive, limit_s, now)
     has_no_end = written == "running" or is_new
-    if alive is False and has_no_end and owner is not None and owner.supervisor and is_alive(owner.supervisor):
+    if alive is False and has_no_end and owner is not None and owner.live_supervisor() is not None:
         return State("starting", "its process ended; whet launch restarts it")
     may_be_starting = alive is None and owner is not None and is_new and now - owner.since < _LONG_SILENCE_S
     if written in _ENDED and not may_be_starting:
@@ -114,7 +113,7 @@ def _without_end(
     """The run has not written how it ended: its process was killed, or cannot be seen from here."""
     last = owner.since if is_new and owner is not None else beat
     host = owner.host if owner is not None else str(status.get("host") or "an unknown host")
-    if job is not None:
+    if job is not None and (job.state != FORGOTTEN or now - last > limit_s):
         return State("killed", f"{job.describe()}; `whet runs resume` continues it")
     if alive is False:
         return State("killed", f"its process on {host} is gone; `whet runs resume` continues it")

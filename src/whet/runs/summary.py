@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.core.files import read_json_lines
 from whet.core.run_folder import Owner
-from whet.launch.job_states import Job, SlurmUnavailableError, query_jobs
+from whet.launch.job_states import FORGOTTEN, Job, SlurmUnavailableError, query_jobs
 from whet.runs.facts import RunFacts, read_all_facts
 from whet.runs.state import State, derive_state, silence_limit
 
@@ -27,7 +27,7 @@ class RunSummary:
     state: State
     facts: RunFacts
     jobs: tuple[Job, ...]
-    """Those that Slurm knows, oldest first; what follows a run (--then) is one of them."""
+    """All of its jobs, oldest first, if Slurm could be asked; what follows a run (--then) is one of them."""
     job: int | None
     """The Slurm job that runs it, will run it, or ran it last."""
     problems: tuple[str, ...]
@@ -90,19 +90,28 @@ def summarize_run_folders(folders: Sequence[Path], root: Path | None = None) -> 
     are in, names are relative to it, and an index saves reading what has not changed."""
     facts = read_all_facts(folders, root)
     submitted = [_submitted_jobs(*each) for each in zip(folders, facts, strict=True)]
+    # in a list, the jobs of finished runs are history: an old cluster has thousands
+    asked = [{} if root is not None and read.status.get("state") == "finished" else jobs
+             for read, jobs in zip(facts, submitted, strict=True)]  # fmt: skip
     known: Mapping[int, Job] = {}
     problem = None
     try:
-        known = query_jobs(number for jobs in submitted for number in jobs)
+        known = query_jobs(number for jobs in asked for number in jobs)
     except SlurmUnavailableError as error:
         problem = f"what became of its jobs is not known: {error}. Use a login node of the cluster"
     found = []
-    for folder, read, numbers in zip(folders, facts, submitted, strict=True):
-        jobs = [job for number, script in numbers.items() if (job := known.get(number)) and job.runs_script(script)]
+    for folder, read, numbers, wanted in zip(folders, facts, submitted, asked, strict=True):
+        jobs = [] if problem else [_match_job(known, number, script) for number, script in wanted.items()]
         name = str(folder.relative_to(root)) if root is not None and folder != root else _base_name(folder)
-        problems = (*read.problems, *([problem] if problem and numbers else []))
+        problems = (*read.problems, *([problem] if problem and wanted else []))
         found.append(_summarize(name, folder, read, jobs, list(numbers), problems))
     return found
+
+
+def _match_job(known: Mapping[int, Job], number: int, script: Path) -> Job:
+    """What Slurm tells about a job of this script. A cluster that was set up anew gives its number to others."""
+    job = known.get(number)
+    return job if job is not None and job.runs_script(script) else Job(number, FORGOTTEN, "", "", str(script))
 
 
 def _base_name(folder: Path) -> str:
