@@ -195,20 +195,20 @@ sys.exit(7 if len(attempts.read_text()) <= int(sys.argv[1]) else 0)
 
 
 @pytest.mark.parametrize(
-    ("crashes", "processes", "code"),
-    [(2, 1, 7), *(pytest.param(n, 2, 7 * (n > 1), marks=pytest.mark.slow) for n in (1, 2))],
+    ("crashes", "restarts", "processes", "code"),
+    [(1, 0, 1, 7), pytest.param(1, 1, 2, 0, marks=pytest.mark.slow), pytest.param(2, 1, 2, 7, marks=pytest.mark.slow)],
 )
 def test_a_program_that_crashes_is_restarted_and_its_exit_code_passed_on(
-    start: Any, tmp_path: Path, crashes: int, processes: int, code: int
+    start: Any, tmp_path: Path, crashes: int, restarts: int, processes: int, code: int
 ) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
-    settings = (f"launch.processes={processes}", "launch.max_restarts=1", "launch.wait=0.01", "--json")
+    settings = (f"launch.processes={processes}", f"launch.max_restarts={restarts}", "launch.wait=0.01", "--json")
     program = (os.environ["WHET_TEST_PYTHON"], "crashes.py", str(crashes), "$$ ${local_rank}")
     words = [sys.executable, "-m", "whet", "launch", *settings, "--", *program]
     ended, out, err = start.command(words, "run").ended()
     assert ended == code, err
     result = json.loads(out)
-    assert (result["exit_code"], result["restarts"]) == (code, 1)
+    assert (result["exit_code"], result["restarts"]) == (code, restarts)
     for rank in range(processes):
         assert f"{rank} {rank} {processes} ['{crashes}', '$$ ${{local_rank}}']" in err
     assert ("error: no restarts left" in err) is (code == 7)
