@@ -16,6 +16,7 @@ from whet.model.load.weight_files import locate_model
 from whet.registry.references import model_folder
 from whet.registry.registry import Registry
 from whet.run.model_reference import resolve_model_reference
+from whet.run.multiprocess import require_consistent_ranks
 from whet.run.register_model import add_model, run_reference
 
 
@@ -203,3 +204,21 @@ def test_exports_that_prove_nothing_are_not_added(run: Path, registry: Registry)
     assert added.folder == certificate.parent
     assert added.lineage["data"] is None
     assert registry.versions("m") == [1]
+
+
+def test_ranks_with_different_versions_are_refused(tmp_path: Path) -> None:
+    """An alias that moves while the processes of a run start."""
+
+    class TwoRanks:
+        world_size, is_main = 2, True
+
+        def all_gather(self, items: list[Any]) -> list[Any]:
+            if not isinstance(items[0], dict):
+                return items
+            other = "models:m@2" if str(items[0]["model"]).startswith("models:") else items[0]["model"]
+            return [*items, {**items[0], "host": "node2", "model": other}]
+
+    ranks: Any = TwoRanks()
+    require_consistent_ranks(tmp_path, {}, "/local/disk/model", ranks)
+    with pytest.raises(WhetError, match="begins with models:m@1, node2 with models:m@2"):
+        require_consistent_ranks(tmp_path, {}, "models:m@1", ranks)
