@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from whet.core.console import warn
+from whet.core.display import mask_secrets
 from whet.core.limits import limited
 from whet.launch.config import LogPolicy
 
@@ -134,7 +135,8 @@ class ProcessOutput:
                 self._policies[place] = policy.model_copy(update={"pattern": _NEVER})
                 continue
             if found:
-                self._matches[place] = PolicyMatch(policy.pattern, policy.action, text.strip()[:_SHOWN])
+                line = mask_secrets(text.strip()[:_SHOWN])
+                self._matches[place] = PolicyMatch(policy.pattern, policy.action, line)
 
 
 def _write_all(target: int, data: bytes) -> None:

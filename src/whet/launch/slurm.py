@@ -265,7 +265,7 @@ def cluster_problems(config: Config, chain: int) -> list[str]:
             f"this cluster preempts jobs (PreemptMode={preempts}) and gives them {kill_wait} to end (KillWait): a run "
             "that cannot save in that time continues from its newest checkpoint. Set checkpoint.minutes"
         )
-    problems += save_problems(config, save, float(re.findall(r"\d+", kill_wait)[0]))
+    problems += save_problems(config, save, float((re.findall(r"\d+", kill_wait) or ["30"])[0]))
     if "CANCEL" in preempts and chain == 1:
         problems.append("this cluster cancels the jobs that it preempts instead of queueing them again. Use --chain")
     return problems
