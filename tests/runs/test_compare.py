@@ -15,7 +15,7 @@ from made_runs import add_losses, make_run
 from whet.core.validation_losses import read_validation_losses
 from whet.runs.compare import differing_settings
 
-LOW, HIGH = "train.optimizer.lr=1e-3", "train.optimizer.lr=3e-3"
+LOW = "train.optimizer.lr=1e-3"
 
 
 def compared(whet: Any, *runs: Any) -> dict[str, Any]:
@@ -24,6 +24,16 @@ def compared(whet: Any, *runs: Any) -> dict[str, Any]:
     return dict(json.loads(ended.out))
 
 
+def test_losses_by_conversation_make_the_validation_loss(whet: Any, tiny_run: Path) -> None:
+    result = compared(whet, f"{tiny_run}@0", tiny_run)
+    [paired] = result["paired"]
+    before, after = result["metrics"]["val_loss"]
+    assert paired["difference"] == pytest.approx(after - before, rel=1e-9)
+    assert (paired["conversations"], paired["steps"]) == (10, [12, 0])
+    assert paired["p"] < 0.01
+
+
+@pytest.mark.slow
 def test_two_learning_rates(whet: Any, shared_run: Callable[..., Path], tiny_run: Path) -> None:
     low = shared_run("compare-low", "train.precision=fp64", LOW, "eval.every=6")
     result = compared(whet, low, tiny_run)
