@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from whet.config import Config, read_config
+from whet.convert import configs
 from whet.convert.configs.importer import KINDS, fill, find_kind, import_config
 from whet.convert.configs.read import read_tree
 from whet.core.errors import WhetError
@@ -539,6 +541,12 @@ def test_the_command(whet: Any, tmp_path: Path) -> None:
     assert whet("import", "config", "trl", "a", "b").code == 2
 
 
+def test_the_modules_of_the_import_name_no_heavy_library() -> None:
+    source = "".join(path.read_text() for path in sorted(Path(configs.__file__).parent.glob("*.py")))
+    assert not re.search(r"^\s*(import|from) (torch|transformers|numpy|datasets)", source, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_importing_a_configuration_needs_no_torch(real_python: str) -> None:
     code = (
         "import sys; from pathlib import Path; from whet.convert.configs.importer import import_config; "
