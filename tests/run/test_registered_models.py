@@ -79,7 +79,7 @@ def test_a_run_keeps_the_version_it_began_with(
 
 
 def test_chat_eval_recipes_and_export_take_a_registered_model(
-    whet: Any, recipe: str, tiny_run: Path, registry: Registry, tmp_path: Path
+    whet: Any, recipe: str, tiny_run: Path, lora_run: Path, registry: Registry, tmp_path: Path
 ) -> None:
     add_model("m", str(tiny_run))
     registry.set_alias("m", 1, "production")
@@ -96,8 +96,13 @@ def test_chat_eval_recipes_and_export_take_a_registered_model(
     assert resolve_model_reference(config).model.path == "models:m@1"  # what check, prepare, inspect and train do
     exported = whet("export", "models:m@production", "--dtype", "bf16", "--out", tmp_path / "out", "--json")
     assert exported.code == 0, exported.err
-    assert json.loads(exported.out)["certificate"]["run"] == str(tiny_run)
-    version = add_model("m", str(tmp_path / "out"))
+    assert str(tiny_run) not in (tmp_path / "out" / "certificate.json").read_text(), "it may be published"
+    assert add_model("m", str(tmp_path / "out")).run is None
+    with pytest.raises(WhetError, match="--run .*: not a run"):
+        add_model("m", str(tmp_path / "out"), tmp_path)
+    with pytest.raises(WhetError, match="Leave --run out"):
+        add_model("m", str(tiny_run), lora_run)
+    version = add_model("m", str(tmp_path / "out"), tiny_run)
     assert (version.run, version.step, version.kind) == (str(tiny_run), 12, "merged")
     assert run_reference("models:m@production") == f"{tiny_run}@12"
     assert add_model("other", "models:m@production").folder == tiny_run / "exports" / "merged"
@@ -106,7 +111,7 @@ def test_chat_eval_recipes_and_export_take_a_registered_model(
 def test_an_adapter_is_a_model_for_chat_alone(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     exported = whet("export", lora_run, "--to", "adapter", "--out", tmp_path / "adapter")
     assert exported.code == 0, exported.err
-    version = add_model("a", str(tmp_path / "adapter"))
+    version = add_model("a", str(tmp_path / "adapter"), lora_run)
     assert version.kind == "adapter"
     assert version.lineage["base"]["hash"] is not None
     said = whet("chat", "models:a", "-p", "Two teas", "--max-new-tokens", 2, "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -82,6 +83,10 @@ def add(
     source: Annotated[
         str, typer.Argument(metavar="RUN[@STEP]", help="A run, RUN@STEP, RUN@best, or the folder of an export.")
     ],
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="The run of an export outside of it, for the lineage.", show_default=False),
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def add(
     from whet.core.console import print_result
     from whet.run.register_model import add_model
 
-    version = add_model(name, source)
+    version = add_model(name, source, run)
     if not as_json:
         print_result(f"{version.reference}: {version.folder}")
     return _as_json(version)

@@ -69,5 +69,5 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         max_logit_difference=findings.max_logit_difference, kl=findings.kl, same_next_token=findings.same_next_token,
         same_ids=findings.same_ids, stops=findings.stops,
         files=hash_model_folder(folder),
-        quantize="nf4" if spec.model.is_quantized else None, run=spec.run,
+        quantize="nf4" if spec.model.is_quantized else None,
     )  # fmt: skip

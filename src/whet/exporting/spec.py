@@ -110,8 +110,6 @@ class ExportSpec:
     tensor_parallel: int = 1
     trust_remote_code: bool = False
     name: str = "whet"
-    run: str | None = None
-    """The folder of the run."""
 
 
 @dataclass(slots=True)
@@ -181,8 +179,6 @@ class Certificate:
     files: dict[str, str]
     quantize: str | None = None
     """The quantization of the base model during training; the comparison is with the quantized model."""
-    run: str | None = None
-    """The folder of the run; earlier versions did not record it."""
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -143,7 +143,7 @@ def _build_spec(
     dtype = choose_dtype(kind, request.dtype, compute, trained.lossless_dtype)
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
-        resolve_path(config.folder).name, str(resolve_path(config.folder)),
+        resolve_path(config.folder).name,
     )  # fmt: skip
 
 

@@ -21,16 +21,16 @@ from whet.registry.registry import ModelVersion, Registry, parse_reference
 _LOADABLE = ("config.json", "adapter_config.json")
 
 
-def add_model(name: str, reference: str) -> ModelVersion:
+def add_model(name: str, reference: str, run: Path | None = None) -> ModelVersion:
     """Add the export of a run (RUN, RUN@STEP, RUN@best, RUN@latest), or any folder with a certificate, as a new version
-    of a model."""
+    of a model. `run`: the run that such a folder was exported from."""
     if parse_reference(name)[1] is not None:
         raise WhetError(f"{name}: whet numbers the versions. Give the name alone: {name.partition('@')[0]}")
     folder = resolve_path(_find_export(reference))
     certificate = _read_certificate(folder)
     info(f"checking the files of {folder}")
     require_certified_files(folder)
-    run = _run_of(folder, certificate)
+    run = _run_of(folder, run)
     step = certificate.get("step") if isinstance(certificate.get("step"), int) else None
     registry = Registry()
     record = {
@@ -146,13 +146,20 @@ def _read_certificate(folder: Path) -> dict[str, Any]:
 # Lineage: what is known of the run, copied into the version, because runs are deleted some day.
 
 
-def _run_of(folder: Path, certificate: dict[str, Any]) -> Path | None:
-    """The run that a folder was exported from: the one it is in, else the one that its certificate names."""
+def _run_of(folder: Path, named: Path | None) -> Path | None:
+    """The run that an export is in, else the one that the user names. The export itself names none: it may be
+    published, and where a run was is nobody else's business."""
     above = folder.parent.parent
-    if folder.parent.name == "exports" and (above / "config.yaml").is_file():
-        return above
-    named = certificate.get("run")
-    return Path(named) if isinstance(named, str) and (Path(named) / "config.yaml").is_file() else None
+    inside = above if folder.parent.name == "exports" and (above / "config.yaml").is_file() else None
+    if named is None:
+        return inside
+    run = resolve_path(named)
+    if not (run / "config.yaml").is_file():
+        raise WhetError(f"--run {named}: not a run (no config.yaml). Give the folder of the run that was exported")
+    if inside not in (None, run):
+        raise WhetError(f"--run {named}: {folder} is an export of {inside}. Leave --run out")
+    check_run_format(run)
+    return run
 
 
 def _lineage(run: Path | None, step: int | None, certificate: dict[str, Any]) -> dict[str, Any]:
