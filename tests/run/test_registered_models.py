@@ -98,7 +98,7 @@ def test_chat_eval_recipes_and_export_take_a_registered_model(
     assert exported.code == 0, exported.err
     assert str(tiny_run) not in (tmp_path / "out" / "certificate.json").read_text(), "it may be published"
     assert add_model("m", str(tmp_path / "out")).run is None
-    with pytest.raises(WhetError, match="--run .*: not a run"):
+    with pytest.raises(WhetError, match=r"--run .*: not a run"):
         add_model("m", str(tmp_path / "out"), tmp_path)
     with pytest.raises(WhetError, match="Leave --run out"):
         add_model("m", str(tiny_run), lora_run)

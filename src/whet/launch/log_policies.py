@@ -135,8 +135,8 @@ class ProcessOutput:
                 self._policies[place] = policy.model_copy(update={"pattern": _NEVER})
                 continue
             if found:
-                line = mask_secrets(text.strip()[:_SHOWN])
-                self._matches[place] = PolicyMatch(policy.pattern, policy.action, line)
+                shown = mask_secrets(text.strip()[:_SHOWN])
+                self._matches[place] = PolicyMatch(policy.pattern, policy.action, shown)
 
 
 def _write_all(target: int, data: bytes) -> None:
