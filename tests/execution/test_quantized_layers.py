@@ -21,6 +21,7 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
 from whet.parallel.config import ParallelConfig
 
+pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 Make = Callable[..., Any]
