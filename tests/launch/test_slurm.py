@@ -193,10 +193,12 @@ def test_a_script_that_was_edited_stays(submit: Any, tmp_path: Path) -> None:
     assert script.read_text().endswith("# mine\n")
 
 
+@pytest.mark.parametrize("tasks", ["gpu", pytest.param("node", marks=pytest.mark.slow)])
 def test_a_run_on_two_nodes_is_that_of_one_process(
-    submit: Any, whole: Path, tmp_path: Path, assert_same: Any, whet: Any, recipe: str
+    tasks: str, submit: Any, whole: Path, tmp_path: Path, assert_same: Any, whet: Any, recipe: str
 ) -> None:
-    found = submit("launch.nodes=2", "launch.env={WHET_TEST: given}", "--wait")  # which the script wants to be set
+    site = (f"launch.slurm.tasks={tasks}", "launch.env={WHET_TEST: given}")  # which the script wants to be set
+    found = submit("launch.nodes=2", *site, "--wait")
     assert found["exit_code"] == 0, found
     assert_same(tmp_path / "run", whole)
     ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}")
