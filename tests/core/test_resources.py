@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.core.resources import available_memory
+from whet.core.resources import available_memory, cores_per_process
 
 NO_LIMIT = 9223372036854771712  # what version 1 says where there is none
 
@@ -69,3 +69,17 @@ def test_cgroup_version_1_also_with_the_hosts_path(tmp_path: Path, path: str) ->
 def test_this_machine_has_free_memory() -> None:
     free = available_memory()
     assert free is None or free > 0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "cpus", "cores"),
+    [("8(x192)", "5", 5), ("8(x192)", "99", 56), ("8(x192)", "", 7), ("1(x192)", "56", 7), ("", "9", 7)],
+    ids=["a task each", "more than the mask allows", "none given", "a task for all", "no Slurm"],
+)
+def test_the_cores_of_a_process(monkeypatch: pytest.MonkeyPatch, tasks: str, cpus: str, cores: int) -> None:
+    """Where Slurm binds a task to its cores, they are not divided again; where it binds none, it has said how many."""
+    variables = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_LOCALID": "3" if tasks else ""}
+    for name, value in {**variables, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_CPUS_PER_TASK": cpus}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(56)))
+    assert cores_per_process() == cores

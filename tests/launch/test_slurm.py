@@ -197,7 +197,7 @@ def test_a_script_that_was_edited_stays(submit: Any, tmp_path: Path) -> None:
 def test_a_run_on_two_nodes_is_that_of_one_process(
     tasks: str, submit: Any, whole: Path, tmp_path: Path, assert_same: Any, whet: Any, recipe: str
 ) -> None:
-    site = (f"launch.slurm.tasks={tasks}", "launch.env={WHET_TEST: given}")  # which the script wants to be set
+    site = (f"launch.slurm.tasks={tasks}", "launch.slurm.cpus=1", "launch.env={WHET_TEST: given}")
     found = submit("launch.nodes=2", *site, "--wait")
     assert found["exit_code"] == 0, found
     assert_same(tmp_path / "run", whole)

@@ -6,6 +6,7 @@ torchrun and `whet launch` set these variables for each process they start; with
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -43,6 +44,15 @@ def process_layout() -> tuple[int, int]:
     everyone = world_size()
     each = local_world_size(everyone)
     return (everyone // each, each) if everyone % each == 0 else (1, everyone)
+
+
+def cpus_of_task() -> int | None:
+    """The CPU cores that Slurm gives this process, where each process of the machine is a task of its own."""
+    env = os.environ
+    tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x192): of the first machine
+    is_own = tasks is not None and int(tasks[0]) == local_world_size() and env.get("SLURM_LOCALID") == str(local_rank())
+    cpus = env.get("SLURM_CPUS_PER_TASK", "")
+    return int(cpus) if is_own and cpus.isdecimal() and int(cpus) > 0 else None
 
 
 def store_address() -> tuple[str, int]:

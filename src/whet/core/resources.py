@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.core.launch_env import local_world_size
+from whet.core.launch_env import cpus_of_task, local_world_size
 
 
 def available_cores() -> int:
@@ -19,7 +19,8 @@ def available_cores() -> int:
 
 def cores_per_process(processes: int = 1) -> int:
     """This process's share of the cores. `processes` on this machine, where the launcher does not set their number."""
-    return max(1, available_cores() // local_world_size(processes))
+    own = cpus_of_task()
+    return min(own, available_cores()) if own else max(1, available_cores() // local_world_size(processes))
 
 
 def available_memory(system: Path = Path("/")) -> int | None:
