@@ -143,6 +143,28 @@ SLOW_CASES = {
         "execution/test_compile.py::test_compiled_layers_compute_the_same_gradients[eager-selective-activations]",
     "execution/test_recompute.py::test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs[selective-0]":
         "execution/test_recompute.py::test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs[full-6]",
+    "launch/test_slurm_jobs.py::test_an_array_prepares_the_store_of_one_process":
+        "data/test_prepare_workers.py::test_shards_killed_and_repeated_give_the_store_of_one_process",
+    "launch/test_worker_failures.py::test_the_other_ranks_name_the_rank_that_failed_first":
+        "run/test_planted_faults.py::test_two_processes_stop_together_and_name_the_conversation",
+    "cli/test_check_model.py::test_a_modified_store[validation-tokens.bin-ids]":
+        "cli/test_check_model.py::test_a_modified_store[train-tokens.bin-ids]",
+    "cli/test_check_model.py::test_a_modified_store[validation-loss.bin-mask]":
+        "cli/test_check_model.py::test_a_modified_store[train-loss.bin-mask]",
+    "data/test_prepare_workers.py::test_the_number_of_processes_does_not_matter[{'too_long': 'split', 'deduplicate': False}]":
+        "data/test_prepare_workers.py::test_the_number_of_processes_does_not_matter[{'too_long': 'split', 'deduplicate': True}]",
+    "cli/test_prepare.py::test_a_killed_preparation_leaves_no_orphans_and_no_store_and_continues":
+        "cli/test_prepare.py::test_a_killed_worker_ends_with_3_and_the_next_start_continues",
+    "cli/test_missing_sources.py::test_a_run_can_be_used_when_its_files_are_gone[fraction]":
+        "cli/test_missing_sources.py::test_a_run_can_be_used_when_its_files_are_gone[sources]",
+    "run/test_optimizer_runs.py::test_a_run_continues_bit_for_bit_and_learns_like_fp32[8 bits]":
+        "training/test_adamw.py::test_few_bits_learn_like_many[8-0.999]",
+    "run/test_fp8_runs.py::test_a_killed_run_continues_bit_for_bit":
+        "run/test_kill_everywhere.py::test_a_run_killed_at_a_bad_moment_ends_like_an_uninterrupted_one",
+    "run/test_stop.py::test_twenty_mixed_signals_leave_a_true_status[0]":
+        "run/test_stop.py::test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes[first step]",
+    "execution/test_recompute.py::test_a_run_with_recompute_has_the_same_losses[full]":
+        "execution/test_recompute.py::test_compiled_layers_recompute_the_same_gradients[whole]",
     "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(1, 5, 32)]":
         "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(2, 3, 32)]",
     "model/lora/test_fused_lora.py::test_operators_pass_opcheck[(5, 32)]":

@@ -352,7 +352,8 @@ def layouts_of(world: int) -> list[Layout]:
     if world == 2:
         few = (FEW_STEPS, DIVIDED_STEPS, DIVIDED_STEPS)
         replicated = [replace(layout, steps=steps) for layout, steps in zip(TOGETHER, few, strict=True)]
-        return [*replicated, *DIVIDED[2], *RULES]
+        divided = [*DIVIDED[2], *RULES]
+        return [*replicated, *(divided if ALL else divided[1::2])]  # every second: one of each kind
     return [*(replace(layout, steps=DIVIDED_STEPS) for layout in TOGETHER), *DIVIDED[world]]
 
 
