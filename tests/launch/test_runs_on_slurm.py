@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch_options import OPTIONS, STEPS
-from slurm_cluster import Cluster, missing_programs, slurm_cluster
+from slurm_cluster import Cluster
 
 from whet.launch.job_states import SlurmUnavailableError, query_jobs
 from whet.runs.control import cancel_run, stop_run
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    missing = missing_programs()
-    if missing:
-        pytest.skip(f"needs the Debian packages slurm-wlm and munge (no {missing[0]}): make system-deps")
-    folder = Path(tempfile.mkdtemp(prefix="whet-", dir="/tmp"))  # a short path: sockets have 108 bytes for it
-    folder.chmod(0o755)  # munge wants its socket to be reachable by everyone
-    try:
-        with slurm_cluster(folder / "s") as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def cluster(running: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
-    import whet
-
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(Path(whet.__file__).parents[1]))
+@pytest.fixture(autouse=True)
+def in_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`whet runs` lists the runs below the current folder."""
     monkeypatch.chdir(tmp_path)
-    yield running
-    running.cancel_all()
 
 
 def submit(folder: Path, *options: str, lines: str = "sleep 99") -> list[int]:

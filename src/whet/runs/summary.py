@@ -27,7 +27,7 @@ class RunSummary:
     state: State
     facts: RunFacts
     jobs: tuple[Job, ...]
-    """All of its jobs, oldest first, if Slurm could be asked; what follows a run (--then) is one of them."""
+    """All of its jobs, oldest first, if Slurm answers; what follows a run (--then) is one of them."""
     job: int | None
     """The Slurm job that runs it, will run it, or ran it last."""
     problems: tuple[str, ...]
@@ -91,16 +91,16 @@ def summarize_run_folders(folders: Sequence[Path], root: Path | None = None) -> 
     facts = read_all_facts(folders, root)
     submitted = [_submitted_jobs(*each) for each in zip(folders, facts, strict=True)]
     # in a list, the jobs of finished runs are history: an old cluster has thousands
-    asked = [{} if root is not None and read.status.get("state") == "finished" else jobs
-             for read, jobs in zip(facts, submitted, strict=True)]  # fmt: skip
+    queried = [{} if root is not None and read.status.get("state") == "finished" else jobs
+               for read, jobs in zip(facts, submitted, strict=True)]  # fmt: skip
     known: Mapping[int, Job] = {}
     problem = None
     try:
-        known = query_jobs(number for jobs in asked for number in jobs)
+        known = query_jobs(number for jobs in queried for number in jobs)
     except SlurmUnavailableError as error:
         problem = f"what became of its jobs is not known: {error}. Use a login node of the cluster"
     found = []
-    for folder, read, numbers, wanted in zip(folders, facts, submitted, asked, strict=True):
+    for folder, read, numbers, wanted in zip(folders, facts, submitted, queried, strict=True):
         jobs = [] if problem else [_match_job(known, number, script) for number, script in wanted.items()]
         name = str(folder.relative_to(root)) if root is not None and folder != root else _base_name(folder)
         problems = (*read.problems, *([problem] if problem and wanted else []))
