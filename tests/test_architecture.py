@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": _ENGINE,
     "preflight": {*_ENGINE, "run"},
     "bench": {*_ENGINE, "run"},
+    "fit": {*_ENGINE, "run"},
     "launch": {"core", "config"},
     "runs": {"core", "config", "checkpoint", "launch", "report"},
     "report": {"core"},
