@@ -14,7 +14,7 @@ SOURCE = Path(whet.__file__).parent
 
 _DATA_AND_MODEL = {"core", "compat", "config", "tokenizer", "data", "model", "registry"}
 _DEVICES = {*_DATA_AND_MODEL, "parallel", "execution"}
-_ENGINE = {*_DEVICES, "checkpoint", "exporting", "convert", "inference", "training"}
+_ENGINE = {*_DEVICES, "checkpoint", "exporting", "convert", "evaluation", "inference", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": {"compat"},
     "compat": {"core"},
@@ -22,20 +22,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"core", "compat"},
     "data": {"core", "compat", "tokenizer"},
     "registry": {"core"},
+    "evaluation": {"core"},
     "model": {"core", "compat", "tokenizer", "registry"},
     "parallel": _DATA_AND_MODEL,
     "execution": {*_DATA_AND_MODEL, "parallel"},
-    "inference": _DEVICES,
+    "inference": {*_DEVICES, "evaluation"},
     "checkpoint": _DEVICES,
     "exporting": {*_DEVICES, "checkpoint"},
     "convert": {*_DEVICES, "checkpoint", "exporting"},
-    "training": {*_DEVICES, "checkpoint", "inference"},
+    "training": {*_DEVICES, "evaluation", "checkpoint", "inference"},
     "run": _ENGINE,
     "preflight": {*_ENGINE, "run"},
     "bench": {*_ENGINE, "run"},
     "fit": {*_ENGINE, "run"},
     "launch": {"core", "config"},
-    "runs": {"core", "config", "checkpoint", "launch", "report"},
+    "runs": {"core", "config", "checkpoint", "evaluation", "launch", "report"},
     "report": {"core"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""

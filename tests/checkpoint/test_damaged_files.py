@@ -18,7 +18,7 @@ from whet.checkpoint.dcp_storage import SafeStorageReader
 from whet.checkpoint.load import load_checkpoint
 from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.checkpoint.save import CheckpointSaver
-from whet.core import retry
+from whet.core import files
 from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, WhetError
 
@@ -72,7 +72,7 @@ class FailingDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path, times: int, error: int = errno.EIO) -> None:
         self.file, self.left, self.error, self._open = file, times, error, io.open
         monkeypatch.setattr(io, "open", self)
-        monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001, 0.002))
+        monkeypatch.setattr(files, "RETRY_DELAYS_S", (0.001, 0.002))
 
     def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         opened = self._open(file, mode, *args, **kwargs)
@@ -97,7 +97,7 @@ def test_a_read_that_keeps_failing_is_unreadable_not_damaged(path: Path, monkeyp
         FailingDisk(monkeypatch, file, times=99)
         model, optimizer = make()
         before = model.weight.clone()
-        with pytest.raises(retry.UnreadableError, match=r"Input/output error \(tried 3 times") as raised:
+        with pytest.raises(files.UnreadableError, match=r"Input/output error \(tried 3 times") as raised:
             load_checkpoint(path, model, optimizer, ALONE)
         assert str(file) in str(raised.value)
         assert raised.value.exit_code == 1
@@ -118,7 +118,7 @@ def test_a_disk_that_fails_after_verification_is_unreadable_not_a_mismatch(
             return manifest
 
         monkeypatch.setattr(loading, "verify_checkpoint", verify)
-        with pytest.raises(retry.UnreadableError) as raised:
+        with pytest.raises(files.UnreadableError) as raised:
             load_checkpoint(path, *make(), ALONE)
         assert str(file) in str(raised.value)
         monkeypatch.undo()
@@ -126,17 +126,17 @@ def test_a_disk_that_fails_after_verification_is_unreadable_not_a_mismatch(
 
 def test_permission_denied_is_not_retried(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FailingDisk(monkeypatch, path / "manifest.json", times=99, error=errno.EACCES)
-    with pytest.raises(retry.UnreadableError, match=r"Permission denied\. It may be intact"):
+    with pytest.raises(files.UnreadableError, match=r"Permission denied\. It may be intact"):
         load_checkpoint(path, *make(), ALONE)
     assert disk.left == 98
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
 def test_an_io_error_of_the_kernel_is_unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001,))
+    monkeypatch.setattr(files, "RETRY_DELAYS_S", (0.001,))
     (path / "manifest.json").unlink()
     (path / "manifest.json").symlink_to("/proc/self/mem")  # its first page is never mapped: EIO
-    with pytest.raises(retry.UnreadableError, match="Input/output error"):
+    with pytest.raises(files.UnreadableError, match="Input/output error"):
         load_checkpoint(path, *make(), ALONE)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from whet.core.errors import WhetError
-from whet.core.statistics import bootstrap_interval, mcnemar_p_value, paired_difference
+from whet.evaluation.statistics import bootstrap_interval, mcnemar_p_value, paired_difference
 from whet.inference.comparison import (
     above_baseline,
     format_results,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from whet.core import checksums, retry
+from whet.core import checksums, files
 from whet.core.checksums import hash_block
 
 Exact = Callable[[Path], list[dict[str, Any]]]
@@ -90,7 +90,7 @@ def test_a_failing_disk_aborts_the_resume_and_nothing_is_quarantined(
             raise OSError(errno.EIO, "Input/output error", str(path))
         return hash_block(path, *part)
 
-    monkeypatch.setattr(retry, "RETRY_DELAYS_S", (0.001, 0.001))
+    monkeypatch.setattr(files, "RETRY_DELAYS_S", (0.001, 0.001))
     monkeypatch.setattr(checksums, "hash_block", fail)
     ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
     assert ended.code == 1

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from whet.config import read_config
-from whet.core.variables import VariableHashes
 from whet.core.yaml import dump_yaml, parse_yaml
 from whet.run.resume import read_run_config
+from whet.run.variables import VariableHashes
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 PASSWORD = "correct horse battery"

@@ -11,7 +11,7 @@ import numpy as np
 
 from whet.core.checksums import write_hashed_json
 from whet.core.run_folder import write_config
-from whet.core.validation_losses import ConversationLosses, add_validation_losses
+from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses
 
 
 def make_run(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from made_runs import add_losses, make_run
 
-from whet.core.validation_losses import read_validation_losses
+from whet.evaluation.validation_losses import read_validation_losses
 from whet.runs.compare import differing_settings
 
 LOW = "train.optimizer.lr=1e-3"

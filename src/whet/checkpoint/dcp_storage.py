@@ -41,7 +41,7 @@ from torch.futures import Future
 from whet.compat.torch_private import checkpoint_offset, load_as_fake
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError
-from whet.core.retry import UnreadableError, read_with_retries
+from whet.core.files import UnreadableError, read_with_retries
 
 
 def ignore_single_process_warning() -> None:

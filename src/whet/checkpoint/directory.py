@@ -14,8 +14,15 @@ from pathlib import Path
 
 from whet.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest, write_manifest
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write, delete_path, fsync_folder, hash_bytes, put_back, require_disk_space
-from whet.core.retry import UnreadableError
+from whet.core.files import (
+    UnreadableError,
+    atomic_write,
+    delete_path,
+    fsync_folder,
+    hash_bytes,
+    put_back,
+    require_disk_space,
+)
 
 # Which checkpoints to keep: the newest, the best, every n-th. Pure functions of step numbers.
 

@@ -15,7 +15,7 @@ from whet.checkpoint.state_dict import init_optimizer_state, model_tensors, opti
 from whet.core.checksums import find_damage
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.retry import UnreadableError
+from whet.core.files import UnreadableError
 from whet.parallel.fsdp import reshard
 
 _MODEL_PREFIX = "model.language_model."

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.errors import WhetError
-from whet.core.files import hash_json, read_json, write_json
-from whet.core.retry import UnreadableError, read_with_retries
+from whet.core.files import UnreadableError, hash_json, read_json, read_with_retries, write_json
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT_VERSION = 1

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, QuietOption, cli_command
+from whet.cli.common import JsonOption, QuietOption, cli_command, import_without_gc
 
 
 @cli_command
@@ -26,7 +26,6 @@ def demo(
     from whet.config import read_config
     from whet.core.console import info
     from whet.core.files import delete_atomically
-    from whet.core.imports import import_without_gc
     from whet.core.run_folder import RunFolder, read_status
     from whet.report.html_report import write_report
     from whet.report.run_view import RunView

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command, import_without_gc
 from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError
 from whet.core.signals import StopRequested, raise_on_stop_signals
@@ -58,7 +58,6 @@ def train(
     try:
         with raise_on_stop_signals():  # from here on: imports take seconds, too
             from whet.config import read_config
-            from whet.core.imports import import_without_gc
             from whet.core.run_folder import read_status
             from whet.model.load.weight_files import prefetch_weights
 

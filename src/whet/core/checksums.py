@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.errors import WhetError, first_line
-from whet.core.files import hash_json, read_json, write_json
-from whet.core.retry import UnreadableError, read_with_retries
+from whet.core.files import UnreadableError, hash_json, read_json, read_with_retries, write_json
 
 FileRecords = dict[str, dict[str, Any]]
 """Path in a folder → {"bytes": size, "hash": SHA-256 of the content}. With "block", the number of bytes in a block, the

@@ -1,9 +1,10 @@
-"""Files: atomic writes, content hashes, JSON lines, locks, disk space. A file is either complete or absent."""
+"""Files: atomic writes, retries, content hashes, JSON lines, locks, disk space. A file is either complete or absent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import glob
 import hashlib
@@ -12,11 +13,14 @@ import math
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
+
+T = TypeVar("T")
 
 
 def cache_dir() -> Path:
@@ -82,6 +86,48 @@ def read_json(path: Path) -> Any:
     except (ValueError, RecursionError) as error:  # also numbers of more than 4300 digits
         line = getattr(error, "lineno", 1)
         raise WhetError(f"{path}:{line}: not valid JSON ({error}). The file was damaged or edited by hand.") from None
+
+
+RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""The pause before each further attempt."""
+
+_MISSING_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TRANSIENT_ERRNOS = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLINK, errno.ECOMM,
+)  # fmt: skip
+
+_RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Of this process or machine: they say nothing about the file."""
+
+
+class UnreadableError(WhetError):
+    """A file exists and cannot be read; its content may be intact."""
+
+
+def read_with_retries(read: Callable[[], T], path: Path) -> T:
+    """Call `read`, again after transient I/O errors, as network file systems have them; UnreadableError when they
+    persist. A missing file is not retried: FileNotFoundError reaches the caller."""
+    for wait_s in (*RETRY_DELAYS_S, None):
+        try:
+            return read()
+        except _MISSING_ERRORS:
+            raise
+        except OSError as error:
+            if wait_s is None or error.errno not in _TRANSIENT_ERRNOS:
+                raise _make_unreadable_error(path, error, tries=1 if wait_s else 1 + len(RETRY_DELAYS_S)) from error
+            time.sleep(wait_s)
+    raise AssertionError
+
+
+def _make_unreadable_error(path: Path, error: OSError, tries: int) -> UnreadableError:
+    if error.errno in _RESOURCE_ERRNOS:
+        return UnreadableError(str(os_error(error, "reading", path)))
+    often = f" (tried {tries} times in {sum(RETRY_DELAYS_S):g} s)" if tries > 1 else ""
+    return UnreadableError(
+        f"{error.filename or path}: cannot be read: {error.strerror or error}{often}. It may be intact: check the "
+        "disk, the network and the permissions, then start it again (whet train: with --resume)"
+    )
 
 
 def temporary_path(path: Path) -> Path:

@@ -1,8 +1,10 @@
-"""CPU cores and memory available to this process, within the limits of schedulers and containers."""
+"""What this process can use: CPU cores and memory, within the limits of schedulers and containers; Triton."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,12 @@ def available_memory(system: Path = Path("/")) -> int | None:
     """
     known = [free for free in (_machine_memory(system), *_cgroup_memory(system)) if free is not None]
     return max(0, min(known)) if known else None
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether whet's Triton kernels can be compiled. Only torch for CUDA depends on Triton."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _machine_memory(system: Path) -> int | None:

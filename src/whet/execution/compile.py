@@ -25,7 +25,7 @@ from whet.compat.torch_compiler import (
 )
 from whet.core.console import warn
 from whet.core.files import cache_dir
-from whet.core.imports import has_triton
+from whet.core.resources import has_triton
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _RECOMPILE_LIMIT = 32

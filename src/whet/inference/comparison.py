@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import WhetError
-from whet.core.statistics import SIGNIFICANCE_LEVEL, bootstrap_interval, paired_difference
+from whet.evaluation.statistics import SIGNIFICANCE_LEVEL, bootstrap_interval, paired_difference
 from whet.inference.tasks.task import AnsweredExample, TaskResult
 
 

@@ -14,9 +14,9 @@ import torch
 from whet.core.console import progress
 from whet.core.distributed import Ranks
 from whet.core.heartbeat import PHASE
-from whet.core.validation_losses import ConversationLosses
 from whet.data.batch import PackedBatch
 from whet.data.loader import Loader
+from whet.evaluation.validation_losses import ConversationLosses
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 

@@ -19,10 +19,10 @@ from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir
 from whet.core.run_folder import RunFolder, config_was_edited, write_config
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
-from whet.core.variables import VariableHashes
 from whet.core.yaml import Template, parse_yaml, read_yaml
 from whet.data.prepare.ledger import LEDGER_LINES, has_changes
 from whet.run.data import RunData, make_plan, read_ledger
+from whet.run.variables import VariableHashes
 
 
 @contextlib.contextmanager

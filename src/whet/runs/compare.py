@@ -13,8 +13,8 @@ import numpy as np
 from whet.checkpoint.directory import lower_is_better
 from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
-from whet.core.statistics import SIGNIFICANCE_LEVEL, paired_loss_difference
-from whet.core.validation_losses import ConversationLosses, read_validation_losses
+from whet.evaluation.statistics import SIGNIFICANCE_LEVEL, paired_loss_difference
+from whet.evaluation.validation_losses import ConversationLosses, read_validation_losses
 from whet.report.run_view import RunView
 from whet.runs.find import is_run, resolve_run
 from whet.runs.summary import summarize_run_folder

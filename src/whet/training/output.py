@@ -9,7 +9,7 @@ from typing import Any
 from whet.core.console import info
 from whet.core.files import JsonLinesWriter
 from whet.core.run_folder import RunFolder
-from whet.core.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
+from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
 from whet.inference.tasks.task import AnsweredExample
 from whet.training.records import RECORDS, Prefix, record_file, restore_records
 from whet.training.trackers import Trackers

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.console import warn
-from whet.core.files import atomic_write, describe_lines, hash_bytes, hash_prefix, parse_json_line
-from whet.core.retry import read_with_retries
+from whet.core.files import atomic_write, describe_lines, hash_bytes, hash_prefix, parse_json_line, read_with_retries
 
 RECORDS = ("metrics", "samples", "events")
 

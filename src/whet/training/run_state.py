@@ -13,11 +13,11 @@ import torch
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.distributed import Ranks
-from whet.core.validation_losses import ConversationLosses
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import Store
 from whet.data.prepare.store_check import StoreCheck
+from whet.evaluation.validation_losses import ConversationLosses
 from whet.inference.tasks.task import AnsweredExample
 from whet.model.flops import StepFlops
 from whet.model.loss.loss_model import LossModel

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import user_path
-from whet.core.imports import require_pyarrow
 from whet.core.limits import limited
-from whet.data.read.container import Container, RawRecord
+from whet.data.read.container import Container, RawRecord, require_pyarrow
 
 _BATCH_ROWS, _BATCH_BYTES = 128, 2**28
 _BATCH_SECONDS = 60.0

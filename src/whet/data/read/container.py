@@ -15,7 +15,6 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import hash_file
-from whet.core.imports import require_pyarrow
 
 # Records. Every worker iterates over all records and decodes only its own, so a raw record must cost next to nothing.
 
@@ -295,3 +294,14 @@ def estimate_count(path: Path, name: str, count: Callable[[bytes], int]) -> int:
     if len(head) < _SAMPLE_BYTES:
         return count(head)
     return max(1, count(head)) * content_size(path) // _SAMPLE_BYTES
+
+
+def require_pyarrow(name: str) -> Any:
+    """The module, or a WhetError with the command that installs it."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise WhetError(
+            f"data.sources: {name}: reading this file needs pyarrow, which is not installed: pip install 'whet[data]'"
+        ) from None
+    return pyarrow

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from whet.compat.transformers_private import attention_implementation, supports_sdpa
 from whet.core.errors import WhetError
-from whet.core.imports import has_triton
+from whet.core.resources import has_triton
 from whet.model.attention import backends
 from whet.model.attention.backends import (
     VARLEN_MAX_HEAD_DIM,

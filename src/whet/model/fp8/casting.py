@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.core.imports import has_triton
+from whet.core.resources import has_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MIN_AMAX = 1e-12

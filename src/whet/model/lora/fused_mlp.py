@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.core.imports import has_triton
+from whet.core.resources import has_triton
 from whet.model.frozen_weight import (
     MATMUL_CHUNK,
     FrozenMatrix,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.core.imports import has_triton
+from whet.core.resources import has_triton
 from whet.model.loss.output_head import OutputHead
 
 # Losses of rows of logits: the definition in plain torch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.core.imports import has_triton
+from whet.core.resources import has_triton
 from whet.execution.offload import state_to_host
 from whet.parallel.dtensor import local_tensor, shard_index
 from whet.training.optimizers.state import (

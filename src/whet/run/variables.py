@@ -15,8 +15,7 @@ from typing import Any
 
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.errors import WhetError
-
-VARIABLES_FILE = "variables.json"
+from whet.core.run_folder import VARIABLES_FILE
 
 
 class VariableHashes:

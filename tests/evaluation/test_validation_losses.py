@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from whet.core import validation_losses
 from whet.core.errors import WhetError
-from whet.core.statistics import paired_loss_difference
-from whet.core.validation_losses import (
+from whet.evaluation import validation_losses
+from whet.evaluation.statistics import paired_loss_difference
+from whet.evaluation.validation_losses import (
     ConversationLosses,
     add_validation_losses,
     read_validation_losses,

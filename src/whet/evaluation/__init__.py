@@ -1,0 +1,1 @@
+"""What models and runs are compared by: the loss of each validation conversation, and statistics. numpy alone."""
