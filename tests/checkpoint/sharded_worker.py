@@ -23,6 +23,7 @@ from whet.checkpoint.load import load_checkpoint
 from whet.checkpoint.save import CheckpointSaver
 from whet.core.distributed import Ranks, init_distributed, is_peer_failure
 from whet.core.errors import RunFailedError
+from whet.parallel.dtensor import _gather_on_host, unsharded
 
 
 def main(folder: Path, work: str) -> None:
@@ -81,9 +82,10 @@ def _full_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     found = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        found[name] = parameter.full_tensor().detach().clone()
+        assert torch.equal(_gather_on_host(parameter), parameter.full_tensor())  # the way of CUDA shards over Gloo
+        found[name] = unsharded(parameter).detach().clone()
         for key, value in optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            found[f"{name}.{key}"] = unsharded(value).clone()
     return found
 
 

@@ -25,7 +25,7 @@ from whet.model import attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
-from whet.parallel.dtensor import local_tensor
+from whet.parallel.dtensor import _gather_on_host, local_tensor, unsharded
 from whet.parallel.fsdp import apply_fsdp
 from whet.parallel.mesh import Mesh, build_mesh
 from whet.parallel.tensor_parallel import sync_replicated_gradients, verify_tensor_parallel
@@ -81,7 +81,9 @@ def gradients(root: LossModel) -> dict[str, torch.Tensor]:
     for name, weight in root.named_parameters():
         grad = weight.grad
         assert grad is not None, name
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found[name] = unsharded(grad)
+        if isinstance(grad, DTensor):
+            assert torch.equal(_gather_on_host(grad), found[name])  # the way that CUDA shards take over Gloo
     return found
 
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from whet.core.distributed import Ranks, init_distributed
@@ -41,7 +40,7 @@ from whet.model.loss import linear_cross_entropy
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.parallel.config import ParallelConfig
-from whet.parallel.dtensor import local_tensor, shard_index
+from whet.parallel.dtensor import local_tensor, shard_index, unsharded
 from whet.parallel.fsdp import apply_fsdp
 from whet.parallel.mesh import build_mesh
 from whet.parallel.ulysses import apply_ulysses
@@ -219,7 +218,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     finally:
         linear_cross_entropy._CHUNK_BYTES_CPU = before
         loader.close()
-    weights = {name: whole(weight).cpu() for name, weight in model.state_dict().items()}
+    weights = {name: unsharded(weight).cpu() for name, weight in model.state_dict().items()}
     return Trace([r.loss for r in results], [r.grad_norm for r in results], weights, apart(model, ranks))
 
 
@@ -239,10 +238,6 @@ def apart(model: nn.Module, ranks: Ranks) -> tuple[str, ...]:
 def measure(root: LossModel, loader: Loader, device: torch.device) -> None:
     for _, batch in loader.micro_batches(0):
         root(batch.to(device))
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def run_naively(store: Store, family: str = "tiny", steps: int = STEPS) -> Trace:

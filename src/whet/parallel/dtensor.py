@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import dtensor_local, dtensor_of_shape, local_shape_and_offset
@@ -25,6 +27,27 @@ def shard_like(weight: Tensor, part: Tensor) -> Tensor:
     alike = part.shape == local_tensor(weight).shape
     shape = weight.shape if alike else torch.Size((len(weight), *part.shape[1:]))
     return dtensor_of_shape(weight, part, shape)
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered on every process; a plain tensor itself.
+
+    Where processes share a GPU (launch.share_gpu) it goes through the host: `full_tensor` of CUDA shards over Gloo ends
+    in a segmentation fault (torch 2.11).
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type != "cpu" and dist.get_backend(tensor.device_mesh.get_group(0)) == "gloo":
+        return _gather_on_host(tensor).to(tensor.device)
+    return tensor.full_tensor()
+
+
+def _gather_on_host(tensor: DTensor) -> Tensor:
+    mesh, groups = tensor.device_mesh, tensor.device_mesh.get_all_groups()
+    host = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], "cpu", mesh.mesh, mesh.mesh_dim_names)
+    local = dtensor_local(tensor).cpu()
+    shards = DTensor.from_local(local, host, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    return shards.full_tensor()
 
 
 def local_shard_of(weight: Tensor, whole: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from whet.parallel.dtensor import local_shard_of, local_tensor, shard_like
+from whet.parallel.dtensor import local_shard_of, local_tensor, shard_like, unsharded
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.state import copy_rounded, update_dtype
 
@@ -64,9 +64,8 @@ def _orthogonalize_shard(part: Tensor, weight: Tensor) -> Tensor:
     """
     if not isinstance(weight, DTensor):
         return newton_schulz(part)
-    whole: Any = shard_like(weight, part.to(weight.device_mesh.device_type))
-    direction = newton_schulz(whole.full_tensor())
-    return local_shard_of(weight, direction)
+    matrix = unsharded(shard_like(weight, part.to(weight.device_mesh.device_type)))
+    return local_shard_of(weight, newton_schulz(matrix))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
