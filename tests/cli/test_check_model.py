@@ -211,3 +211,15 @@ def test_ids_that_differ_from_transformers(check: Any, write: Any, monkeypatch: 
     found = check()
     found.fault("ids", "40 of 40 conversations have other ids than transformers gives", f"first {file}:1", "Delete")
     found.texts("store", "ok")
+
+
+def test_an_adapter_of_attention_alone_in_a_mixture_of_experts(check: Any, write: Any, tmp_path: Path) -> None:
+    from tiny_architectures import save_tiny_model
+
+    write()
+    found = check(save_tiny_model("gpt_oss", tmp_path / "gpt_oss"), "adapter.targets=[q_proj, k_proj, v_proj, o_proj]")
+    found.warning("adapter", "reaches 14.2%", "Not reached: ", "GptOssExperts", "adapter.targets")
+    [adapter] = [each for each in found.checks if each["check"] == "adapter"]
+    modules = {each["module"]: each for each in adapter["modules"]}  # type: ignore[attr-defined, index]
+    assert modules["GptOssExperts"]["reached"] == 0 < modules["GptOssExperts"]["parameters"]
+    assert all("modules" not in each for each in found.checks if each["check"] != "adapter")

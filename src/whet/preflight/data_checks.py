@@ -40,9 +40,11 @@ class Finding:
     check: str
     level: Level
     text: str
+    modules: list[dict[str, Any]] | None = None
+    """Of `adapter`: what it reaches, by class of module."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 # The ledger: what became of every conversation

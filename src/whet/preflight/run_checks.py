@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from whet.config import Config
@@ -52,6 +52,8 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         return
     if config.quantize is not None:
         yield _quantization_finding(model, config.quantize)
+    if config.adapter is not None:
+        yield _adapter_finding(model, config.adapter.targets)
     if config.parallel.tensor > 1:
         yield _tensor_parallel_finding(model, config.parallel.tensor)
     yield _vocabulary_finding(tokens, embedding_rows(model))
@@ -89,6 +91,15 @@ def _quantization_finding(model: nn.Module, kind: str) -> Finding:
     if part < MIN_QUANTIZED_SHARE:
         return Finding("quantize", "warning", f"{text}. Embeddings and fused experts stay in 16 bits")
     return Finding("quantize", "ok", text)
+
+
+def _adapter_finding(model: nn.Module, targets: Sequence[str]) -> Finding:
+    from whet.model.lora.coverage import MIN_COVERAGE, adapter_coverage, covered_share, describe_coverage
+    from whet.model.lora.peft_adapters import unwrap_peft
+
+    coverage = adapter_coverage(unwrap_peft(model))
+    level: Level = "warning" if covered_share(coverage) < MIN_COVERAGE else "ok"
+    return Finding("adapter", level, describe_coverage(coverage, targets), [each.as_dict() for each in coverage])
 
 
 def _tensor_parallel_finding(model: nn.Module, processes: int) -> Finding:

@@ -12,6 +12,7 @@ from whet.model import attention
 from whet.model.flops import flops_table
 from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model
+from whet.model.lora.coverage import MIN_COVERAGE, adapter_coverage, covered_share, describe_coverage
 from whet.model.loss.loss_model import LossModel
 from whet.model.peak_flops import device_name, device_peak_flops
 from whet.model.quantize import MIN_QUANTIZED_SHARE, count_weights, quantized_share
@@ -75,6 +76,8 @@ def print_summary(run: Run) -> None:
             f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings, and experts "
             "fused into one weight, cannot be in it"
         )
+    if config.adapter is not None and covered_share(coverage := adapter_coverage(language_model)) < MIN_COVERAGE:
+        warn(describe_coverage(coverage, config.adapter.targets))
     fp8_layers = count_fp8_layers(run.model)
     if fp8_layers:
         info(f"{fp8_layers} layers multiply in fp8; evaluation and export do not")
