@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fit": {*_ENGINE, "run"},
     "launch": {"core", "config"},
     "runs": {"core", "config", "checkpoint", "evaluation", "launch", "report"},
+    "search": {*_ENGINE, "run", "launch", "report"},
     "report": {"core"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""

@@ -20,6 +20,7 @@ from whet.inference.config import EvalConfig
 from whet.launch.config import LaunchConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
+from whet.search.config import SearchConfig
 from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
@@ -57,6 +58,9 @@ class Config(Section):
     )
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
     launch: LaunchConfig = Field(default=LaunchConfig())
+    search: SearchConfig | None = Field(
+        default=None, description="How `whet search` tries the values of settings that are ranges; docs/search.md."
+    )
 
     @model_validator(mode="after")
     def _check_sections(self) -> Config:

@@ -58,16 +58,22 @@ def load_config(
     root: type[AnySection], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all"
 ) -> AnySection:
     """Read a recipe and the recipes it extends, apply KEY=VALUE overrides, validate."""
-    tree = read_tree(root, path, expand) if path else Node({}, "defaults")
+    return validate_config(root, read_tree(root, path, overrides, expand))
+
+
+def read_tree(root: type[Section], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all") -> Node:
+    """A recipe with the recipes it extends and KEY=VALUE overrides, not validated: every value has its place."""
+    tree = _read_with_parents(path, root, (), {}, expand) if path else Node({}, "defaults")
     given = Node({}, "command line")
     for text in overrides:  # merged first: two alternatives on one command line are an error, the last does not win
         given = merge_trees(given, _parse_override(text), None)
-    return validate_config(root, merge_trees(tree, given, root))
+    return merge_trees(tree, given, root)
 
 
-def read_tree(root: type[Section], path: Path, expand: Expand = "all") -> Node:
-    """A recipe with the recipes it extends, not validated: every value has its file and line."""
-    return _read_with_parents(path, root, (), {}, expand)
+def is_search_range(node: Node) -> bool:
+    """Whether a range stands where a value would, such as `{search: log, low: 1e-6, high: 1e-4}`. The section `search`
+    of a recipe is a mapping instead."""
+    return isinstance(node.value, dict) and "search" in node.value and not isinstance(node.value["search"].value, dict)
 
 
 def validate_config(root: type[AnySection], tree: Node) -> AnySection:
@@ -165,7 +171,7 @@ def merge_trees(base: Node, over: Node, section: type[Section] | None) -> Node:
                 raise WhetError(f"{node.place}: there is no item {key}: the list has {len(items)} (counted from 0)")
             items[int(key)] = merge_trees(items[int(key)], node, section)
         return Node(items, base.place)
-    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)) or is_search_range(over):
         return over
     merged = dict(base.value)
     for group in section.alternatives if section else ():
@@ -198,6 +204,12 @@ def _section_type(field: FieldInfo | None) -> type[Section] | None:
 def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> str:
     path = tuple(detail["loc"])
     context = detail.get("ctx", {})
+    for above in (path[:length] for length in range(1, len(path) + 1)):
+        if is_search_range(node := tree.at(above)):
+            return (
+                f"{node.place}: {_format_path(above)}: {node.plain(named=True)!r} is a range to search. Run `whet "
+                f"search CONFIG`, or give one value: {_format_path(above)}=VALUE"
+            )
     if detail["type"] == "impossible":
         path = (*path, *context["key"].split("."))
         return f"{tree.at(path).place}: {_format_path(path)}: {context['reason']}"

@@ -88,7 +88,7 @@ def _describe_change(key: str, old: Any, new: Any) -> str:
 
 _CHANGEABLE_ON_RESUME = (
     "run.name", "run.dir", "run.project", "run.tags", "eval.", "checkpoint.", "export.", "track.", "profile.",
-    "parallel.", "launch.",
+    "parallel.", "launch.", "search.",
     "train.micro_rows", "train.on_nonfinite", "train.on_spike", "model.attention", "model.compile",
 )  # fmt: skip
 """Settings that may change when a run is resumed."""

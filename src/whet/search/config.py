@@ -1,0 +1,50 @@
+"""Settings of the search section. The ranges themselves stand where the values would: see space.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from whet.core.config import Section
+
+
+class SearchConfig(Section):
+    """How `whet search` chooses trials and stops bad ones."""
+
+    method: Literal["asha", "tpe", "random", "grid", "single"] = Field(
+        default="asha",
+        description="asha: random values, and trials that fall behind at a rung stop early. tpe: full-length trials, "
+        "each where earlier ones were good. random: full-length trials. grid: every combination. single: one trial.",
+    )
+    metric: str | None = Field(
+        default=None,
+        description="What an evaluation measures and the search improves, such as val_loss or task/orders; absent: "
+        "eval.best. Higher is better for tasks and accuracies, lower for all others.",
+    )
+    max_trials: int | None = Field(
+        default=None, ge=1, le=10**6, description="Number of trials; absent: 16, or for grid every combination."
+    )
+    concurrent: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**4,
+        description="Trials that run at the same time; absent: as many as this machine has devices for, on a CPU one.",
+    )
+    mode: Literal["aggressive", "standard", "conservative"] = Field(
+        default="standard",
+        description="asha: which brackets there are. A bracket with more rungs stops trials earlier: aggressive has "
+        "the deepest bracket alone, standard the deeper half of them, conservative all.",
+    )
+    divisor: float = Field(
+        default=4,
+        ge=2,
+        le=1000,
+        description="asha: one of this many trials continues at a rung, and the next rung is this many times longer.",
+    )
+    max_rungs: int = Field(default=5, ge=1, le=50, description="asha: most rungs of a bracket.")
+    storage: str | None = Field(
+        default=None,
+        description="Where Optuna keeps the trials, as a URL such as postgresql://HOST/DATABASE or "
+        "sqlite:///FILE; absent: journal.log in the search's folder.",
+    )
