@@ -144,7 +144,7 @@ def submit(whet: Any, recipe: str, cluster: Cluster, tmp_path: Path) -> Callable
     def run(*options: str, code: int = 0) -> dict[str, Any]:
         ended = whet(
             "launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}", *OPTIONS, "launch.slurm.time=10",
-            "launch.processes=1", f"launch.rendezvous=127.0.0.1:{cluster.free_port()}", "--json", *options,
+            "launch.processes=1", "--json", *options,
         )  # fmt: skip
         assert ended.code == code, ended.err
         return dict(json.loads(ended.out))

@@ -157,8 +157,14 @@ def time_limit_seconds(text: str) -> int:
 
 def _node_lines(job: SlurmJob) -> list[str]:
     """Where the nodes meet, and which ones to leave out the next time."""
-    host = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-    lines = [f"rendezvous={job.launch.rendezvous or f'{host}:$((20000 + SLURM_JOB_ID % 20000))'}"]
+    if job.launch.rendezvous:
+        lines = [f"rendezvous={job.launch.rendezvous}"]
+    else:  # by the address under which Slurm reaches the node: its name need not resolve
+        lines = [
+            'first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "address=$(scontrol show node $first_node | grep -oP 'NodeAddr=\\K\\S+')",
+            "rendezvous=${address:-$first_node}:$((20000 + SLURM_JOB_ID % 20000))",
+        ]
     if job.excludes_nodes:
         file = f"{job.folder}/$SLURM_JOB_ID.exclude"
         limit = f"{_RESTARTS} -lt {job.launch.slurm.max_requeues} ]"
