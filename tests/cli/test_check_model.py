@@ -50,6 +50,17 @@ def test_another_model_with_the_same_tokenizer_files_has_a_store_of_its_own(
     check(f"model.path={tiny_model}").passed()
 
 
+def test_the_auxiliary_loss_of_routers_is_announced(check: Any, write: Any, tiny_model: Path) -> None:
+    write()
+    make_model("Mixtral", tiny_model, num_local_experts=4, router_aux_loss_coef=0.02)
+    own = check(f"model.path={tiny_model}").texts("router loss", "ok")
+    assert own.endswith("whet does not add it to the loss. To balance the experts: train.router_aux_loss=0.02")
+    change(tiny_model, output_router_logits=True)
+    check(f"model.path={tiny_model}").warning("router loss", "output_router_logits turns that auxiliary loss on")
+    added = check(f"model.path={tiny_model}", "train.router_aux_loss=0.01").texts("router loss", "ok")
+    assert added.startswith("0.01 times the routers' auxiliary loss is added")
+
+
 @pytest.mark.parametrize("architecture", STATEFUL)
 def test_a_model_with_state_is_trained_unpacked(check: Any, write: Any, tiny_model: Path, architecture: str) -> None:
     write()

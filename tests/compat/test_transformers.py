@@ -10,7 +10,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 MODULE = "transformers_private"
 
@@ -37,6 +44,17 @@ def test_a_model_has_a_tensor_parallel_plan(private: ModuleType, config: Any) ->
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.layers.*.self_attn.o_proj"] == "rowwise"
     assert private.tensor_parallel_plan(torch.nn.Linear(1, 1)) == {}
+
+
+def test_a_mixture_says_where_its_router_logits_are(private: ModuleType, config: Any) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    mixture = MixtralForCausalLM(MixtralConfig(vocab_size=16, num_hidden_layers=2, num_local_experts=3, **sizes))
+    found = private.router_logit_outputs(mixture)
+    routers = [layer.mlp.gate for layer in mixture.model.layers]
+    assert [module for module, _ in found] == routers
+    for module, index in found:
+        assert module(torch.randn(5, 16))[index].shape == (5, 3)
+    assert private.router_logit_outputs(LlamaForCausalLM(config)) == []
 
 
 def test_a_named_special_token_is_set(private: ModuleType) -> None:

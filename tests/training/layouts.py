@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
 from whet.core.distributed import Ranks, init_distributed
 from whet.data.config import DataConfig, Source
@@ -32,7 +32,7 @@ from whet.data.render.chat_tokenizer import ChatTokenizer
 from whet.execution.transform import transform_layers
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
-from whet.model.load.pretrained import load_model
+from whet.model.load.pretrained import load_model, prepare_float64_
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
@@ -82,6 +82,7 @@ class Layout:
     offload: str = "none"
     adapter: str = "none"
     """peft: computed by it; fused: together with its layer."""
+    router_aux_loss: float = 0.0
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
@@ -143,7 +144,8 @@ def model_of(family: str) -> nn.Module:
 
 
 def used_model(family: str) -> nn.Module:
-    """`tiny` has tied embeddings and two key heads; `llama` neither, and biases everywhere; `qwen3` norms of heads."""
+    """`tiny` has tied embeddings and two key heads; `llama` neither, and biases everywhere; `qwen3` norms of heads;
+    `mixtral` experts."""
     if family == "tiny":
         return load_model(TINY, torch.float64)
     shape: dict[str, Any] = {
@@ -153,9 +155,12 @@ def used_model(family: str) -> nn.Module:
     torch.manual_seed(0)
     if family == "llama":
         config: Any = LlamaConfig(**shape, mlp_bias=True, tie_word_embeddings=False)
+    elif family == "mixtral":
+        experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "initializer_range": 0.2}
+        config = MixtralConfig(**shape | experts)
     else:
         config = Qwen3Config(**shape | {"num_key_value_heads": 2}, tie_word_embeddings=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model = prepare_float64_(AutoModelForCausalLM.from_config(config, dtype=torch.float64), torch.float64)
     for name, weight in model.named_parameters():  # transformers starts biases at 0 and norms at 1
         if weight.ndim == 1:
             weight.data += 0.1 * torch.randn(weight.shape) * (1 if "norm" in name else 0.2)
@@ -195,7 +200,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         model = unwrap_peft(add_adapter(model, AdapterConfig(rank=4), seed=0).to(torch.float64))
     model.to(ranks.device)
     attention.install_backend(model, layout.attention)
-    root = LossModel(model)
+    root = LossModel(model, router_aux_loss=layout.router_aux_loss)
     apply_ulysses(root, mesh)
     transform_layers(model, config, compile=False)
     if mesh.fsdp_mesh is not None:
@@ -240,29 +245,41 @@ def measure(root: LossModel, loader: Loader, device: torch.device) -> None:
         root(batch.to(device))
 
 
-def run_naively(store: Store, family: str = "tiny", steps: int = STEPS) -> Trace:
+def run_naively(store: Store, family: str = "tiny", steps: int = STEPS, router_aux_loss: float = 0.0) -> Trace:
     """One conversation at a time, the model's own logits, torch's loss, no accumulation, nothing packed."""
     plan = plan_of(store, "none", steps)
-    model = model_of(family)
+    model: Any = model_of(family)
     decay = {True: OPTIMIZER.weight_decay, False: 0.0}
     groups = [{"params": [p], "weight_decay": decay[p.ndim > 1]} for p in model.parameters()]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, foreach=False)
     losses, norms = [], []
     for step in range(len(plan)):
-        total, count = torch.zeros((), dtype=torch.float64), 0
+        total, count, routers = torch.zeros((), dtype=torch.float64), 0, []
         for document in plan.documents_of(step):
             ids = torch.from_numpy(store.ids(int(document)))
             labels = ids.masked_fill(~torch.from_numpy(store.loss(int(document))), -100)
             with KeepFloat64():
-                logits = model(input_ids=ids[None]).logits[0]
+                output = model(input_ids=ids[None], **{"output_router_logits": True} if router_aux_loss else {})
+            logits = output.logits[0]
+            routers += list(output.router_logits) if router_aux_loss else []
             total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
             count += int((labels[1:] != -100).sum())
+        objective = total / count
+        if router_aux_loss:
+            objective = objective + router_aux_loss * load_balancing_loss(torch.cat(routers), model.num_experts_per_tok)
         optimizer.zero_grad()
-        (total / count).backward()
+        objective.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         losses.append(total.item() / count)
         optimizer.step()
     return Trace(losses, norms, model.state_dict())
+
+
+def load_balancing_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """E · Σ_e f_e · P_e of [tokens and layers, E]."""
+    probabilities, experts = logits.softmax(-1), logits.shape[-1]
+    chosen = F.one_hot(probabilities.topk(top_k).indices, experts).sum(1).double()
+    return experts * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
 TOGETHER = (
@@ -281,6 +298,8 @@ DIVIDED = {
         Layout("none", 2, tensor=2, steps=DIVIDED_STEPS),
         Layout("best-fit", 1, padded=True, recompute="full", tensor=2, family="qwen3", steps=DIVIDED_STEPS),
         Layout("k-bin", 1, attention="eager", tensor=2, shard=1, family="llama", steps=DIVIDED_STEPS),
+        Layout("none", 1, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, padded=True, shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
     ),
     4: (
         Layout("none", 1, shard=2, steps=DIVIDED_STEPS),
@@ -291,6 +310,8 @@ DIVIDED = {
         Layout("best-fit", 2, tensor=4, family="llama", chunk_rows=37, steps=DIVIDED_STEPS),
         Layout("none", 1, tensor=2, recompute="selective", steps=DIVIDED_STEPS),
         Layout("none", 1, shard=2, tensor=2, optimizer="muon", steps=DIVIDED_STEPS),
+        Layout("none", 1, family="mixtral", router_aux_loss=0.5, context=2, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, recompute="full", shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
     ),
 }
 """What so many processes run with weights or rows divided."""

@@ -92,13 +92,16 @@ def test_no_pair_of_choices_matters(store: Store, few_naive: Trace, layout: Layo
 def plain_of(layout: Layout) -> Layout:
     """What a layout is compared with, by one process."""
     adapter = "none" if layout.adapter == "none" else "peft"
-    return Layout(optimizer=layout.optimizer, adapter=adapter, family=layout.family, steps=layout.steps)
+    return Layout(
+        optimizer=layout.optimizer, adapter=adapter, family=layout.family, steps=layout.steps,
+        router_aux_loss=layout.router_aux_loss,
+    )  # fmt: skip
 
 
 def run_plainly(store: Store, plain: Layout) -> Trace:
     if plain.optimizer != "adamw" or plain.adapter != "none":
         return run_steps(store, plain)
-    return run_naively(store, plain.family, plain.steps)
+    return run_naively(store, plain.family, plain.steps, plain.router_aux_loss)
 
 
 @pytest.mark.parametrize("world", [2, 4, on_gpu(2), on_gpu(4)])

@@ -24,6 +24,19 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
     return getattr(model, "_tp_plan", None) or {}
 
 
+def router_logit_outputs(language_model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """`PreTrainedModel._can_record_outputs`: the modules whose output has the logits of a router, and at which index of
+    it; in the order of the layers. Empty: the model has no router, or does not say."""
+    recorders = (getattr(language_model, "_can_record_outputs", None) or {}).get("router_logits", [])
+    found: list[tuple[nn.Module, int]] = []
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        kind, part = recorder.target_class, f".{(recorder.layer_name or '').strip('.')}."
+        for name, module in language_model.named_modules():
+            if isinstance(module, kind) and (recorder.layer_name is None or part in f".{name}."):
+                found.append((module, recorder.index))
+    return found
+
+
 def set_special_token(tokenizer: Any, name: str, text: str) -> None:
     """`_set_model_specific_special_tokens`: give a tokenizer a named token beyond bos, eos, …, such as `eot_token`."""
     tokenizer._set_model_specific_special_tokens({name: text})

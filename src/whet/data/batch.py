@@ -53,6 +53,11 @@ class PackedBatch:
     documents: NDArray[np.integer]  # document numbers in the store, in order; without padding
     slice_start: int = 0  # of a slice: its start in the row that cu_seqlens describes
 
+    def is_document(self) -> Tensor:
+        """[T] bool: which tokens are not padding."""
+        places = torch.arange(self.slice_start, self.slice_start + len(self.tokens), device=self.tokens.device)
+        return places < self.cu_seqlens_host[len(self.documents)]
+
     def to(self, device: torch.device) -> PackedBatch:
         """Copy the batch to a device."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))

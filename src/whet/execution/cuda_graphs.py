@@ -70,10 +70,13 @@ def root_cause(error: BaseException) -> str:
 def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool:
     """Capture the hidden states of `root` from now on, if that is possible and worthwhile; returns whether it is.
 
-    Possible: no dropout, attention that does not synchronize with the host, small gradients, no tied weights inside the
-    layers. Worthwhile: the layers are launch-bound for a batch of `tokens` at `peak` FLOP/s (None: unknown)."""
+    Possible: no dropout, no auxiliary loss of routers, attention that does not synchronize with the host, small
+    gradients, no tied weights inside the layers. Worthwhile: the layers are launch-bound for a batch of `tokens` at
+    `peak` FLOP/s (None: unknown)."""
     model = root.language_model
-    if root.unpacked or peak is None or not supports_fullgraph(model) or has_dropout(model):
+    if root.unpacked or root.router_aux_loss is not None or peak is None:  # the loss is added by hooks
+        return False
+    if not supports_fullgraph(model) or has_dropout(model):
         return False
     try:
         layers = decoder_layers(model)

@@ -33,7 +33,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
     from whet.run.model_builder import VocabularyError, build_loss_model, build_model
-    from whet.run.summary import randomness_remarks
+    from whet.run.summary import outputs_router_logits, randomness_remarks, router_aux_loss_remark
     from whet.training.precision import choose_precision
 
     try:
@@ -67,6 +67,9 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
             yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
         for remark in randomness_remarks(root):
             yield Finding("random", "warning", remark)
+        if (router_remark := router_aux_loss_remark(config, root)) is not None:
+            is_missing = config.train.router_aux_loss == 0 and outputs_router_logits(root)
+            yield Finding("router loss", "warning" if is_missing else "ok", router_remark)
     except FP8Error as error:
         yield Finding("model", "fault", str(error))
     except WhetError as error:

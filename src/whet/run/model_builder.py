@@ -79,9 +79,14 @@ def build_loss_model(
     A model in which they do is trained unpacked. fp8 comes after the check: with one scale for all tokens of a batch,
     conversations change each other's rounding.
     """
-    root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
+    root = _loss_model(config, model)
     verify_packing(root, precision, device, tokens, longest)
     return root
+
+
+def _loss_model(config: Config, model: nn.Module) -> LossModel:
+    train = config.train
+    return LossModel(unwrap_peft(model), train.label_smoothing, train.z_loss, train.router_aux_loss)
 
 
 def build_sharded_loss_model(
@@ -92,7 +97,7 @@ def build_sharded_loss_model(
     device = mesh.ranks.device
     if mesh.ranks.world_size > 1:
         require_no_layer_drop(unwrap_peft(model))
-    root = LossModel(unwrap_peft(model), config.train.label_smoothing, config.train.z_loss)
+    root = _loss_model(config, model)
     apply_fsdp(root, mesh, precision.compute, source, config.parallel.offload == "weights")
     with precision.autocast(device):
         verify_tensor_parallel(root)

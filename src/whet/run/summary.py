@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from whet.config import Config
 from whet.core.console import info, warn
 from whet.data.plan.planner import packing_efficiency
 from whet.execution.compile import should_compile
@@ -14,6 +15,7 @@ from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model
 from whet.model.lora.coverage import MIN_COVERAGE, adapter_coverage, covered_share, describe_coverage
 from whet.model.loss.loss_model import LossModel
+from whet.model.loss.router_aux_loss import configured_coefficient
 from whet.model.peak_flops import device_name, device_peak_flops
 from whet.model.quantize import MIN_QUANTIZED_SHARE, count_weights, quantized_share
 from whet.model.randomness import ignored_attention_dropout
@@ -69,8 +71,9 @@ def print_summary(run: Run) -> None:
         warn(f"this model is trained unpacked, one conversation at a time, which is slower: {run.model.unpacked}")
     for remark in randomness_remarks(run.model):
         info(remark)
-    if getattr(language_model.config, "output_router_logits", False):
-        warn("the model's configuration enables an auxiliary router loss (output_router_logits); whet does not add it")
+    router_remark = router_aux_loss_remark(config, run.model)
+    if config.train.router_aux_loss == 0 and outputs_router_logits(run.model) and router_remark is not None:
+        warn(router_remark)
     if config.quantize is not None and (share := quantized_share(language_model)) < MIN_QUANTIZED_SHARE:
         warn(
             f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings, and experts "
@@ -124,6 +127,28 @@ def randomness_remarks(root: LossModel) -> list[str]:
     if dropout:
         remarks.append(f"the model's config.json sets dropout of attention weights ({dropout}): whet does not apply it")
     return remarks
+
+
+def outputs_router_logits(root: LossModel) -> bool:
+    """Whether the model's config.json turns the auxiliary loss of routers on."""
+    config: Any = root.language_model.config
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
+def router_aux_loss_remark(config: Config, root: LossModel) -> str | None:
+    """Whether the auxiliary loss of routers is part of the objective; None for models without one."""
+    coefficient, own = config.train.router_aux_loss, configured_coefficient(root.language_model)
+    if own is None:
+        return None
+    stated = f"the model's config.json has router_aux_loss_coef {own:g}"
+    if outputs_router_logits(root):
+        stated += ", and output_router_logits turns that auxiliary loss on"
+    if not coefficient:
+        return f"{stated}; whet does not add it to the loss. To balance the experts: train.router_aux_loss={own:g}"
+    return (
+        f"{coefficient:g} times the routers' auxiliary loss is added, over all tokens of a step, for one forward pass "
+        f"more; {stated}"
+    )
 
 
 def run_flops_table(run: Run) -> str:

@@ -164,6 +164,11 @@ class TrainConfig(Section):
         default=0.0, ge=0, description="Weight of the z-loss (squared log of the softmax denominator), which keeps "
         "logits small; not included in the logged loss.",
     )  # fmt: skip
+    router_aux_loss: float = Field(
+        default=0.0, ge=0, description="Weight of the auxiliary loss that balances the load of a mixture's experts "
+        "(router_aux_loss_coef in config.json); exact over the whole step, for one forward pass more. Not included in "
+        "the logged loss.",
+    )  # fmt: skip
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
         description="What to do when the loss or a gradient is not finite, or a step has no supervised token: stop the "

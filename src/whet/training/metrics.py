@@ -67,6 +67,7 @@ def step_metrics(
         "loss": finite_or_none(result.loss),
         "accuracy": finite_or_none(result.accuracy),
         "grad_norm": finite_or_none(result.grad_norm),
+        **({} if math.isnan(result.router_aux_loss) else {"router_aux_loss": result.router_aux_loss}),
         **rates,
         **asdict(totals),
         "tokens_per_s": speed.rate(batch.tokens),

@@ -56,6 +56,7 @@ class Overlap:
             and not run.loss_scaler.moves
             and run.ranks.context_size == run.ranks.tensor_size == 1
             and not is_sharded(run.model)
+            and run.model.router_aux_loss is None  # the step counts before its first forward pass
             and gradient_bytes(run.optimizer) <= _MAX_GRADIENT_BYTES
         )
         self._timer = StepTimer(by_device=self._is_enabled and run.ranks.device.type == "cuda")

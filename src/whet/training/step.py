@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ def train_step(
     sums[2].fill_(stop)  # unlike an assignment, fill_ does not wait for the device
     sums[3].fill_(save)
 
+    router_aux_loss = forward.count_router_choices(ranks)
+
     # Forward and backward, one micro-batch at a time. The loss is divided once, by the number of supervised tokens in
     # the whole step, so the gradients of micro-batches and ranks only have to be summed.
     for loss in forward:
@@ -65,7 +68,7 @@ def train_step(
     mean_loss, accuracy, norm = sums[0] / supervised, sums[1] / supervised, sums[4].sqrt() / loss_scale
     gradient_scale = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     is_sound = (mean_loss.isfinite() & norm.isfinite() & (mean_loss <= spike_limit)).double()
-    numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, sums[2], sums[3], is_sound])
+    numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, sums[2], sums[3], is_sound, router_aux_loss])
     pending = PendingStep(numbers, forward, optimizer)  # the copy to the host starts before the optimizer
 
     # Optimizer
@@ -90,6 +93,26 @@ class ForwardPasses(Iterator[LossSum]):
         self._batches, self._count = loader.micro_batches(step), loader.micro_batch_count(step)
         self._device, self._seed, self._autocast, self._launched = device, seed, autocast, 0
 
+    def count_router_choices(self, ranks: Ranks) -> Tensor:
+        """Count what routers choose in all micro-batches of the step, on all ranks, before its first backward pass.
+        Returns their auxiliary loss; NaN without one."""
+        loss = self.model.router_aux_loss
+        if loss is None:
+            return torch.full((), math.nan, dtype=torch.float64, device=ranks.device)
+        batches = list(self._batches)
+        self._batches = iter(batches)
+
+        def forward_passes() -> None:
+            for number, (row, batch) in enumerate(batches, 1):
+                PHASE.enter(f"counting the experts' tokens in micro-batch {number}", self.step + 1)
+                self._seed_dropout(row)
+                with self._autocast:
+                    self.model.with_full_weights(partial(self.model.hidden_of_batch, batch.to(self._device)))
+
+        counted = loss.count(forward_passes, ranks.all_reduce_, self.loss_scale)
+        reshard(self.model)
+        return counted
+
     def __next__(self) -> LossSum:
         began = time.perf_counter()
         row, batch = next(self._batches)
@@ -97,11 +120,15 @@ class ForwardPasses(Iterator[LossSum]):
         self._launched += 1
         PHASE.enter(f"micro-batch {self._launched}", self.step + 1)
         set_gradient_sync(self.model, self._launched == self._count)
-        seed_generators(derive_seed(self._seed, self.step, row), self._device)  # so dropout depends on these alone
+        self._seed_dropout(row)
         weight = self.loss_scale / self.supervised if self.supervised else math.nan
         with self._autocast:
             loss: LossSum = self.model(batch.to(self._device), weight)
         return loss
+
+    def _seed_dropout(self, row: int) -> None:
+        """So that it depends on seed, step and row alone."""
+        seed_generators(derive_seed(self._seed, self.step, row), self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +151,8 @@ class StepResult:
     """By any rank."""
     updated: bool = False
     """Whether the optimizer changed the weights."""
+    router_aux_loss: float = math.nan
+    """Of the whole step, without its coefficient; NaN without train.router_aux_loss."""
 
     @property
     def finite(self) -> bool:
@@ -147,13 +176,15 @@ class PendingStep:
         PHASE.enter("waiting for the device", self._forward.step + 1)
         if self.copied is not None:
             self.copied.synchronize()
-        loss, accuracy, norm, scale, stop, save, is_sound = self._numbers.tolist()
+        loss, accuracy, norm, scale, stop, save, is_sound, router_aux_loss = self._numbers.tolist()
         if self._optimizer is not None and not is_sound:
             retract_step(self._optimizer)
         if not self._forward.supervised:  # an empty step has no loss, and its gradient means nothing
             loss = accuracy = norm = scale = math.nan
         updated = self._optimizer is not None and bool(is_sound)
-        return StepResult(loss, accuracy, norm, scale, stop > 0, self._forward.data_s, save > 0, updated)
+        return StepResult(
+            loss, accuracy, norm, scale, stop > 0, self._forward.data_s, save > 0, updated, router_aux_loss
+        )
 
 
 def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:

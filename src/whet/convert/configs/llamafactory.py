@@ -55,7 +55,7 @@ _ROWS: Rows = {
                     "adapter_name_or_path adapter_folder create_new_adapter"),
     **no_equivalent("the model's own positions and attention are used", "rope_scaling shift_attn mixture_of_depths "
                     "block_diag_attn model_max_length"),
-    **no_equivalent("the weight of a mixture of experts' auxiliary loss", "moe_aux_loss_coef"),
+    **copied("number", moe_aux_loss_coef="train.router_aux_loss"),
     **no_equivalent("random weights: model.path: random:FOLDER", "train_from_scratch"),
     **no_equivalent("trains a part of the layers", "freeze_trainable_layers freeze_trainable_modules "
                     "freeze_extra_modules use_llama_pro"),

@@ -24,7 +24,7 @@ _ROWS: Rows = {
     **copied("flag", trust_remote_code="model.trust_remote_code"),
     **same_as(max_seq_length="max_length", torch_dtype="dtype"),
     **no_equivalent("streaming: whet prepares the data before step 1", "streaming dataset_streaming"),
-    **no_equivalent("the weight of a mixture of experts' auxiliary loss", "router_aux_loss_coef"),
+    **copied("number", router_aux_loss_coef="train.router_aux_loss"),
     **not_needed("the tokenizer's own; whet pads nothing that is learned", "pad_token pad_to_multiple_of"),
     **not_needed(SPEED, "dataset_num_proc dataset_batch_size padding_free eval_packing attn_implementation "
                  "use_bnb_nested_quant bnb_4bit_quant_storage dataset_kwargs ignore_bias_buffers lora_task_type"),

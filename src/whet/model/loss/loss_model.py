@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from whet.model.attention import document_kwargs, needs_document_spans
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
 from whet.model.loss.output_head import read_output_head
+from whet.model.loss.router_aux_loss import RouterAuxLoss
 from whet.model.modules import model_body
 
 _T = TypeVar("_T")
@@ -19,11 +20,14 @@ _T = TypeVar("_T")
 class LossModel(nn.Module):
     """Returns the sum of −log p over supervised tokens. The head is computed at supervised positions only."""
 
-    def __init__(self, language_model: nn.Module, smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, language_model: nn.Module, smoothing: float = 0.0, z_loss: float = 0.0, router_aux_loss: float = 0.0
+    ) -> None:
         super().__init__()
         self.language_model = language_model
         self.smoothing = smoothing
         self.z_loss = z_loss
+        self.router_aux_loss = RouterAuxLoss(language_model, router_aux_loss) if router_aux_loss else None
         self.unpacked = ""
         """Why each batch is one document and the model uses its native attention; empty if documents are packed."""
         self.is_stochastic = False
@@ -37,16 +41,20 @@ class LossModel(nn.Module):
     def forward(self, batch: Any, weight: float = 1.0) -> LossSum:
         """`batch` is a PackedBatch. `weight` is 1 ÷ the supervised tokens of the whole step, so that gradients of all
         micro-batches and ranks only need to be summed."""
-        if self.unpacked:  # without padding, whose positions could change the rotary embedding
-            hidden = self.hidden_unpacked(batch.tokens[: batch.cu_seqlens_host[1]])
-        else:
-            hidden = self.hidden(
-                batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host
-            )
+        hidden = self.hidden_of_batch(batch)
         supervised = hidden.index_select(0, batch.supervised_at)
         targets = batch.labels.index_select(0, batch.supervised_at)
         head = read_output_head(self.language_model)
         return linear_cross_entropy(supervised, head, targets, weight, self.smoothing, self.z_loss)
+
+    def hidden_of_batch(self, batch: Any) -> Tensor:
+        """Last hidden states [T, E] of a PackedBatch; of an unpacked model, without the padding."""
+        length = batch.cu_seqlens_host[1] if self.unpacked else len(batch.tokens)
+        if self.router_aux_loss is not None:
+            self.router_aux_loss.select_tokens(batch.is_document()[:length])
+        if self.unpacked:  # without padding, whose positions could change the rotary embedding
+            return self.hidden_unpacked(batch.tokens[:length])
+        return self.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host)
 
     def with_full_weights(self, compute: Callable[[], _T]) -> _T:
         """Call `compute`. Under FSDP the root's own weights are unsharded inside this method, as in forward."""
