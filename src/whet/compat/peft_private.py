@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_lora_layer(module: nn.Module) -> bool:
@@ -52,3 +52,31 @@ def trainable_tokens_type() -> Any:
     from peft.utils.other import TrainableTokensWrapper
 
     return TrainableTokensWrapper
+
+
+class LoraFactors(NamedTuple):
+    """The factors of scale · B·A, one pair for each stacked expert, or one."""
+
+    a: Tensor
+    """[experts, rank, in]"""
+    b: Tensor
+    """[experts, out, rank]"""
+    scale: float
+    is_transposed: bool
+    """The weight is stored as [in, out]."""
+
+
+def lora_factors(layer: Any, a: Tensor, b: Tensor) -> LoraFactors:
+    """`ParamWrapper._did_swap_in_out_features` and the layout of its matrices, A [experts · rank, in] and
+    B [out, rank · experts]; `Linear.fan_in_fan_out`; embeddings are [in, out]. `a` and `b` are whole."""
+    (adapter,) = (name for name in layer.active_adapters if name in layer.scaling)
+    experts = getattr(layer, "num_experts", 1)
+    is_transposed = (
+        not layer._did_swap_in_out_features
+        if experts > 1
+        else bool(layer.lora_embedding_A) or bool(getattr(layer, "fan_in_fan_out", False))
+    )
+    return LoraFactors(
+        a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1),
+        float(layer.scaling[adapter]), is_transposed,
+    )  # fmt: skip

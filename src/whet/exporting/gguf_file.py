@@ -16,6 +16,7 @@ from torch import Tensor
 
 from whet.compat.transformers_private import rope_frequencies
 from whet.core.errors import WhetError, first_line
+from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_tokenizers
@@ -161,6 +162,7 @@ class GGUFFormat:
         except Exception as error:  # a damaged or forged file can raise almost anything
             findings.reasons.append(f"transformers cannot load it: {first_line(error)}")
             return None
+        compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
         return compute_logits(model, probes)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from whet.compat.transformers_private import save_custom_code, to_checkpoint_tensors
 from whet.core.errors import first_line
+from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafetensorsWriter
 from whet.exporting.spec import ExportDtype, ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import compute_logits, trim_heap
@@ -86,7 +87,10 @@ class HFFolderFormat:
                     f"config.json makes transformers load it in {model.dtype} instead of {spec.dtype.torch_dtype}"
                 )
             verify_tokenizer_and_stops(spec.generation, folder, model, probes, findings)
-            return compute_logits(model, probes)
+            logits = compute_logits(model, probes)
+        del model
+        compare_weights(spec.model, SafetensorsWeights(folder, spec.model.language_model), spec.dtype, findings)
+        return logits
 
 
 def add_quantization_note(folder: Path, kind: str, dtype: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.core.errors import WhetError, first_line
+from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import verify_tokenizer_and_stops, write_configs
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import compute_logits
@@ -204,6 +205,7 @@ class MegatronFormat:
         if others:
             findings.reasons.append(f"it has weights in {', '.join(others)} instead of {dtype}")
             model = model.to(dtype)
+        compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
         verify_tokenizer_and_stops(spec.generation, folder / "huggingface", None, probes, findings)
         return compute_logits(model, probes)
 

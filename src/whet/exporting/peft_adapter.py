@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.core.errors import WhetError, first_line
+from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import (
     add_quantization_note,
     to_gpu_if_it_fits,
@@ -53,6 +54,7 @@ class PeftAdapterFormat:
             findings.reasons.append(f"peft cannot load it over {_base_model_name(folder)}: {first_line(error)}")
             return None
         verify_tokenizer_and_stops(spec.generation, folder, None, probes, findings)
+        compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
         return compute_logits(to_gpu_if_it_fits(model), probes)
 
 

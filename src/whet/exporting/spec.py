@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whet.core.errors import WhetError
 from whet.exporting.trained_model import TrainedModel
+from whet.model.effect import WeightEffect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,6 +124,8 @@ class ExportFindings:
     same_next_token: float | None = None
     same_ids: bool = False
     stops: bool = False
+    effect: list[WeightEffect] = field(default_factory=list)
+    """On every trained weight."""
 
 
 class ExportFormat(Protocol):
@@ -179,6 +182,8 @@ class Certificate:
     files: dict[str, str]
     quantize: str | None = None
     """The quantization of the base model during training; the comparison is with the quantized model."""
+    effect: dict[str, Any] = field(default_factory=dict)
+    """What training changed: a summary, and `modules`, a list of all trained weights."""
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -18,6 +18,7 @@ from whet.compat.torch_private import persistent_buffers
 from whet.model.attention import native_attention
 from whet.model.load.placeholder import is_placeholder
 from whet.model.lora.peft_adapters import unwrap_peft
+from whet.model.lora.trained_weights import TrainedWeight
 from whet.model.modules import decoder_layers
 from whet.model.quantize import count_weights, dequantize_linear, is_quantized
 
@@ -44,11 +45,15 @@ class TrainedModel:
     size.
     """
 
-    def __init__(self, model: nn.Module, read: ReadWeight | None = None, max_bytes: int = 5 * 10**9) -> None:
-        """`read` returns the weights of placeholders. A model larger than `max_bytes` is computed layer by layer."""
+    def __init__(
+        self, model: nn.Module, read: ReadWeight | None = None, max_bytes: int = 5 * 10**9,
+        read_base: Callable[[str], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`read` returns the weights of placeholders, `read_base` weights before training. A model larger than
+        `max_bytes` is computed layer by layer."""
         self.model = model.eval()
         self.language_model = unwrap_peft(model)
-        self._read, self._max_bytes = read, max_bytes
+        self._read, self._read_base, self._max_bytes = read, read_base, max_bytes
         self._names = {id(weight): name for name, weight in self.language_model.named_parameters()}
         """By identity: tied weights have one name."""
 
@@ -125,9 +130,18 @@ class TrainedModel:
                     yield MergedWeight(f"{name}.{key}".lstrip("."), tuple(tensor.shape), self._reader(tensor))
 
     def _reader(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: self._value(tensor).cpu()
+        return lambda: self.value(tensor).cpu()
 
-    def _value(self, tensor: Tensor) -> Tensor:
+    def before(self, weight: TrainedWeight) -> Tensor | None:
+        """A weight before training, at least in fp32; None if it is not known."""
+        before = weight.before(self.value)
+        if before is None and self._read_base is not None:
+            before = self._read_base(weight.name)
+            before = before.to(torch.promote_types(before.dtype, torch.float32))
+        return before
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """A weight of the model, read if it is a placeholder."""
         if not is_placeholder(tensor):
             return tensor.detach()
         assert self._read is not None, "a model with placeholder weights needs `read`"
@@ -157,7 +171,7 @@ class TrainedModel:
             try:
                 for inner, tensor in before.items():
                     dtype = torch.promote_types(tensor.dtype, torch.float32)
-                    value = self._value(tensor).to(device, dtype, copy=True)
+                    value = self.value(tensor).to(device, dtype, copy=True)
                     work.register_parameter(inner, nn.Parameter(value, requires_grad=False))
                 layer.merge()
                 return work.get_parameter(key).detach().cpu()
@@ -191,7 +205,7 @@ class TrainedModel:
             made: dict[int, nn.Parameter] = {}
             for module, key, weight in placeholders:
                 if id(weight) not in made:
-                    value = self._value(weight).to(self._device, weight.dtype)
+                    value = self.value(weight).to(self._device, weight.dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
                     trim_heap()  # buffers of the reader
                 module.register_parameter(key, made[id(weight)])

@@ -23,6 +23,7 @@ from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings, choose_dtype
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
+from whet.model.effect import describe_effect
 from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
@@ -67,6 +68,7 @@ def export_model(
         f"{certificate.conversations} conversations, largest logit difference {certificate.max_logit_difference:.1e}, "
         f"same next token at {certificate.same_next_token:.1%} of positions"
     )
+    info(describe_effect(certificate.effect))
     return folder, certificate
 
 
@@ -185,7 +187,7 @@ def _open_trained_model(
         base_name = name.replace(".base_layer", "").replace(".original_module.", ".")
         return base_weights.read_rows(base_name, 0, 2**62).to(dtype)
 
-    return TrainedModel(model, read, max_bytes)
+    return TrainedModel(model, read, max_bytes, lambda name: base_weights.read_rows(name, 0, 2**62))
 
 
 def _require_replaceable(folder: Path) -> None:
