@@ -25,6 +25,7 @@ from whet.cli import (
     prepare,
     report,
     runs,
+    search,
     train,
 )
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
@@ -66,6 +67,7 @@ for name, function in (
     ("check", check.check),
     ("train", train.train),
     ("launch", launch.launch),
+    ("search", search.search),
     ("eval", evaluate.evaluate),
     ("chat", chat.chat),
     ("export", export.export),

@@ -379,13 +379,19 @@ def write_report(folder: str | Path) -> Path:
 
 def render_page(run: RunView) -> str:
     """The whole report as HTML."""
+    sections = [part(run) for part in _SECTIONS]
+    return fill_page(run.name, run.status.state, summarize_run(run), sections, run.folder)
+
+
+def fill_page(name: str, state: str | None, summary: str, sections: Iterable[Markup], folder: Path) -> str:
+    """A self-contained page in the style of reports. `folder`: where its content comes from."""
     return Template(_read_asset("report.html")).substitute(
-        name=to_html(mask_secrets(run.name)),
-        state=to_html(run.status.state),
-        summary=to_html(mask_secrets(summarize_run(run))),
-        sections="\n".join(part(run) for part in _SECTIONS),
+        name=to_html(mask_secrets(name)),
+        state=to_html(state),
+        summary=to_html(mask_secrets(summary)),
+        sections="\n".join(sections),
         written=format_time(time.time()),
-        folder=to_html(resolve_path(run.folder)),
+        folder=to_html(resolve_path(folder)),
         css=_read_asset("report.css"),
         js=_read_asset("report.js"),
     )

@@ -195,6 +195,7 @@ def parse_key(key: str) -> ConfigPath:
 def _find_ranges(node: Node, path: ConfigPath) -> Iterator[tuple[ConfigPath, Node]]:
     if is_search_range(node):
         if not path:
+            assert isinstance(node.value, dict)
             raise WhetError(
                 f"{node.value['search'].place}: search: {node.plain()['search']!r} is not valid: expected a section "
                 "with method, metric, max_trials, concurrent"
@@ -207,37 +208,38 @@ def _find_ranges(node: Node, path: ConfigPath) -> Iterator[tuple[ConfigPath, Nod
 
 
 def _parse_range(node: Node, path: ConfigPath) -> Parameter:
-    assert isinstance(node.value, dict)
+    given = node.value
+    assert isinstance(given, dict)
     name = ".".join(map(str, path))
 
     def fail(key: str, reason: str) -> WhetError:
-        place = node.value[key].place if key in node.value else node.place  # type: ignore[index,operator,union-attr]
+        place = given[key].place if key in given else node.place
         return WhetError(f"{place}: {name}.{key}: {reason}")
 
-    kind = node.value["search"].value
+    kind = given["search"].value
     if kind not in _KEYS:
         raise fail("search", f"{kind!r} is not valid: expected log, float, int or choice, such as {_EXAMPLES['log']}")
     if path[0] == "search":
         raise fail("search", "the settings of the search itself cannot be searched. Give a value")
-    for key in node.value:
+    for key in given:
         if key != "search" and key not in _KEYS[kind]:
             close = difflib.get_close_matches(key, _KEYS[kind], n=1, cutoff=0.6)
             hint = f"Did you mean {close[0]}?" if close else f"Known here: {', '.join(_KEYS[kind])}"
-            raise fail(key, f"unknown key (value {node.value[key].plain(named=True)!r}). {hint}")
-    required = [key for key in _KEYS[kind] if key not in ("count", "when", *node.value)]
+            raise fail(key, f"unknown key (value {given[key].plain(named=True)!r}). {hint}")
+    required = [key for key in _KEYS[kind] if key not in ("count", "when", *given)]
     if required:
         raise fail(required[0], f"missing. Write the range as {_EXAMPLES[kind]}")
-    when = tuple(_parse_condition(node.value["when"], name)) if "when" in node.value else ()
+    when = tuple(_parse_condition(given["when"], name)) if "when" in given else ()
     if when and isinstance(path[-1], int):
         raise fail("when", "an item of a list is always there. Search the whole list with choice, or remove when")
     if kind == "choice":
-        return Parameter(path, node.place, kind, choices=_parse_choices(node.value["values"], name), when=when)
-    low, high = (_number(node.value[key], f"{name}.{key}", kind) for key in ("low", "high"))
+        return Parameter(path, node.place, kind, choices=_parse_choices(given["values"], name), when=when)
+    low, high = (_number(given[key], f"{name}.{key}", kind) for key in ("low", "high"))
     if low >= high:
         raise fail("high", f"{high:g} is not above low = {low:g}. Exchange them, or give one value instead of a range")
     if kind == "log" and low <= 0:
         raise fail("low", f"{low:g} has no logarithm. Give a number above 0, or use search: float")
-    count = node.value["count"].value if "count" in node.value else None
+    count = given["count"].value if "count" in given else None
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MAX_COUNT):
         raise fail("count", f"{count!r} is not valid: expected an integer from 1 to {_MAX_COUNT}")
     return Parameter(path, node.place, kind, low, high, count, when=when)

@@ -1,0 +1,106 @@
+"""`whet search`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
+from whet.core.errors import StoppedError, WhetError
+from whet.core.signals import StopRequested, raise_on_stop_signals
+
+if TYPE_CHECKING:
+    from whet.search.results import SearchResult
+    from whet.search.search import SearchPlan
+
+
+@cli_command
+def search(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Print the number of trials and tokens at each rung, and run nothing.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the search in its folder.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> dict[str, Any]:
+    """Find good values for settings: write ranges where values stand, such as lr: {search: log, low: 1e-6, high: 1e-4}.
+
+    Every trial is an ordinary run in the search's folder; those that fall behind stop early. At the end, best.yaml
+    there is the recipe of the best trial. Ctrl-C stops trials with checkpoints; --resume continues.
+    """
+    try:
+        with raise_on_stop_signals():
+            try:
+                import optuna  # noqa: F401
+            except ImportError:
+                raise WhetError(
+                    "whet search needs optuna, which is not installed: pip install 'whet[search]'"
+                ) from None
+            from whet.search.search import plan_search
+            from whet.search.search import preview as preview_search
+
+            plan = plan_search(recipe, overrides or [])
+            planned = preview_search(plan)
+            _print_preview(planned, plan, to_stdout=preview and not as_json)
+            return planned if preview else _run(plan, resume, as_json)
+    except StopRequested:
+        raise StoppedError("stopped on request. Continue the search with --resume") from None
+
+
+def _run(plan: SearchPlan, resume: bool, as_json: bool) -> dict[str, Any]:
+    import contextlib
+
+    from whet.core.console import info
+    from whet.search.page import write_page
+    from whet.search.results import collect_results, write_results
+    from whet.search.search import make_local_place, open_search_folder, run_search
+
+    with open_search_folder(plan, resume):
+        with contextlib.closing(make_local_place(plan)) as place:
+            study = run_search(plan, place, resume)
+        result = collect_results(study, plan)
+        found = write_results(result, plan)
+        page = write_page(result, plan)
+    _print_result(result, plan, to_stdout=not as_json)
+    info(f"the best recipe: whet train {found['best']['config']} · its run: {found['best']['run']} · picture: {page}")
+    return found
+
+
+def _print_preview(planned: dict[str, Any], plan: SearchPlan, to_stdout: bool) -> None:
+    from whet.core.console import info, print_result
+    from whet.report.formatting import format_count
+    from whet.runs.text import format_table
+
+    unit = planned["unit"]
+    rows = [
+        [str(number), str(index + 1), format_count(rung[unit]), f"{rung['trials']:g}", format_count(rung["tokens"])]
+        for number, bracket in enumerate(planned["brackets"])
+        for index, rung in enumerate(bracket["rungs"])
+    ]
+    lines = [
+        f"{planned['method']}: {planned['trials']} trials of {len(plan.space.parameters)} parameters, by "
+        f"{plan.metric}; about {format_count(planned['tokens'])} tokens, {planned['share']:.0%} of as many full-length trials",
+        *format_table(["bracket", "rung", unit, "trials", "tokens"], rows),
+    ]
+    for line in lines:
+        (print_result if to_stdout else info)(line)
+
+
+def _print_result(result: SearchResult, plan: SearchPlan, to_stdout: bool) -> None:
+    from whet.core.console import info, print_result
+    from whet.runs.text import format_table
+    from whet.search.results import short_names, table_cells
+
+    head, rows = table_cells(result, plan)
+    names = short_names([parameter.name for parameter in plan.space.parameters])
+    shares = [f"{names.get(name, name)} {share:.0%}" for name, share in result.importance.items()]
+    more = len(rows) - 20
+    lines = [
+        *format_table(head, rows[:20]), *([f"… and {more} more in {plan.folder / 'search.json'}"] if more > 0 else []),
+        *([f"importance: {', '.join(shares)}"] if shares else []),
+    ]  # fmt: skip
+    for line in lines:
+        (print_result if to_stdout else info)(line)

@@ -1,0 +1,166 @@
+"""Trials on the devices of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.core.error_report import report_texts
+from whet.core.errors import ExitCode, RunFailedError
+from whet.core.resources import available_cores
+from whet.launch.local import launch_command, make_launch_job
+from whet.launch.restart_policy import read_attempt_result
+from whet.launch.torchrun_agent import REPORT_VARIABLE
+from whet.search.place import TrialEnd, TrialRun
+
+_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variable that selects the devices of a process, by their kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    trial: TrialRun
+    slot: int
+    log: Path
+    report: Path | None
+    """torchrun's, if the trial has several processes."""
+    earlier: frozenset[str]
+    """What the run folder said before."""
+
+
+class LocalPlace:
+    """Starts trials through a server that has torch imported (trial_server.py), each on devices of its own."""
+
+    def __init__(self, logs: Path, concurrent: int | None, per_trial: int) -> None:
+        """`logs`: the folder for what trials print. `per_trial`: processes, and devices, of a trial."""
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs, self._per_trial = logs, per_trial
+        self._running: dict[int, _Running] = {}
+        self._unread, self._stops = b"", False
+        env = dict(os.environ)
+        env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ((concurrent or 1) * per_trial))))
+        with (logs / "server.log").open("ab") as errors:
+            # in a new session: Ctrl-C in a terminal is for the search, which stops the trials
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "whet.search.trial_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=errors, env=env, start_new_session=True,
+            )  # fmt: skip
+        assert self._server.stdout is not None
+        self._answers = self._server.stdout.fileno()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._answers, selectors.EVENT_READ)
+        self._slots: list[list[str]] | None = None
+
+    @property
+    def slots(self) -> int:
+        """On a CPU one: trials that run at the same time share its cores."""
+        return len(self._device_groups())
+
+    def _device_groups(self) -> list[list[str]]:
+        """The devices of each slot; waits until the server has imported torch."""
+        while self._slots is None:
+            for answer in self._receive(None):
+                if answer.get("ready"):
+                    self._slots = self._group_devices(answer["device"], answer["devices"])
+        return self._slots
+
+    def _group_devices(self, kind: str, count: int) -> list[list[str]]:
+        self._variable = _VISIBLE_DEVICES.get(kind)
+        if self._variable is None or count == 0:
+            return [[]]
+        given = os.environ.get(self._variable)
+        names = given.split(",") if given else [str(index) for index in range(count)]
+        if count < self._per_trial:
+            raise RunFailedError(
+                f"launch.gpus: a trial needs {self._per_trial} devices, and this machine has {count}. Lower it"
+            )
+        n = self._per_trial
+        return [names[start : start + n] for start in range(0, count - n + 1, n)]
+
+    def start(self, trial: TrialRun) -> None:
+        """On the devices that the fewest trials use."""
+        groups = self._device_groups()
+        used = [running.slot for running in self._running.values()]
+        slot = min(range(len(groups)), key=used.count)
+        command = [sys.executable, "-m", "whet", "train", str(trial.recipe), "--until", str(trial.until), "--quiet"]
+        launch = trial.config.launch.model_copy(update={"processes": self._per_trial, "gpus": None})
+        job = make_launch_job(tuple(command), trial.folder, trial.config.run.name or "", launch)
+        log = self._logs / f"{trial.folder.name}.log"
+        report = self._logs / f"{trial.folder.name}.report.json" if job.uses_torchrun else None
+        env = {**job.env, **({REPORT_VARIABLE: str(report)} if report else {})}
+        if groups[slot] and self._variable:
+            env[self._variable] = ",".join(groups[slot])
+        self._running[trial.number] = _Running(trial, slot, log, report, report_texts(trial.folder))
+        _, *argv = launch_command(job, resume=True)
+        self._send({"start": trial.number, "argv": argv, "env": env, "log": str(log)})
+
+    def poll(self, seconds: float) -> list[TrialEnd]:
+        """The trials that have ended; waits up to `seconds` for one."""
+        return [self._end(answer["ended"], answer["code"]) for answer in self._receive(seconds) if "ended" in answer]
+
+    def _end(self, number: int, code: int) -> TrialEnd:
+        running = self._running.pop(number)
+        if code == ExitCode.DONE:
+            return TrialEnd(number, code)
+        result = read_attempt_result(
+            running.trial.folder, code, running.report, running.earlier, self._stops, by_program=True
+        )
+        exit_code = {"stopped": ExitCode.STOPPED, "input": ExitCode.INPUT}.get(result.kind, ExitCode.FAILED)
+        return TrialEnd(number, exit_code, _last_error(running.log) or result.message)
+
+    def stop(self) -> None:
+        """SIGTERM: each saves a checkpoint after its current step."""
+        self._stops = True
+        self._send({"signal": signal.SIGTERM})
+
+    def kill(self) -> None:
+        self._send({"signal": signal.SIGKILL})
+
+    def close(self) -> None:
+        """The server ends when its stdin does, after the trials that still run have saved."""
+        self._selector.close()
+        for stream in (self._server.stdin, self._server.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._server.wait()
+
+    def _send(self, request: dict[str, Any]) -> None:
+        assert self._server.stdin is not None
+        try:
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.flush()
+        except BrokenPipeError:
+            raise self._server_died() from None
+
+    def _receive(self, seconds: float | None) -> list[dict[str, Any]]:
+        if not self._selector.select(seconds):
+            return []
+        received = os.read(self._answers, 1 << 16)
+        if not received:
+            raise self._server_died()
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _server_died(self) -> RunFailedError:
+        code = self._server.wait()
+        return RunFailedError(
+            f"the process that starts trials ended (exit code {code}; −9 often means out of memory): "
+            f"{self._logs / 'server.log'}. Start the search again with --resume"
+        )
+
+
+def _last_error(log: Path) -> str:
+    """The error that a trial has printed last."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()
+        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+    return ""

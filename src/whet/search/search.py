@@ -1,0 +1,235 @@
+"""A search from start to end: read the ranges, plan rungs and budget, run the trials, write what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.checkpoint.directory import lower_is_better
+from whet.config import Config
+from whet.core.config import read_tree
+from whet.core.errors import WhetError, os_error
+from whet.core.files import atomic_write
+from whet.core.yaml import Node, dump_yaml, parse_yaml, read_yaml
+from whet.search.brackets import Bracket, expected_at_rungs, make_brackets, rung_lengths
+from whet.search.config import SearchConfig
+from whet.search.controller import Controller
+from whet.search.local import LocalPlace
+from whet.search.place import Place
+from whet.search.space import Space, read_space
+from whet.search.study import JOURNAL, AshaPruner, open_study
+from whet.search.trials import LengthTable, length_unit, plain_recipe, require_metric, trial_length
+
+_DEFAULT_TRIALS = 16
+RECIPE = "search.yaml"
+"""The recipe with its ranges, in the search's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """What a search will do."""
+
+    space: Space
+    config: Config
+    """Of one trial, with the name and the folder of the search: for what all trials have in common."""
+    settings: SearchConfig
+    metric: str
+    unit: str
+    """Of the rungs: steps or tokens."""
+    brackets: list[Bracket]
+    tokens_per_unit: float
+    """About, for the budget."""
+    lengths: LengthTable
+
+    @property
+    def folder(self) -> Path:
+        return self.config.folder
+
+    @property
+    def trials(self) -> int:
+        return sum(bracket.trials for bracket in self.brackets)
+
+    @property
+    def minimizes(self) -> bool:
+        return lower_is_better(self.metric)
+
+
+def plan_search(recipe: Path, overrides: Sequence[str]) -> SearchPlan:
+    """Read the recipe and its ranges, prepare the data, and decide about brackets and rungs."""
+    space = read_space(read_tree(Config, recipe, overrides))
+    config = _any_valid_config(space)
+    name = config.run.name or recipe.stem
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    settings = config.search or SearchConfig()
+    _require_searchable(space, config, settings)
+    metric = settings.metric or config.eval.best
+    require_metric(config, metric)
+    lengths = LengthTable()
+    planned, length = lengths.of(config), trial_length(config, lengths)
+    trials = _trial_count(space, settings)
+    if settings.method == "asha":
+        brackets = make_brackets(length, trials, settings.divisor, settings.max_rungs, settings.mode)
+    else:
+        brackets = [Bracket(rung_lengths(length, settings.divisor, 1), trials)]
+    unit = length_unit(config)
+    tokens_per_unit = 1.0 if unit == "tokens" else float(planned.tokens[-1]) / planned.steps
+    return SearchPlan(space, config, settings, metric, unit, brackets, tokens_per_unit, lengths)
+
+
+def _any_valid_config(space: Space) -> Config:
+    """The configuration of the first valid combination; read_space has found one."""
+    randomness = random.Random(0)
+    while True:
+        with contextlib.suppress(WhetError):
+            return space.config(space.assign(lambda parameter: parameter.draw(randomness)))
+
+
+def _trial_count(space: Space, settings: SearchConfig) -> int:
+    if settings.method == "single":
+        return 1
+    if settings.method != "grid":
+        return settings.max_trials or _DEFAULT_TRIALS
+    most = settings.max_trials or 10**5
+    count = sum(1 for _, _ in zip(space.grid(), range(most), strict=False))
+    if settings.max_trials is None and count == most:
+        raise WhetError(f"search.method: the grid has more than {most:,} combinations. Set search.max_trials")
+    return count
+
+
+def _require_searchable(space: Space, config: Config, settings: SearchConfig) -> None:
+    if not space.parameters and settings.method != "single":
+        raise WhetError(
+            f"{space.tree.place}: this recipe has no range to search. Write one where a value stands, such as "
+            "train.optimizer.lr: {search: log, low: 1e-6, high: 1e-4}"
+        )
+    for parameter in space.parameters:
+        if settings.method == "asha" and parameter.name in ("train.steps", "train.epochs", "train.tokens"):
+            raise WhetError(
+                f"{parameter.place}: {parameter.name}: asha compares trials after parts of their length, so the length "
+                "cannot be searched. Give one value, or use search.method=tpe"
+            )
+        if parameter.path[0] in ("run", "launch", "export", "track", "profile") and parameter.name != "run.seed":
+            raise WhetError(f"{parameter.place}: {parameter.name}: does not change what is trained. Give one value")
+    if config.train.start_step:
+        raise WhetError(f"train.start_step: {config.train.start_step}: trials begin at step 0. Remove it")
+
+
+def preview(plan: SearchPlan) -> dict[str, Any]:
+    """What the search will cost: for each bracket, how many trials reach each rung, and their tokens."""
+    full = plan.trials * max(bracket.rungs[-1] for bracket in plan.brackets) * plan.tokens_per_unit
+    brackets: list[dict[str, Any]] = []
+    for bracket in plan.brackets:
+        reached = expected_at_rungs(bracket, plan.settings.divisor)
+        rungs = [
+            {plan.unit: end, "trials": round(n, 1), "tokens": round(n * (end - begin) * plan.tokens_per_unit)}
+            for begin, end, n in zip((0, *bracket.rungs), bracket.rungs, reached, strict=False)
+        ]
+        brackets.append({"trials": bracket.trials, "rungs": rungs})
+    total = sum(rung["tokens"] for bracket in brackets for rung in bracket["rungs"])
+    return {
+        "method": plan.settings.method, "metric": plan.metric, "trials": plan.trials, "unit": plan.unit,
+        "parameters": {parameter.name: _describe_range(parameter) for parameter in plan.space.parameters},
+        "brackets": brackets, "tokens": round(total), "full_length_tokens": round(full), "share": total / full,
+    }  # fmt: skip
+
+
+def _describe_range(parameter: Any) -> dict[str, Any]:
+    if parameter.kind == "choice":
+        described: dict[str, Any] = {"search": "choice", "values": parameter.values}
+    else:
+        described = {"search": parameter.kind, "low": parameter.low, "high": parameter.high}
+    return described | ({"when": {key: list(values) for key, values in parameter.when}} if parameter.when else {})
+
+
+def make_local_place(plan: SearchPlan) -> Place:
+    """The devices of this machine; a trial has as many processes as launch.gpus or launch.processes says, else one."""
+    launch = plan.config.launch
+    return LocalPlace(plan.folder / "logs", plan.settings.concurrent, launch.gpus or launch.processes or 1)
+
+
+def run_search(plan: SearchPlan, place: Place, resume: bool) -> Any:
+    """Run all trials in a place; returns Optuna's study. The caller has opened the folder."""
+    exists = (plan.folder / RECIPE).exists()
+    if not exists:  # of a search that was killed before its first trial
+        (plan.folder / JOURNAL).unlink(missing_ok=True)
+    study = open_study(
+        plan.folder, plan.settings.storage, plan.config.run.name or "", plan.minimizes,
+        AshaPruner(plan.settings.divisor), resume and exists,
+    )  # fmt: skip
+    if not exists:
+        atomic_write(plan.folder / RECIPE, dump_yaml(plain_recipe(plan.space.tree)))
+    controller = Controller(
+        plan.space, plan.config, plan.settings, plan.metric, plan.brackets, study, plan.lengths
+    )  # fmt: skip
+    controller.run(place)
+    return study
+
+
+# The folder of a search: search.yaml, journal.log, recipes/, logs/, one run folder a trial, and the results.
+
+
+@contextlib.contextmanager
+def open_search_folder(plan: SearchPlan, resume: bool) -> Iterator[None]:
+    """Lock the folder of a search. Refuses one that holds something else, or another search."""
+    folder = plan.folder
+    entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    recipe = folder / RECIPE
+    if entries and not recipe.exists() and set(entries) - {"search.lock", "logs", "journal.log", "recipes"}:
+        raise WhetError(
+            f"run.dir: {folder} holds files that are not of a search ({', '.join(entries[:3])}). Give an empty or new "
+            "folder: run.dir=FOLDER"
+        )
+    if recipe.exists() and not resume:
+        raise WhetError(
+            f"{folder}: this folder holds a search already. Continue it with --resume, or give the new one another "
+            "folder: run.dir=FOLDER"
+        )
+    if recipe.exists():
+        _require_same_search(plan, recipe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "search.lock").open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise WhetError(
+                    f"{folder}: in use by another whet search ({lock.readline().strip()}). Wait for it, or give this "
+                    "one another folder: run.dir=FOLDER"
+                ) from None
+            lock.truncate(0)
+            lock.write(f"{socket.gethostname()} pid {os.getpid()}\n")
+            lock.flush()
+            yield
+    except OSError as error:
+        raise os_error(error, "writing the search", folder) or error from None
+
+
+_CHANGEABLE = ("run.dir", "run.project", "search.concurrent", "search.storage", "launch", "track")
+
+
+def _require_same_search(plan: SearchPlan, recipe: Path) -> None:
+    """The trials of a search are comparable only if all but their values is the same."""
+    now = parse_yaml(dump_yaml(plain_recipe(plan.space.tree)), "now", expand="none")
+    then, current = _flatten(read_yaml(recipe, expand="none")), _flatten(now)
+    can_grow = (*_CHANGEABLE, *(() if plan.settings.method == "asha" else ("search.max_trials",)))
+    for key in dict.fromkeys([*then, *current]):
+        if then.get(key) != current.get(key) and not f"{key}.".startswith(tuple(f"{each}." for each in can_grow)):
+            raise WhetError(
+                f"{plan.folder}: this search cannot be resumed with another recipe ({key}: {then.get(key)!r} then, "
+                f"{current.get(key)!r} now). Set it back, or start a new search: run.dir=FOLDER"
+            )
+
+
+def _flatten(node: Node, above: str = "") -> dict[str, Any]:
+    if isinstance(node.value, dict | list) and node.value:
+        inside = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
+        return {key: value for name, inner in inside for key, value in _flatten(inner, f"{above}{name}.").items()}
+    return {above.rstrip("."): node.plain()}

@@ -1,0 +1,160 @@
+"""The study in Optuna's storage: samplers, the pruner for brackets and rungs, and how trials are recorded.
+
+Optuna's states: RUNNING, also of a trial that waits for the search to be resumed; COMPLETE at full length; PRUNED if it
+was stopped at a rung, or crashed, with the worst value at the rung that it did not reach; FAIL if it does not count,
+because its combination is invalid or was tried before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from whet.core.display import mask_secrets
+from whet.core.errors import WhetError, first_line
+from whet.core.files import hash_json
+from whet.search.brackets import continues
+from whet.search.space import Assignment, Parameter, Space, Value
+
+JOURNAL = "journal.log"
+BRACKET, CONTINUES, UNCOUNTED, ERROR, FOLDER = "bracket", "continues", "uncounted", "error", "folder"
+"""Attributes of a trial: the number of its bracket; the number of rungs beyond which it may continue; why it does not
+count; why it crashed; its run folder."""
+
+
+class AshaPruner(BasePruner):
+    """Stops a trial that does not rank among the first of its rung, in its bracket."""
+
+    def __init__(self, divisor: float) -> None:
+        self._divisor = divisor
+
+    def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        """Compare the trial with those that have reported the same rung."""
+        rung = trial.last_step
+        if rung is None:
+            return False
+        sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
+        others = [
+            sign * other.intermediate_values[rung]
+            for other in study.get_trials(deepcopy=False)
+            if other.number != trial.number
+            and other.user_attrs.get(BRACKET) == trial.user_attrs.get(BRACKET)
+            and rung in other.intermediate_values
+            and counts(other)
+        ]
+        return not continues(sign * trial.intermediate_values[rung], others, self._divisor)
+
+
+def counts(trial: FrozenTrial) -> bool:
+    """Whether a trial is one of search.max_trials."""
+    return UNCOUNTED not in trial.user_attrs and (trial.state != TrialState.FAIL)
+
+
+def worst_value(study: Study) -> float:
+    """The value of a trial that crashed."""
+    return -math.inf if study.direction == StudyDirection.MAXIMIZE else math.inf
+
+
+def open_study(
+    folder: Path, storage: str | None, name: str, lower_is_better: bool, pruner: BasePruner, resume: bool
+) -> Study:
+    """Create the study of a new search, or load that of a search to resume."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"optuna")
+    direction = "minimize" if lower_is_better else "maximize"
+    try:
+        opened = _open_journal(folder / JOURNAL, resume) if storage is None else optuna.storages.get_storage(storage)
+        if resume:
+            return optuna.load_study(study_name=name, storage=opened, pruner=pruner)
+        return optuna.create_study(study_name=name, storage=opened, direction=direction, pruner=pruner)
+    except WhetError:
+        raise
+    except optuna.exceptions.DuplicatedStudyError:
+        raise WhetError(
+            f"search.storage: it has a study named {name} already. Continue that with --resume from its folder, or "
+            "give this search another name: run.name=NAME"
+        ) from None
+    except Exception as error:  # of the database, its driver, or a damaged file
+        where = f"search.storage: {mask_secrets(storage)}" if storage else str(folder / JOURNAL)
+        raise WhetError(
+            f"{where}: the study {name} cannot be opened ({type(error).__name__}: {first_line(error)}). Check the URL "
+            "and that the database is reachable and its driver is installed, or bring the file back"
+        ) from None
+
+
+def _open_journal(file: Path, resume: bool) -> BaseStorage:
+    """Removes what a killed process has left: Optuna's lock, half a line. The folder's lock excludes other writers."""
+    if resume and not file.exists():
+        raise WhetError(
+            f"{file} is gone, so the trials of this search are unknown. Bring it back, or use another run.dir"
+        )
+    with contextlib.suppress(FileNotFoundError):
+        file.with_name(f"{file.name}.lock").unlink()
+    if file.exists():
+        content = file.read_bytes()
+        if not content.endswith(b"\n"):
+            os.truncate(file, content.rfind(b"\n") + 1)
+    return JournalStorage(JournalFileBackend(str(file)))
+
+
+def suggest_values(study: Study, trial: optuna.trial.Trial, space: Space, sampler: BaseSampler) -> Assignment:
+    """Draw the values of a new trial."""
+    study.sampler = sampler
+    return space.assign(lambda parameter: _suggest(trial, parameter))
+
+
+def make_sampler(method: str, seed: int, number: int, max_trials: int, point: Assignment | None = None) -> BaseSampler:
+    """A sampler for one trial, with a seed of its own: a resumed search goes on as if it had not been interrupted.
+    `point`: of the grid."""
+    own_seed = int(hash_json([seed, number])[:8], 16)
+    if method == "tpe":
+        return TPESampler(seed=own_seed, n_startup_trials=max(4, min(10, max_trials // 4)))
+    drawn = RandomSampler(seed=own_seed)
+    return drawn if point is None else PartialFixedSampler(point, drawn)
+
+
+def _suggest(trial: optuna.trial.Trial, parameter: Parameter) -> Value:
+    if parameter.kind == "choice":
+        value: Value = trial.suggest_categorical(parameter.name, parameter.values)
+        return value
+    if parameter.kind == "int":
+        return int(trial.suggest_int(parameter.name, int(parameter.low), int(parameter.high)))
+    return float(trial.suggest_float(parameter.name, parameter.low, parameter.high, log=parameter.kind == "log"))
+
+
+def find_duplicate(study: Study, number: int, values: Assignment) -> int | None:
+    """The trial that had the same values before."""
+    for other in study.get_trials(deepcopy=False):
+        if other.number != number and counts(other) and other.params == values:
+            return other.number
+    return None
+
+
+def parameter_importance(study: Study) -> dict[str, float]:
+    """How much each parameter matters for being among the best trials (PED-ANOVA), between 0 and 1; empty if there are
+    too few complete trials to tell."""
+    complete = [
+        trial
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if trial.value is not None and math.isfinite(trial.value)
+    ]
+    if len(complete) < 4:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: dict[str, Any] = optuna.importance.get_param_importances(
+            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(target_quantile=max(0.1, 2 / len(complete)))
+        )
+    return {name: float(value) for name, value in found.items() if math.isfinite(value)}

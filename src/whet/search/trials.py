@@ -1,0 +1,179 @@
+"""Trials: their recipes, their lengths in steps at each rung, and what their run folders say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.config import Config, read_config
+from whet.core.errors import WhetError
+from whet.core.files import atomic_write, hash_json, read_json_lines
+from whet.core.yaml import Node, Template, dump_yaml
+from whet.run.data import make_plan, prepare_data
+from whet.run.model_reference import resolve_model_reference
+from whet.search.place import TrialRun
+from whet.search.space import Assignment, Space
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_TRIAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "export": {"at_end": "none"}, "eval": {"at_start": False}, "checkpoint": {"keep_last": 1},
+}  # fmt: skip
+"""Settings of a trial that the recipe does not give: nobody exports most of them, and all begin with the same model."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """One trial of the search: a run that is stopped at rungs."""
+
+    number: int
+    values: Assignment
+    config: Config
+    recipe: Path
+    rungs: tuple[int, ...]
+    """In the unit of the search: steps or tokens."""
+    steps: tuple[int, ...]
+    """The step at each rung."""
+    reached: int = 0
+    """How many rungs it has reached."""
+
+    def next_run(self) -> TrialRun:
+        """The trial up to its next rung."""
+        return TrialRun(self.number, self.recipe, self.config, self.steps[self.reached])
+
+
+def trial_name(number: int) -> str:
+    return f"trial-{number:03d}"
+
+
+def plain_recipe(node: Node) -> Any:
+    """A recipe as plain values, in which environment variables stay names."""
+    if isinstance(node.value, dict):
+        return {key: plain_recipe(inner) for key, inner in node.value.items()}
+    if isinstance(node.value, list):
+        return [plain_recipe(inner) for inner in node.value]
+    if node.template is None:
+        return node.value
+    text = Template(node.template)
+    text.is_text = isinstance(node.value, str)
+    return text
+
+
+def best_recipe(space: Space, values: Assignment, name: str) -> str:
+    """The recipe with these values, for a run of its own."""
+    recipe = plain_recipe(space.recipe(values))
+    recipe.pop("search", None)
+    run = {key: value for key, value in recipe.pop("run", {}).items() if key not in ("name", "dir")}
+    return dump_yaml({"run": {"name": name, **run}, **recipe})
+
+
+def write_trial_recipe(space: Space, values: Assignment, folder: Path, number: int, search: str) -> tuple[Path, Config]:
+    """Write the recipe of a trial beside its run folder; returns its path and its configuration."""
+    recipe = plain_recipe(space.recipe(values))
+    recipe.pop("search", None)
+    name = trial_name(number)
+    run = recipe.pop("run", {})
+    run |= {"name": f"{search}-{name}", "dir": str(folder / name), "tags": [*run.get("tags", []), f"search:{search}"]}
+    for section, settings in _TRIAL_SETTINGS.items():
+        given = recipe.get(section)
+        recipe[section] = {**settings, **(given if isinstance(given, dict) else {})}
+    file = folder / "recipes" / f"{name}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    atomic_write(file, dump_yaml({"run": run, **recipe}))
+    return file, read_config(file)
+
+
+# Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLength:
+    """The plan of a trial: how many steps, and how many tokens after each."""
+
+    tokens: NDArray[np.int64]
+
+    @property
+    def steps(self) -> int:
+        return len(self.tokens)
+
+    def step_at(self, tokens: int) -> int:
+        """The first step after which a trial has seen so many tokens; at most the last."""
+        return min(self.steps, int(np.searchsorted(self.tokens, tokens)) + 1)
+
+
+class LengthTable:
+    """The planned lengths of trials. Trials with the same data and batches share a plan."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, PlannedLength] = {}
+
+    def of(self, config: Config) -> PlannedLength:
+        """Prepares the data if no trial has yet."""
+        config = resolve_model_reference(config)
+        tree = config.model_dump(mode="json", include={"model", "data"})
+        train = config.train.model_dump(mode="json", include={"steps", "epochs", "tokens", "batch", "row_length"})
+        key = hash_json([tree, train, config.run.seed])
+        if key not in self._known:
+            data = prepare_data(config)
+            plan = make_plan(config, data)
+            ends = np.cumsum(data.train.store.lengths[plan.documents], dtype=np.int64)
+            self._known[key] = PlannedLength(ends[plan.rows[plan.steps[1:]] - 1])
+        return self._known[key]
+
+
+def length_unit(config: Config) -> str:
+    """The unit of rungs: trials of train.steps are compared after so many steps, all others after so many tokens."""
+    return "tokens" if config.train.steps is None else "steps"
+
+
+def trial_length(config: Config, lengths: LengthTable) -> int:
+    """The length of a whole trial, in the unit of rungs."""
+    if config.train.steps is not None:
+        return config.train.steps
+    return config.train.tokens or int(lengths.of(config).tokens[-1])
+
+
+def steps_at_rungs(config: Config, rungs: tuple[int, ...], lengths: LengthTable) -> tuple[int, ...]:
+    """The step at which a trial reaches each rung; the last is its end."""
+    if config.train.steps is not None:
+        return rungs
+    planned = lengths.of(config)
+    return (*(planned.step_at(rung) for rung in rungs[:-1]), planned.steps)
+
+
+# What a run folder says
+
+
+def read_value(folder: Path, step: int, metric: str) -> float | None:
+    """The metric of a run's evaluation after a step; None if there is none."""
+    for line in reversed(read_json_lines(folder / "metrics.jsonl")[0]):
+        value = line.get(metric)
+        if line.get("step") == step and "loss" not in line and isinstance(value, int | float):
+            return float(value) if math.isfinite(value) else None
+    return None
+
+
+def read_progress(folder: Path) -> tuple[int, int]:
+    """The steps and the tokens that a run has been trained for."""
+    for line in reversed(read_json_lines(folder / "metrics.jsonl")[0]):
+        if "loss" in line and isinstance(line.get("step"), int):
+            return line["step"], int(line.get("tokens") or 0)
+    return 0, 0
+
+
+def require_metric(config: Config, metric: str) -> None:
+    """Refuse a metric that evaluations of the trials do not have."""
+    if metric.startswith("task/"):
+        if metric.removeprefix("task/") not in config.eval.task_names:
+            raise WhetError(
+                f"search.metric: {metric}, but eval.tasks does not have {metric.removeprefix('task/')}. Add it"
+            )
+    elif metric not in ("val_loss", "val_bpb", "val_accuracy"):
+        raise WhetError(f"search.metric: {metric} is not measured. Use val_loss, val_bpb, val_accuracy or task/NAME")
+    elif config.data.validation is None:
+        raise WhetError(f"search.metric: {metric}, but there is no validation data. Set data.validation")
