@@ -115,6 +115,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
         monkeypatch.setattr(overlap, "EarlyForwardPasses", NoForward)
         monkeypatch.setattr(overlap, "decides_on_device", lambda optimizer: on_device)
         model: Any = nn.Linear(1, 1)
+        model.router_aux_loss = None
         config = validate_config(Config, parse_yaml(CONFIG, "test"))
         loader: Any = SimpleNamespace(
             totals=lambda number: StepTotals(2, 30, 10, np.array([20, 10])), layout=lambda step: [],
@@ -326,7 +327,7 @@ def test_an_excluded_step_does_not_start_early(make_run: Callable[..., Any]) -> 
 def test_no_step_starts_early_where_it_may_not(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    monkeypatch.setattr(overlap, "is_sharded", lambda model: why == "sharded")
+    monkeypatch.setattr("whet.parallel.fsdp.is_sharded", lambda model: why == "sharded")
     if why == "large gradients":
         monkeypatch.setattr(overlap, "_MAX_GRADIENT_BYTES", 7)  # a weight and a bias
     run, did = make_run(Intervals(5, 5, None, False, 100), on_device=why != "host decides")

@@ -55,7 +55,13 @@ def set_module_class(module: nn.Module, cls: type) -> None:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Assign `module.forward`, which nn.Module.__call__ looks up on the instance."""
+    module.__dict__.setdefault("_whet_unwrapped_forward", module.forward)
     module.forward = forward
+
+
+def unwrapped_forward(module: nn.Module) -> Callable[..., Any]:
+    """The `forward` that `replace_forward` replaced first, or the current one."""
+    return module.__dict__.get("_whet_unwrapped_forward", module.forward)  # type: ignore[no-any-return]
 
 
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:

@@ -9,14 +9,14 @@ import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from whet.data.batch import BatchShape, PackedBatch, pack_batch, shape_buckets, smallest_shape
-from whet.data.plan.planner import Plan
+from whet.data.batch import IGNORE_INDEX, BatchShape, PackedBatch, pack_batch, shape_buckets, smallest_shape
+from whet.data.plan.planner import Plan, document_cost
 from whet.data.prepare.store import Store
 
 if TYPE_CHECKING:
@@ -141,6 +141,36 @@ class Loader:
             return []
         rows = self._micro_rows
         return shape_buckets(BatchShape(self._padded_to * rows, self._plan.stats.fullest * rows), self._lengths)
+
+    def worst_batch(self) -> PackedBatch:
+        """A micro-batch that needs at least as much memory as any of the plan: its most expensive rows, with as many
+        supervised positions as the rows have that have most."""
+        plan, rows = self._plan, self._micro_rows
+        starts = plan.rows[:-1]
+        costs = np.add.reduceat(document_cost(self._store.lengths[plan.documents]), starts)
+        supervised = np.add.reduceat(self._store.targets[plan.documents].astype(np.int64), starts)
+        longest = np.argsort(-costs, kind="stable")[:rows]
+        batch = self._pack(np.concatenate([plan.documents[plan.rows[row] : plan.rows[row + 1]] for row in longest]))
+        most = min(int(np.sort(supervised)[-rows:].sum()), len(batch.tokens))
+        labels = torch.full_like(batch.labels, IGNORE_INDEX)
+        labels[:most] = batch.tokens[:most]
+        return replace(batch, labels=labels, supervised_at=torch.arange(most))
+
+    def with_micro_rows(self, micro_rows: int) -> Loader:
+        """The same steps in micro-batches of another size; every rank keeps its rows."""
+        return Loader(
+            self._store, self._plan, micro_rows, self._rank, self._world, self._padded_to, self._lengths, self._device,
+            (self._slice, self._slices),
+        )  # fmt: skip
+
+    @property
+    def micro_rows(self) -> int:
+        return self._micro_rows
+
+    @property
+    def max_rank_rows(self) -> int:
+        """The rows of the largest step on the rank that has most of them."""
+        return -(-int(np.diff(self._plan.steps).max(initial=0)) // self._world)
 
     @property
     def max_seqlen(self) -> int:

@@ -93,6 +93,13 @@ def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool
     return True
 
 
+def disable_cuda_graphs(root: LossModel) -> None:
+    """Undo `enable_cuda_graphs`."""
+    if uses_cuda_graphs(root):
+        release_cuda_graphs(root)
+        del root.hidden
+
+
 def uses_cuda_graphs(root: LossModel) -> bool:
     return isinstance(root.hidden, GraphedHidden)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from whet.compat.torch_private import replace_forward
+from whet.compat.torch_private import replace_forward, unwrapped_forward
 from whet.execution.compile import compile_forward, set_activation_memory_budget
 from whet.execution.offload import with_activation_offload
 from whet.execution.recompute import has_dropout, with_recompute, with_recompute_in_eager
@@ -19,7 +19,10 @@ from whet.parallel.config import ParallelConfig
 def transform_layers(
     language_model: nn.Module, config: ParallelConfig, compile: bool, backend: Any = "inductor"
 ) -> None:
-    """Wrap the forward pass of every decoder layer in place, from the inside out. Parameter names do not change."""
+    """Wrap the forward pass of every decoder layer in place, from the inside out. Parameter names do not change.
+
+    Called again, for settings that save more memory, it starts from the bare layers.
+    """
     offload = config.offload in ("activations", "both")
     if not (compile or offload or config.recompute != "none"):
         return
@@ -32,7 +35,7 @@ def transform_layers(
     if full or offload:
         use_low_memory_backward_(language_model)
     for layer in decoder_layers(language_model):
-        forward = layer.forward
+        forward = unwrapped_forward(layer)
         if by_compiler:
             forward = with_recompute_in_eager(forward)
         if compile:

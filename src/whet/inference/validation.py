@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from contextlib import AbstractContextManager
@@ -17,8 +18,10 @@ from whet.core.heartbeat import PHASE
 from whet.data.batch import PackedBatch
 from whet.data.loader import Loader
 from whet.evaluation.validation_losses import ConversationLosses
+from whet.execution.device_memory import free_cached
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
+from whet.parallel.fsdp import has_collectives_in_passes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -125,12 +128,31 @@ def validation_loss(
     special tokens have no bytes and count in neither sum.
     """
     model.eval()
-    sums = ValidationSums(loader.documents(0), metadata)
-    with progress("validating", loader.micro_batch_count(0)) as bar:
-        for _, batch in loader.micro_batches(0):
-            PHASE.enter("validating")
-            with autocast:
-                result = model(batch.to(ranks.device))
-            sums.add(batch, result)
-            bar.advance()
+    sums = _sum_losses(model, loader, ranks, autocast, metadata)
+    if sums is None:  # out of memory; rows are the same in micro-batches of one
+        free_cached(ranks.device, after_failure=True)
+        with contextlib.closing(loader.with_micro_rows(1)) as smaller:
+            sums = _sum_losses(model, smaller, ranks, autocast, metadata)
+    assert sums is not None
     return ValidationResult(sums.results(ranks), sums.by_conversation())
+
+
+def _sum_losses(
+    model: LossModel, loader: Loader, ranks: Ranks, autocast: AbstractContextManager[object],
+    metadata: ValidationMetadata,
+) -> ValidationSums | None:  # fmt: skip
+    """This rank's sums; None: the device has too little memory for these micro-batches, and smaller ones may fit."""
+    sums = ValidationSums(loader.documents(0), metadata)
+    try:
+        with progress("validating", loader.micro_batch_count(0)) as bar:
+            for _, batch in loader.micro_batches(0):
+                PHASE.enter("validating")
+                with autocast:
+                    result = model(batch.to(ranks.device))
+                sums.add(batch, result)
+                bar.advance()
+    except torch.OutOfMemoryError:
+        if loader.micro_rows == 1 or has_collectives_in_passes(model, ranks):
+            raise
+        return None
+    return sums

@@ -48,14 +48,15 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> No
                 parameters[number].grad = None
 
 
-def accumulate_in_fp32(model: nn.Module) -> None:
-    """Accumulate the gradients of 16-bit weights in fp32, for two more bytes per weight.
+def accumulate_in_fp32(model: nn.Module, enabled: bool = True) -> None:
+    """Accumulate the gradients of 16-bit weights in fp32, for two more bytes per weight; they have no gradient now.
 
     In bf16 the sum over 8 micro-batches is off by 0.3 %, over 64 by 0.7 %, over 512 by 2.3 %.
     """
     for parameter in trainable_parameters(model):
         if parameter.dtype.itemsize == 2:
-            parameter.grad_dtype = torch.float32
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32 if enabled else parameter.dtype
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

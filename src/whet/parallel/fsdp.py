@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import local_shape_and_offset
+from whet.core.distributed import Ranks
 from whet.model.load.placeholder import WeightSource, is_placeholder
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import decoder_layers
@@ -103,6 +104,12 @@ def _name_in_checkpoint(name: str) -> str:
 
 def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
+
+
+def has_collectives_in_passes(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether ranks exchange tensors inside forward and backward passes, as shards and slices of rows do. A rank that
+    leaves a pass then leaves the others waiting."""
+    return is_sharded(model) or ranks.context_size > 1 or ranks.tensor_size > 1
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

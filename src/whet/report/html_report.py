@@ -150,7 +150,13 @@ def faults_section(run: RunView) -> Markup:
     """Steps with a fault: the reason, the action taken, and the cause."""
     if not run.events:
         return _EMPTY
-    actions = {"stop": "stopped", "skip": "skipped", "rollback": "rolled back", "take": "applied anyway"}
+    actions = {
+        "stop": "stopped",
+        "skip": "skipped",
+        "rollback": "rolled back",
+        "take": "applied anyway",
+        "repeat": "repeated",
+    }
     rows = [
         (
             format_count(event.get("step")),

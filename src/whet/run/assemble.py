@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from whet.checkpoint.config import CheckpointConfig
 from whet.checkpoint.directory import lower_is_better, require_checkpoint_space
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
-from whet.core.checksums import write_hashed_json
 from whet.core.console import warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
@@ -26,14 +24,13 @@ from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store_check import StoreCheck
 from whet.execution.compile import should_compile
-from whet.execution.cuda_graphs import enable_cuda_graphs
 from whet.execution.offload import offload_optimizer_state
 from whet.execution.transform import transform_layers
 from whet.model.flops import count_step_flops
 from whet.model.loss.loss_model import LossModel
 from whet.model.peak_flops import device_peak_flops
 from whet.model.quantize import dequantized_bytes
-from whet.parallel.ddp import accumulate_in_fp32, broadcast_weights
+from whet.parallel.ddp import broadcast_weights
 from whet.parallel.mesh import Mesh, build_mesh
 from whet.parallel.ulysses import apply_ulysses
 from whet.run.data import RunData
@@ -46,7 +43,7 @@ from whet.run.model_builder import (
     make_loader,
 )
 from whet.run.step_rows import find_shortage
-from whet.run.summary import describe_run, print_summary, run_flops_table
+from whet.run.summary import run_flops_table
 from whet.training.checkpoints import (
     checkpoint_metadata,
     read_excluded_steps,
@@ -89,9 +86,6 @@ def assemble(
     if model.unpacked:
         plan = plan.unpacked(data.train.store.lengths)
     check_rows(config, data, plan, bool(model.unpacked), is_new)
-    most_rows, micro_rows = int(np.diff(plan.steps).max(initial=0)), 1 if model.unpacked else config.train.micro_rows
-    if mesh.fsdp_mesh is None and precision.weights == torch.bfloat16 and most_rows > ranks.data_size * micro_rows:
-        accumulate_in_fp32(model)
     is_offloaded = config.parallel.offload in ("optimizer", "both")
     optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, is_offloaded)
     if is_offloaded:
@@ -127,7 +121,7 @@ def assemble(
             output = FolderOutput(folder, step, len(plan), restored.prefixes, trackers_)
         stack.enter_context(contextlib.closing(output))
         loader = make_loader(config, data.train.store, plan, ranks, bool(model.unpacked))
-        stack.enter_context(contextlib.closing(loader))
+        stack.callback(lambda: run.loader.close())
         run = Run(
             config=config,
             ranks=ranks,
@@ -142,7 +136,7 @@ def assemble(
             loss_scaler=loss_scaler,
             guard=guard,
             intervals=_intervals(config, len(plan), last, restored.has_initial_evaluation),
-            evaluate=partial(evaluate_run, config, data, model, ranks, precision),
+            evaluate=lambda: evaluate_run(run.config, data, model, ranks, precision),
             saver=saver,
             output=output,
             startup=startup,
@@ -154,9 +148,6 @@ def assemble(
         )
         run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
         stack.enter_context(contextlib.closing(run.profiler))
-        if folder is not None:
-            write_hashed_json(folder.path / "plan.json", describe_run(run))
-        print_summary(run)
         yield run
 
 
@@ -184,9 +175,6 @@ def _build_training_model(
     compiles = should_compile(config.model.compile, device, precision.compute)
     apply_ulysses(model, mesh)
     transform_layers(model.language_model, config.parallel, compiles)  # after the packing check and its short rows
-    if compiles and device.type == "cuda" and ranks.world_size == 1 and config.parallel.offload == "none":
-        peak = device_peak_flops(device, precision.name)
-        enable_cuda_graphs(model, config.train.micro_rows * config.row_length, peak)
     if mesh.fsdp_mesh is None:
         broadcast_weights(model, ranks)
     if config.parallel.offload == "weights":  # the host runs the optimizer, and torchrun gives it one thread

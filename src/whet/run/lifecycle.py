@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from whet.config import Config
 from whet.core import launch_env
+from whet.core.checksums import write_hashed_json
 from whet.core.console import info, open_log, set_quiet, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import RunFailedError, first_line
@@ -25,20 +26,26 @@ from whet.parallel.fsdp import is_sharded
 from whet.run.assemble import assemble
 from whet.run.data import RunData, prepare_data
 from whet.run.export_run import ExportRequest, export_model
+from whet.run.memory_choice import choose_memory_settings
 from whet.run.model_builder import BackgroundModelLoader, require_tensor_parallel_plan, set_deterministic
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
 from whet.run.resume import open_run_folder, recorded_data, write_run_inputs
 from whet.run.step_rows import require_rows
+from whet.run.summary import describe_run, print_summary
 from whet.training.run_state import Run
 from whet.training.timing import StartupTimer
 from whet.training.trackers import check_trackers
 from whet.training.trainer import train
 
 
-def run_training(config: Config, *, resume: bool, until: int | None = None, save: bool = True) -> None:
+def run_training(
+    config: Config, *, resume: bool, until: int | None = None, save: bool = True,
+    measure: Callable[[Run], None] | None = None,
+) -> None:  # fmt: skip
     """Prepare the data, assemble the run, train it and export the model.
 
     `until`: stop after this step, with the schedule of the whole run. `save`: write checkpoints and the export.
+    `measure`: called with the assembled run instead of training it, as `whet fit` does.
     """
     startup = StartupTimer()
     startup.end_phase("import_s")
@@ -93,6 +100,14 @@ def run_training(config: Config, *, resume: bool, until: int | None = None, save
                         config, data, store_check, loading, folder, ranks, is_new=is_new, until=until, save=save,
                         startup=startup, trackers=trackers,
                     ) as run:  # fmt: skip
+                        if measure is not None:
+                            measure(run)
+                            return
+                        choose_memory_settings(run, config)
+                        if folder is not None:
+                            write_hashed_json(folder.path / "plan.json", describe_run(run))
+                        print_summary(run)
+                        startup.end_phase("fit_s")
                         train(run)
                 hang_detector.close()
             if folder is not None:  # the other processes have left: none waits in a collective for the export
@@ -106,9 +121,9 @@ def advise_on_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunFailedError(
-            f"the device has too little memory: {first_line(error)} Lower train.micro_rows or "
-            "data.max_length, set parallel.recompute=full or parallel.offload, train an adapter instead of every "
-            "weight, or use a larger device"
+            f"the device has too little memory: {first_line(error)} `whet fit` measures what takes it. Lower "
+            "train.micro_rows or data.max_length, set parallel.recompute=full or parallel.offload, train an adapter "
+            "instead of every weight, or use a larger device"
         ) from None
 
 

@@ -56,7 +56,7 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks, unpacked
     """
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
     lengths = _PADDED_LENGTHS if unpacked or config.data.packing == "none" else 1
-    micro_rows = 1 if unpacked else config.train.micro_rows
+    micro_rows = 1 if unpacked else config.train.least_micro_rows
     return Loader(
         store, plan, micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
         (ranks.context_rank, ranks.context_size),

@@ -73,7 +73,7 @@ def step_layout(config: Config, rows: int, nodes: int, devices: int, unpacked: b
     """The layout of a configuration. `unpacked`: the model cannot be packed, so that each conversation is a row."""
     parallel = config.parallel
     return StepLayout(
-        rows, 1 if unpacked else config.train.micro_rows, nodes, devices, parallel.context * parallel.tensor,
+        rows, 1 if unpacked else config.train.least_micro_rows, nodes, devices, parallel.context * parallel.tensor,
         parallel.shard or 1,
     )  # fmt: skip
 

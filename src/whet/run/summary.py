@@ -42,7 +42,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "supervised_tokens": _supervised_tokens(run),
         "efficiency": packing_efficiency(plan, config.row_length),
         "row_length": config.row_length,
-        "micro_rows": 1 if run.model.unpacked else config.train.micro_rows,
+        "micro_rows": run.loader.micro_rows,
         "world": run.ranks.world_size,
         "batch": config.train.batch.model_dump(exclude_none=True),
         "tokens_per_step": plan.mean_step_tokens,

@@ -1,4 +1,4 @@
-"""--smoke and --dry-run: short or unsaved runs in a sibling folder."""
+"""--smoke, --dry-run and `whet fit`: short or unsaved runs in a sibling folder."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def smoke_config(config: Config) -> Config:
     saved = config.checkpoint.model_copy(update={"every": SMOKE_STEPS, "minutes": None, "epochs": None, "keep_best": 0})
     train = _shorten(config)
     changed = {"data": data, "train": train, "eval": measured, "checkpoint": saved, "profile": None}
-    return _in_sibling_folder(config.model_copy(update=changed), "smoke")
+    return sibling_config(config.model_copy(update=changed), "smoke")
 
 
 def dry_run_config(config: Config) -> Config:
     """The same run in a folder of its own; `run_training(save=False)` writes no checkpoints."""
-    return _in_sibling_folder(config, "dry")
+    return sibling_config(config, "dry")
 
 
 def delete_previous_trial(folder: Path) -> None:
@@ -58,6 +58,14 @@ def delete_previous_trial(folder: Path) -> None:
         owned.close()
 
 
+def delete_trial(folder: Path) -> None:
+    """Delete a trial of which nothing is to be kept, with its folder."""
+    delete_previous_trial(folder)
+    with contextlib.suppress(OSError):  # gone, or something else is in it
+        (folder / "lock").unlink()
+        folder.rmdir()
+
+
 def delete_weights(folder: Path) -> None:
     """After a smoke test, whose weights are useless and may be large."""
     for name in ("checkpoints", "exports"):
@@ -65,7 +73,8 @@ def delete_weights(folder: Path) -> None:
             shutil.rmtree(folder / name)
 
 
-def _in_sibling_folder(config: Config, kind: str) -> Config:
+def sibling_config(config: Config, kind: str) -> Config:
+    """The same run in the folder RUN-KIND, marked as one that may be deleted."""
     run = config.run.model_copy(update={"tags": [*config.run.tags, _TRIAL_TAG]})
     return config.model_copy(update={"run": run}).with_folder(config.folder.with_name(f"{config.folder.name}-{kind}"))
 

@@ -186,7 +186,7 @@ def _load_newest_complete(
 def checkpoint_metadata(config: Config) -> dict[str, Any]:
     """The configuration, package versions and, for an adapter, the hash of the weights that it was trained on."""
     base = weights_hash(config.model) if config.adapter is not None else None
-    return {"config": config.unexpanded(), "versions": _package_versions(), "base": base}
+    return {"config": config.unexpanded(), "versions": package_versions(), "base": base}
 
 
 def require_same_base(config: Config, manifest: dict[str, Any], ranks: Ranks) -> None:
@@ -200,7 +200,8 @@ def require_same_base(config: Config, manifest: dict[str, Any], ranks: Ranks) ->
         )
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that a run's numbers and memory depend on."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -147,8 +147,10 @@ class TrainConfig(Section):
         "schedule and counts continue from there. For weights already trained on them (model.path: RUN).",
     )
     row_length: int | None = Field(default=None, ge=2, description="Tokens per packed row; default: data.max_length.")
-    micro_rows: int = Field(
-        default=1, ge=1, description="Rows per micro-batch on each device; affects speed and memory, not the loss."
+    micro_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Rows per micro-batch on each device; affects speed and memory, not the loss. auto: as many as "
+        "are fast and fit, measured on the plan's worst batch before step 1 (see docs/fit.md); 1 on a CPU.",
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig())
     schedule: ScheduleConfig = Field(default=ScheduleConfig())
@@ -182,6 +184,11 @@ class TrainConfig(Section):
         default=1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down to it."
     )
     deterministic: bool = Field(default=False, description="Bit-identical repetition on GPUs, at some cost in speed.")
+
+    @property
+    def least_micro_rows(self) -> int:
+        """The rows of a micro-batch as far as the configuration tells: `auto` is at least one."""
+        return 1 if self.micro_rows == "auto" else self.micro_rows
 
     @model_validator(mode="before")
     @classmethod

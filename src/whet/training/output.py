@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info
 from whet.core.files import JsonLinesWriter
 from whet.core.run_folder import RunFolder
@@ -33,6 +34,9 @@ class RunOutput:
     ) -> None: ...
 
     def write_event(self, event: dict[str, Any]) -> None: ...
+
+    def update_plan(self, changes: dict[str, Any]) -> None:
+        """Change values in plan.json."""
 
     def write_phase(self, step: int) -> None:
         """Write the phase that this process has entered, which may last longer than a step."""
@@ -88,6 +92,10 @@ class FolderOutput(RunOutput):
 
     def write_event(self, event: dict[str, Any]) -> None:
         self._records["events"].write(event)
+
+    def update_plan(self, changes: dict[str, Any]) -> None:
+        file = self._folder.path / "plan.json"
+        write_hashed_json(file, read_hashed_json(file) | changes)
 
     def write_phase(self, step: int) -> None:
         self._folder.set_status("running", step, self._steps)

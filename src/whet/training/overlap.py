@@ -12,7 +12,7 @@ import torch
 
 from whet.execution.cuda_graphs import compile_and_capture_count
 from whet.model.loss.linear_cross_entropy import LossSum
-from whet.parallel.fsdp import is_sharded
+from whet.parallel.fsdp import has_collectives_in_passes
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import decides_on_device, gradient_bytes
 from whet.training.run_state import Run
@@ -43,22 +43,24 @@ class EarlyForwardPasses(ForwardPasses):
         return super().__next__() if first is None else first
 
 
+def starts_early(run: Run) -> bool:
+    """Whether steps overlap: the optimizer runs before its loss is read, the loss scale is fixed, the gradients that
+    stay allocated meanwhile are small, and no process can run out of memory for it alone and leave the others waiting
+    in a collective."""
+    return (
+        decides_on_device(run.optimizer)
+        and not run.loss_scaler.moves
+        and not has_collectives_in_passes(run.model, run.ranks)
+        and run.model.router_aux_loss is None  # the step counts before its first forward pass
+        and gradient_bytes(run.optimizer) <= _MAX_GRADIENT_BYTES
+    )
+
+
 class Overlap:
     """Hands out the forward passes of each step, early ones where possible, and times the steps."""
 
     def __init__(self, run: Run) -> None:
-        """A step may start early if the optimizer runs before its loss is read, the loss scale is fixed, and the
-        gradients that stay allocated meanwhile are small; and only where no process can run out of memory for it alone
-        and leave the others waiting in a collective."""
-        self._run = run
-        self._is_enabled = (
-            decides_on_device(run.optimizer)
-            and not run.loss_scaler.moves
-            and run.ranks.context_size == run.ranks.tensor_size == 1
-            and not is_sharded(run.model)
-            and run.model.router_aux_loss is None  # the step counts before its first forward pass
-            and gradient_bytes(run.optimizer) <= _MAX_GRADIENT_BYTES
-        )
+        self._run, self._is_enabled = run, starts_early(run)
         self._timer = StepTimer(by_device=self._is_enabled and run.ranks.device.type == "cuda")
         self._first_step = run.step
         self._current: EarlyForwardPasses | None = None

@@ -16,11 +16,13 @@ from whet.compat.torch_private import foreach_norm
 from whet.core.distributed import Ranks, derive_seed, seed_generators
 from whet.core.heartbeat import PHASE
 from whet.data.loader import Loader, ReplayLoader
+from whet.execution.cuda_graphs import release_cuda_graphs
+from whet.execution.device_memory import free_cached
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
-from whet.parallel.ddp import all_reduce_gradients
+from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients
 from whet.parallel.dtensor import local_tensor, replica_count
-from whet.parallel.fsdp import reshard, set_gradient_sync
+from whet.parallel.fsdp import has_collectives_in_passes, reshard, set_gradient_sync
 from whet.parallel.tensor_parallel import sync_replicated_gradients
 from whet.training.optimizers.factory import apply_gradients, retract_step
 
@@ -33,25 +35,19 @@ def train_step(
 
     The optimizer changes no weight if the loss or the gradient norm is not finite or the loss is above `spike_limit`.
     `stop` and `save` are requests of this rank; the result has those of any rank. Without an optimizer, as in
-    `whet train --replay`, only gradients are computed.
+    `whet train --replay`, only gradients are computed. A rank that runs out of memory repeats its passes with smaller
+    micro-batches, while the others wait for its gradients.
     """
-    model = forward.model
+    model, ran_out_of_memory = forward.model, False
     reshard(model)  # an evaluation may have left the weights gathered: their gradients would be those of other tensors
     parameters = model.trainable_parameters
-    for parameter in parameters:
-        parameter.grad = None
-    sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)  # loss, hits, stop, save, squared gradient norm
-    sums[2].fill_(stop)  # unlike an assignment, fill_ does not wait for the device
-    sums[3].fill_(save)
-
+    sums = torch.empty(6, dtype=torch.float64, device=ranks.device)
     router_aux_loss = forward.count_router_choices(ranks)
-
-    # Forward and backward, one micro-batch at a time. The loss is divided once, by the number of supervised tokens in
-    # the whole step, so the gradients of micro-batches and ranks only have to be summed.
-    for loss in forward:
-        loss.objective.backward()
-        sums[0] += loss.loss
-        sums[1] += loss.hits.sum()
+    while not _compute_gradients(forward, parameters, sums, ranks):
+        forward, ran_out_of_memory = forward.in_smaller_micro_batches(ranks), True
+    # loss, hits, then what fill_ sets without waiting for the device, unlike an assignment; squared gradient norm last
+    for index, flag in enumerate((stop, save, ran_out_of_memory), 2):
+        sums[index].fill_(flag)
 
     # Reduce gradients and sums over the ranks. Ranks of one tensor-parallel group have the same loss: one counts.
     PHASE.enter("reducing gradients", forward.step + 1)
@@ -59,16 +55,16 @@ def train_step(
     sync_replicated_gradients(model)
     if not ranks.is_tensor_main:
         sums[:2].zero_()
-    sums[4] = squared_gradient_norm(parameters, ranks)
+    sums[5] = squared_gradient_norm(parameters, ranks)
     ranks.all_reduce_(sums)
 
     # Clip: one factor removes the loss scale and limits the norm. All of it stays on the device, in fp64. Divisors are
     # tensors: CUDA would multiply by the inverse of a Python number, which rounds differently from the host.
     supervised, loss_scale, clip = (sums.new_full((), n) for n in (forward.supervised, forward.loss_scale, clip_norm))
-    mean_loss, accuracy, norm = sums[0] / supervised, sums[1] / supervised, sums[4].sqrt() / loss_scale
+    mean_loss, accuracy, norm = sums[0] / supervised, sums[1] / supervised, sums[5].sqrt() / loss_scale
     gradient_scale = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     is_sound = (mean_loss.isfinite() & norm.isfinite() & (mean_loss <= spike_limit)).double()
-    numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, sums[2], sums[3], is_sound, router_aux_loss])
+    numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, *sums[2:5], is_sound, router_aux_loss])
     pending = PendingStep(numbers, forward, optimizer)  # the copy to the host starts before the optimizer
 
     # Optimizer
@@ -76,6 +72,25 @@ def train_step(
     if optimizer is not None:
         apply_gradients(optimizer, gradient_scale, is_sound)
     return pending
+
+
+def _compute_gradients(forward: ForwardPasses, parameters: list[nn.Parameter], sums: Tensor, ranks: Ranks) -> bool:
+    """Forward and backward, one micro-batch at a time, into the parameters' gradients and the first two sums: loss and
+    hits. The loss is divided once, by the number of supervised tokens in the whole step, so the gradients of
+    micro-batches and ranks only have to be summed. False: the device has too little memory for these micro-batches."""
+    for parameter in parameters:
+        parameter.grad = None
+    sums.zero_()
+    try:
+        for loss in forward:
+            loss.objective.backward()
+            sums[0] += loss.loss
+            sums[1] += loss.hits.sum()
+    except torch.OutOfMemoryError:
+        if not forward.can_be_smaller(ranks):
+            raise
+        return False
+    return True
 
 
 class ForwardPasses(Iterator[LossSum]):
@@ -91,7 +106,7 @@ class ForwardPasses(Iterator[LossSum]):
         self.data_s = 0.0
         """Seconds this rank has waited for its batches."""
         self._batches, self._count = loader.micro_batches(step), loader.micro_batch_count(step)
-        self._device, self._seed, self._autocast, self._launched = device, seed, autocast, 0
+        self._loader, self._device, self._seed, self._autocast, self._launched = loader, device, seed, autocast, 0
 
     def count_router_choices(self, ranks: Ranks) -> Tensor:
         """Count what routers choose in all micro-batches of the step, on all ranks, before its first backward pass.
@@ -130,6 +145,28 @@ class ForwardPasses(Iterator[LossSum]):
         """So that it depends on seed, step and row alone."""
         seed_generators(derive_seed(self._seed, self.step, row), self._device)
 
+    @property
+    def micro_rows(self) -> int:
+        return self._loader.micro_rows if isinstance(self._loader, Loader) else 1
+
+    def can_be_smaller(self, ranks: Ranks) -> bool:
+        """Not where every micro-batch has collectives: the other ranks wait in one."""
+        return self.micro_rows > 1 and not has_collectives_in_passes(self.model, ranks)
+
+    def in_smaller_micro_batches(self, ranks: Ranks) -> ForwardPasses:
+        """All forward passes of the step again, with half the rows in a micro-batch."""
+        assert isinstance(self._loader, Loader)
+        release_cuda_graphs(self.model)
+        for parameter in self.model.trainable_parameters:
+            parameter.grad = None
+        free_cached(self._device, after_failure=True)
+        if ranks.world_size == 1:  # ranks reduce gradients of one dtype
+            accumulate_in_fp32(self.model)
+        return ForwardPasses(
+            self.model, self._loader.with_micro_rows(-(-self.micro_rows // 2)), self.step, device=self._device,
+            seed=self._seed, autocast=self._autocast, loss_scale=self.loss_scale,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -153,6 +190,8 @@ class StepResult:
     """Whether the optimizer changed the weights."""
     router_aux_loss: float = math.nan
     """Of the whole step, without its coefficient; NaN without train.router_aux_loss."""
+    ran_out_of_memory: bool = False
+    """Whether any rank had to repeat the step in smaller micro-batches."""
 
     @property
     def finite(self) -> bool:
@@ -176,15 +215,29 @@ class PendingStep:
         PHASE.enter("waiting for the device", self._forward.step + 1)
         if self.copied is not None:
             self.copied.synchronize()
-        loss, accuracy, norm, scale, stop, save, is_sound, router_aux_loss = self._numbers.tolist()
+        loss, accuracy, norm, scale, stop, save, out_of_memory, is_sound, router_aux_loss = self._numbers.tolist()
         if self._optimizer is not None and not is_sound:
             retract_step(self._optimizer)
         if not self._forward.supervised:  # an empty step has no loss, and its gradient means nothing
             loss = accuracy = norm = scale = math.nan
         updated = self._optimizer is not None and bool(is_sound)
         return StepResult(
-            loss, accuracy, norm, scale, stop > 0, self._forward.data_s, save > 0, updated, router_aux_loss
+            loss,
+            accuracy,
+            norm,
+            scale,
+            stop > 0,
+            self._forward.data_s,
+            save > 0,
+            updated,
+            router_aux_loss,
+            out_of_memory > 0,
         )
+
+    @property
+    def micro_rows(self) -> int:
+        """The rows of a micro-batch with which this rank computed the step."""
+        return self._forward.micro_rows
 
 
 def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> Tensor:

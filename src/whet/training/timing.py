@@ -52,7 +52,8 @@ class StepTimer:
 
 
 _PHASE_LABELS = {
-    "import_s": "imports", "prepare_s": "data", "load_s": "model", "measure_s": "evaluation", "step_s": "the step",
+    "import_s": "imports", "prepare_s": "data", "load_s": "model", "fit_s": "worst batch",
+    "measure_s": "evaluation", "step_s": "the step",
 }  # fmt: skip
 _has_run_before = False
 

@@ -14,6 +14,7 @@ from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
 from whet.training.metrics import RunTotals, StepSpeed, excluded_step_metrics, progress_note, step_metrics
+from whet.training.micro_batches import use_smaller_micro_batches
 from whet.training.optimizers.factory import optimizer_step, set_learning_rates
 from whet.training.overlap import Overlap
 from whet.training.run_state import Run
@@ -55,6 +56,9 @@ def train(run: Run) -> None:
                         stop, save = result.stop_requested, result.save_requested
                         line = finish_step(run, result, totals, rates, overlap.step_time(pending.copied))
                         is_rolled_back = line is None
+                        if result.ran_out_of_memory:
+                            overlap.discard()
+                            use_smaller_micro_batches(run, pending.micro_rows, number)
                 if line is None:
                     if stop:
                         raise StoppedError(

@@ -1,0 +1,68 @@
+"""`whet fit`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
+from whet.core import launch_env
+from whet.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from whet.fit.search import FitResult
+
+
+@cli_command
+def fit(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    metric: Annotated[
+        str, typer.Option(metavar="throughput|memory", help="What to optimize: tokens per second, or peak memory.")
+    ] = "throughput",
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> dict[str, Any]:
+    """Find the fastest settings that fit into this GPU's memory.
+
+    Measures steps of the real model on the worst batch of the data: the largest micro-batch, and recomputation and
+    offload if it is small. The choice changes no number of the run; `whet train CONFIG` uses it, as long as
+    train.micro_rows is auto.
+    """
+    if metric not in ("throughput", "memory"):
+        raise UsageError(f"--metric {metric}: give throughput or memory")
+    from whet.config import read_config
+    from whet.fit.search import fit as fit_run
+    from whet.run.model_reference import resolve_model_reference
+
+    result = fit_run(resolve_model_reference(read_config(recipe, overrides or [])), metric)  # type: ignore[arg-type]
+    if launch_env.rank() == 0:
+        _print(result)
+    return result.as_json()
+
+
+def _print(result: FitResult) -> None:
+    """The parts of the best choice's memory, predicted and measured, the choice itself, and proposals."""
+    from rich.table import Table
+
+    from whet.core.console import info, info_item
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB")
+    for title in ("predicted", "measured"):
+        table.add_column(title, justify="right")
+    predicted = {} if result.predicted is None else result.predicted.gib()
+    for part, measured in result.best.memory.gib().items():
+        expected = f"{predicted[part]:.2f}" if part in predicted else "–"
+        table.add_row(part, expected, f"{measured:.2f}", style="bold" if part == "total" else None)
+    info(table)
+    best = result.best
+    share = best.peak / result.capacity
+    info_item(
+        "→", str(best.choice),
+        f"{best.tokens_per_s:,.0f} tokens/s on {result.world} × {result.device}, {share:.0%} of its memory. `whet "
+        "train` uses it while train.micro_rows is auto", "bold",
+    )  # fmt: skip
+    for proposal in result.proposals:
+        info_item("?", "to consider", proposal, "yellow")

@@ -1,0 +1,177 @@
+"""`whet fit`: tries settings that leave the numbers of a run alone, on its real model, and picks the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.config import Config
+from whet.core import launch_env
+from whet.core.checksums import read_hashed_json, write_hashed_json
+from whet.core.console import info, warn
+from whet.core.distributed import get_local_device
+from whet.core.errors import WhetError
+from whet.core.run_folder import RunFolder
+from whet.execution import device_memory
+from whet.fit.measure import Measurement, measure_run
+from whet.fit.memory_parts import GIB, MemoryParts
+from whet.fit.proposals import propose
+from whet.model.peak_flops import device_name
+from whet.run.lifecycle import run_training
+from whet.run.memory_choice import (
+    MemoryChoice,
+    apply_settings,
+    choose_memory_settings,
+    largest_fitting,
+    memory_settings,
+    row_sizes,
+    write_cache,
+)
+from whet.run.trial import delete_previous_trial, delete_trial, sibling_config
+from whet.training.micro_batches import set_micro_rows
+from whet.training.run_state import Run
+
+Metric = Literal["throughput", "memory"]
+
+_SAME_SPEED = 0.99
+"""Settings this close to the fastest are as fast, and the one with the least memory is taken."""
+_FAST_TOKENS = 8192
+"""Micro-batches of so many tokens gain less by being larger than recomputation, a quarter of the time, costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """What was measured, what is best, and what it would take to do better."""
+
+    device: str
+    world: int
+    capacity: int
+    """Bytes that this process may use."""
+    measured: list[Measurement]
+    best: Measurement
+    predicted: MemoryParts | None
+    """Of the best, on paper; None where the model cannot be traced."""
+    proposals: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "world": self.world,
+            "capacity_gib": self.capacity / GIB,
+            "settings": str(self.best.choice),
+            "choice": _entry(self.best),
+            "memory_gib": {
+                "measured": self.best.memory.gib(),
+                "predicted": None if self.predicted is None else self.predicted.gib(),
+                "evaluation": self.best.evaluation / GIB,
+            },
+            "measured": [_entry(each) for each in self.measured],
+            "proposals": self.proposals,
+        }
+
+
+def _entry(measured: Measurement) -> dict[str, Any]:
+    choice = measured.choice
+    return {
+        "micro_rows": choice.micro_rows, "recompute": choice.recompute, "offload": choice.offload,
+        "peak_gib": measured.peak / GIB, "step_s": measured.step_s, "tokens_per_s": measured.tokens_per_s,
+    }  # fmt: skip
+
+
+def fit(config: Config, metric: Metric) -> FitResult:
+    """Measure steps of a run with its real model and worst batch, and keep the best choice where the run finds it."""
+    if not device_memory.has_own_memory(get_local_device(config.launch.share_gpu)):
+        raise WhetError(
+            "this machine has no GPU whose memory could be measured; on a CPU train.micro_rows: auto is 1. Run `whet "
+            "fit` where the run will train, or estimate another machine: whet fit CONFIG --plan 1x1xH200"
+        )
+    automatic = config.model_copy(update={"train": config.train.model_copy(update={"micro_rows": "auto"})})
+    trial, is_main = sibling_config(automatic, "fit"), launch_env.rank() == 0
+    results: list[FitResult] = []
+
+    def measure(run: Run) -> None:
+        results.append(_measure_choices(run, automatic, metric))
+        if is_main:
+            write_cache(run, automatic, results[0].best.choice)
+
+    if is_main:
+        delete_previous_trial(trial.folder)
+    try:
+        run_training(trial, resume=False, save=False, measure=measure)
+    finally:
+        if is_main:
+            delete_trial(trial.folder)
+    if is_main:
+        _write_into_plan(config, results[0])
+    return results[0]
+
+
+def _measure_choices(run: Run, config: Config, metric: Metric) -> FitResult:
+    choose_memory_settings(run, config, use_cache=False)
+    device = run.ranks.device
+    capacity, sizes, measured = device_memory.capacity(device), row_sizes(run, config), list[Measurement]()
+    for choice in _worth_measuring(run, config, metric, sizes, measured):
+        if choice.micro_rows != run.loader.micro_rows:
+            set_micro_rows(run, choice.micro_rows)
+        measured.append(measure_run(run))
+        each = measured[-1]
+        info(f"{choice}: {each.tokens_per_s:,.0f} tokens/s, {each.peak / GIB:.1f} of {capacity / GIB:.1f} GiB")
+    best = pick_best(measured, metric)
+    proposals = propose(config, best.choice, best.memory, sizes[-1], run.ranks.world_size)
+    return FitResult(device_name(device), run.ranks.world_size, capacity, measured, best, None, proposals)
+
+
+def _worth_measuring(
+    run: Run, config: Config, metric: Metric, sizes: list[int], measured: list[Measurement]
+) -> Iterator[MemoryChoice]:
+    """What may be the best, one after another; `measured` grows meanwhile.
+
+    For throughput: the largest micro-batch that fits; if memory limits it, the next smaller one, and if both are small,
+    the same with recomputation and then offload. For memory: one row with each setting.
+    """
+    settings = list(memory_settings(run, config, is_auto=True))
+    settings = settings[settings.index(run.config.parallel) :]  # those that fit
+    for parallel in settings:
+        apply_settings(run, parallel)
+        largest = largest_fitting(run, sizes[:1] if metric == "memory" else sizes)
+        if largest is None:
+            continue
+        yield MemoryChoice.of(run)
+        if metric == "memory":
+            continue
+        if largest == sizes[-1]:
+            return
+        smaller = [size for size in sizes if size < largest]
+        if smaller:
+            set_micro_rows(run, smaller[-1])
+            yield MemoryChoice.of(run)
+        if largest * config.row_length >= _FAST_TOKENS:
+            return
+
+
+def pick_best(measured: list[Measurement], metric: Metric) -> Measurement:
+    """The fastest, of equally fast ones that with the least memory; or the one with the least memory."""
+    if metric == "memory":
+        return min(measured, key=lambda each: (each.peak, each.step_s))
+    fastest = max(each.tokens_per_s for each in measured)
+    return min((each for each in measured if each.tokens_per_s >= _SAME_SPEED * fastest), key=lambda each: each.peak)
+
+
+def _write_into_plan(config: Config, result: FitResult) -> None:
+    """A run that exists already, and is not running, continues with the choice."""
+    file, choice = config.folder / "plan.json", result.best.choice
+    if not file.exists():
+        return
+    try:
+        folder = RunFolder(config.folder)
+        try:
+            changes = {
+                "micro_rows": choice.micro_rows, "recompute": choice.recompute, "offload": choice.offload,
+                "device_name": result.device, "world": result.world,
+            }  # fmt: skip
+            write_hashed_json(file, read_hashed_json(file) | changes)
+        finally:
+            folder.close()
+    except WhetError as error:
+        warn(f"the choice is not written into the run's plan: {error}")

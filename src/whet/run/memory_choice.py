@@ -1,0 +1,263 @@
+"""`train.micro_rows: auto`: the rows of a micro-batch, and recomputation and offload if one row needs them, chosen by
+running the plan's worst batch before step 1. Everything chosen here leaves the numbers of the run alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.config import Config
+from whet.core.checksums import read_hashed_json, write_hashed_json
+from whet.core.console import info, warn
+from whet.core.errors import RunFailedError, WhetError
+from whet.core.files import cache_dir, hash_json
+from whet.execution import device_memory
+from whet.execution.compile import should_compile
+from whet.execution.offload import offload_optimizer_state, state_to_host
+from whet.execution.transform import transform_layers
+from whet.model.peak_flops import device_name
+from whet.parallel.config import ParallelConfig
+from whet.parallel.fsdp import has_collectives_in_passes
+from whet.run.worst_batch import WorstBatchMemory, run_worst_batch
+from whet.training.checkpoints import package_versions
+from whet.training.micro_batches import micro_row_sizes, set_micro_rows
+from whet.training.run_state import Run
+
+_SATURATING_TOKENS = 32_768
+"""Tokens of a micro-batch beyond which a GPU gets no faster: with 4,096, Llama 8B reaches 97 % of its speed with
+16,384 (LoRA, one H200, 2026-11-16)."""
+_MAX_SHARE = 0.92
+"""Of the device's memory that `auto` uses: the rest is for fragments, which grow over a run."""
+_MAX_PREDICTED_SHARE = 0.85
+"""Where running out of memory would end the run, because other ranks wait in collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChoice:
+    """What decides the memory of a step and leaves its numbers alone."""
+
+    micro_rows: int
+    recompute: str
+    offload: str
+
+    @classmethod
+    def of(cls, run: Run) -> MemoryChoice:
+        return cls(run.loader.micro_rows, run.config.parallel.recompute, run.config.parallel.offload)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> MemoryChoice | None:
+        """None if the values are not those of a choice."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            choice = cls(*(found[name] for name in ("micro_rows", "recompute", "offload")))
+            ParallelConfig(recompute=choice.recompute, offload=choice.offload)  # type: ignore[arg-type]
+            return choice if type(choice.micro_rows) is int and choice.micro_rows >= 1 else None
+        return None
+
+    def __str__(self) -> str:
+        saved = {"recompute": self.recompute, "offload": self.offload}
+        extra = [f"parallel.{key}={value}" for key, value in saved.items() if value != "none"]
+        return " ".join([f"train.micro_rows={self.micro_rows}", *extra])
+
+
+def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> None:
+    """Set the micro-batches of a run, and verify on a device with memory of its own that the worst one fits.
+
+    A given number of rows is reduced only if it does not fit. A resumed run keeps what was chosen before, unless it has
+    another card or another number of processes. `use_cache`: look up what runs with this model on this card chose.
+    """
+    is_auto = config.train.micro_rows == "auto"
+    set_micro_rows(run, run.loader.micro_rows)
+    if not device_memory.has_own_memory(run.ranks.device):
+        return
+    sizes = row_sizes(run, config)
+    settings = list(memory_settings(run, config, is_auto))
+    known = _read_previous(run) if is_auto else None
+    if known is None and is_auto and use_cache:
+        known = _read_cache(run, config)
+    if known is not None and _verify(run, known, settings):
+        return
+    for parallel in settings[settings.index(run.config.parallel) :]:  # what saves less than a known choice fits no more
+        apply_settings(run, parallel)
+        rows = largest_fitting(run, sizes, _MAX_SHARE if is_auto else 1.0)
+        if rows is not None:
+            break
+    else:
+        raise RunFailedError(
+            "the device has too little memory for one row of this run, even with recomputation and offload. `whet fit` "
+            "says what takes it. Lower data.max_length, train an adapter (adapter.rank=16), quantize=nf4, or shard the "
+            "model over several devices (parallel.shard)"
+        )
+    _report(run, config, is_auto)
+    if is_auto and run.ranks.is_main:
+        write_cache(run, config, MemoryChoice.of(run))
+
+
+def row_sizes(run: Run, config: Config) -> list[int]:
+    """The numbers of rows to choose from, ascending."""
+    rows = run.loader.max_rank_rows
+    if run.model.unpacked:
+        return [1]
+    if config.train.micro_rows != "auto":
+        return micro_row_sizes(config.train.micro_rows, config.train.micro_rows)
+    if run.model.is_stochastic:  # other micro-batches would draw other numbers
+        return [1]
+    return micro_row_sizes(rows, _SATURATING_TOKENS // config.row_length)
+
+
+def memory_settings(run: Run, config: Config, is_auto: bool) -> Iterator[ParallelConfig]:
+    """Recomputation and offload as configured, then what saves more memory, cheapest first."""
+    parallel = config.parallel
+    yield parallel
+    if not is_auto or has_collectives_in_passes(run.model, run.ranks):
+        return
+    with_activations = {"none": "activations", "optimizer": "both"}.get(parallel.offload, parallel.offload)
+    for change in ({}, {"offload": with_activations}, {"offload": "both"}):
+        saving = parallel.model_copy(update={"recompute": "full", **change})
+        if saving != parallel and parallel.offload != "weights":
+            yield saving
+
+
+def apply_settings(run: Run, parallel: ParallelConfig) -> None:
+    """Use other settings of recomputation and offload in a run that is assembled already."""
+    before = run.config.parallel
+    if parallel == before:
+        return
+    compiles = should_compile(run.config.model.compile, run.ranks.device, run.precision.compute)
+    transform_layers(run.model.language_model, parallel, compiles)
+    if parallel.offload in ("optimizer", "both") and before.offload not in ("optimizer", "both"):
+        for state in run.optimizer.state.values():
+            state_to_host(state)
+        offload_optimizer_state(run.optimizer)
+    run.config = run.config.model_copy(update={"parallel": parallel})
+
+
+def largest_fitting(run: Run, sizes: list[int], share: float = _MAX_SHARE) -> int | None:
+    """The most rows of which the worst batch fits into this share of every rank's device; None: not even the fewest."""
+    limit = share * device_memory.capacity(run.ranks.device)
+    found: dict[int, WorstBatchMemory] = {}
+
+    def fits(rows: int) -> bool:
+        set_micro_rows(run, rows)
+        needed = run_worst_batch(run)
+        if needed is not None:
+            found[rows] = needed
+        is_roomy = needed is not None and (share == 1.0 or (needed.peak <= limit and not needed.is_tight))
+        return all(run.ranks.all_gather([is_roomy or (needed is not None and rows == sizes[0])]))
+
+    if has_collectives_in_passes(run.model, run.ranks):
+        if not fits(sizes[0]):
+            return None
+        smallest = found[sizes[0]]
+        each = (smallest.peak - smallest.at_rest) / sizes[0]
+        room = _MAX_PREDICTED_SHARE / share * limit - smallest.at_rest
+        predicted = min(run.ranks.all_gather([max(rows for rows in sizes if rows == sizes[0] or rows * each <= room)]))
+        rows: int | None = predicted if predicted == sizes[0] or fits(predicted) else sizes[0]
+    else:
+        rows = bisect_largest(sizes, fits)
+    if rows is not None and rows != run.loader.micro_rows:
+        set_micro_rows(run, rows)
+    return rows
+
+
+def bisect_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of these ascending sizes that fits, if all smaller ones do too; None if none fits. The largest is
+    tried first."""
+    low, high, attempt = -1, len(sizes), len(sizes) - 1  # sizes[low] fits, sizes[high] does not
+    while low + 1 < high:
+        if fits(sizes[attempt]):
+            low = attempt
+        else:
+            high = attempt
+        attempt = (low + high) // 2
+    return sizes[low] if low >= 0 else None
+
+
+def _verify(run: Run, choice: MemoryChoice, settings: list[ParallelConfig]) -> bool:
+    """Use a choice that was made before, if the configuration allows it and its worst batch fits."""
+    chosen = [each for each in settings if (each.recompute, each.offload) == (choice.recompute, choice.offload)]
+    if not chosen:
+        return False
+    apply_settings(run, chosen[0])
+    set_micro_rows(run, choice.micro_rows)
+    needed = run_worst_batch(run)
+    return all(run.ranks.all_gather([needed is not None]))
+
+
+def _report(run: Run, config: Config, is_auto: bool) -> None:
+    choice = MemoryChoice.of(run)
+    given = config.train.micro_rows
+    if given != "auto" and not run.model.unpacked and choice.micro_rows < given:
+        warn(
+            f"train.micro_rows: {given} rows do not fit into this device's memory; the run uses {choice.micro_rows}, "
+            "with the same loss. Set parallel.recompute=full to use more"
+        )
+    if is_auto and run.model.is_stochastic and not run.model.unpacked:
+        info(
+            "train.micro_rows: auto is 1, because the model draws random numbers that depend on it. Set "
+            "train.micro_rows to use more"
+        )
+    if is_auto and (choice.recompute, choice.offload) != (config.parallel.recompute, config.parallel.offload):
+        info(f"one row needs more memory than this device has: {choice} makes it fit, slower, with the same loss")
+
+
+# What was chosen before: by this run, or by another with the same model on the same card.
+
+
+def _read_previous(run: Run) -> MemoryChoice | None:
+    """The choice in plan.json, which is still that of the run's last process; None if it was made elsewhere."""
+    file, ranks = run.config.folder / "plan.json", run.ranks
+    try:
+        found = read_hashed_json(file, "The micro-batch is measured again") if ranks.is_main and file.exists() else {}
+    except WhetError as error:
+        warn(str(error))
+        found = {}
+    [found] = ranks.all_gather([found] if ranks.is_main else [])
+    here = {"device_name": device_name(ranks.device), "world": ranks.world_size}
+    choice = MemoryChoice.from_json(found)
+    if choice is None or not all(found.get(key) == value for key, value in here.items()):
+        if choice is not None and device_memory.has_own_memory(ranks.device):
+            info(
+                f"the run was on {found.get('world')} × {found.get('device_name')} and is now on {here['world']} × "
+                f"{here['device_name']}: its micro-batch is measured again"
+            )
+        return None
+    return choice
+
+
+def _read_cache(run: Run, config: Config) -> MemoryChoice | None:
+    """Rank 0's, for all."""
+    choice = None
+    if run.ranks.is_main:
+        file = cache_file(run, config)
+        with contextlib.suppress(WhetError):  # missing or damaged: measured again
+            choice = MemoryChoice.from_json(read_hashed_json(file))
+    [choice] = run.ranks.all_gather([choice] if run.ranks.is_main else [])
+    return choice
+
+
+def write_cache(run: Run, config: Config, choice: MemoryChoice) -> None:
+    """Keep a choice for other runs with this model on this card."""
+    file = cache_file(run, config)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_hashed_json(file, asdict(choice))
+
+
+def cache_file(run: Run, config: Config) -> Path:
+    """By model, card and versions, and all settings that a step's memory depends on."""
+    model, parallel = run.model.language_model, config.parallel
+    depends_on = {
+        "model": model.config.to_dict() if hasattr(model, "config") else str(model),
+        "weights": [sum(weight.numel() for weight in model.parameters()), str(run.precision.weights)],
+        "adapter": None if config.adapter is None else config.adapter.model_dump(mode="json"),
+        "settings": [
+            config.quantize, run.precision.name, config.train.optimizer.name, config.row_length, config.data.packing,
+            config.model.attention, config.model.compile, run.loader.max_rank_rows, parallel.model_dump(mode="json"),
+        ],
+        "device": [device_name(run.ranks.device), device_memory.capacity(run.ranks.device) >> 30, run.ranks.world_size],
+        "versions": package_versions(),
+    }  # fmt: skip
+    return cache_dir() / "fit" / f"{hash_json(depends_on)}.json"
