@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -80,3 +82,34 @@ def lora_factors(layer: Any, a: Tensor, b: Tensor) -> LoraFactors:
         a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1),
         float(layer.scaling[adapter]), is_transposed,
     )  # fmt: skip
+
+
+def param_wrapper_type() -> Any:
+    """`peft.tuners.lora.layer.ParamWrapper`: a module of which one parameter has an adapter; nested for several."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return ParamWrapper
+
+
+@contextlib.contextmanager
+def without_renamed_targets() -> Iterator[None]:
+    """`peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers`: inside this context peft adapts
+    what its configuration names. For models of `renamed_targets` it would take the names of an expert's layers for the
+    stacked weights alone: dense layers of these names would get no adapter, and the ranks of experts would double."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kept = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = kept
+
+
+def renamed_targets(model_type: str) -> set[str]:
+    """`_MODEL_TO_CONVERSION_PATTERN` and `_MOE_TARGET_MODULE_MAPPING`: names in target_modules that peft, when it loads
+    an adapter onto a model of this type, takes for stacked experts or routers."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, {}))

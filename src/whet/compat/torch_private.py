@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ unflatten_dense_tensors: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = 
 
 scaled_mm = torch._scaled_mm
 """`torch._scaled_mm`: the fp8 matrix product. torch.nn.functional.scaled_mm, which is public, has no `out`."""
+
+
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`torch._grouped_mm`: products of groups of rows, or sums over groups of columns, that end at `ends` (int32)."""
+    return torch._grouped_mm(left, right, offs=ends)
 
 
 # Modules
@@ -184,3 +189,19 @@ def dump_memory_history(file: Path) -> None:
     """`torch.cuda.memory._dump_snapshot`: write the recorded allocations for pytorch.org/memory_viz, and stop."""
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# Autograd
+
+
+@contextlib.contextmanager
+def autograd_inside_operator() -> Iterator[None]:
+    """`torch._C._ForceDispatchKeyGuard`: let a custom operator use autograd for a part of what it computes; torch
+    excludes the dispatch keys of autograd while an operator runs."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradFunctionality, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with guard, torch.enable_grad():
+        yield

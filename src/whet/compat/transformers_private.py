@@ -66,3 +66,16 @@ def rope_frequencies(config: Any, kind: str) -> Tensor:
 
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies
+
+
+def is_experts_module(module: Any) -> bool:
+    """`integrations.moe.use_experts_implementation`: whether the module computes its experts with the implementation
+    that its configuration names. The decorator sets these attributes."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+
+
+def register_experts_implementation(name: str, forward: Any) -> None:
+    """`integrations.moe.ALL_EXPERTS_FUNCTIONS`: make `set_experts_implementation(name)` select `forward`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)

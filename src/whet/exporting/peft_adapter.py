@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.peft_private import renamed_targets
 from whet.core.errors import WhetError, first_line
+from whet.core.files import read_json, write_json
 from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import (
     add_quantization_note,
@@ -39,6 +41,7 @@ class PeftAdapterFormat:
     def write(self, spec: ExportSpec, folder: Path) -> None:
         # By default peft adds the whole embedding if it was resized. The new rows are trained, so the adapter has them.
         spec.model.model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        _name_dense_layers_as_parameters(folder, spec.model.language_model.config)
         spec.generation.tokenizer.save_pretrained(folder)
         write_generation_config(spec.generation, folder)
         if spec.model.is_quantized:
@@ -56,6 +59,24 @@ class PeftAdapterFormat:
         verify_tokenizer_and_stops(spec.generation, folder, None, probes, findings)
         compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
         return compute_logits(to_gpu_if_it_fits(model), probes)
+
+
+def _name_dense_layers_as_parameters(folder: Path, model_config: Any) -> None:
+    """For some models with experts peft takes names such as gate_proj for the stacked weights of experts, and would
+    leave dense layers of that name without their adapters. It takes the names of parameters as they are."""
+    renamed = renamed_targets(model_config.model_type)
+    file = folder / "adapter_config.json"
+    config = dict(read_json(file))
+    modules = config.get("target_modules") or []
+    moved = sorted(name for name in modules if name.rpartition(".")[2] in renamed) if isinstance(modules, list) else []
+    if not moved:
+        return
+    config["target_modules"] = sorted(set(modules) - set(moved))
+    config["target_parameters"] = [*(config.get("target_parameters") or []), *(f"{name}.weight" for name in moved)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        config[key] = patterns | {rf"({pattern})\.weight": value for pattern, value in patterns.items()}
+    write_json(file, config)
 
 
 def _base_model_name(folder: Path) -> str:

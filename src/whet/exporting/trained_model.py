@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.compat.peft_private import modules_to_save_type, trainable_tokens_type, tuner_layer_type
+from whet.compat.peft_private import adapted_parameter, modules_to_save_type, trainable_tokens_type, tuner_layer_type
 from whet.compat.torch_private import persistent_buffers
 from whet.model.attention import native_attention
 from whet.model.load.placeholder import is_placeholder
@@ -163,7 +163,10 @@ class TrainedModel:
             work = dequantize_linear(base) if quantized else base
             if quantized:
                 layer.base_layer = work
-            before = dict(work.named_parameters(recurse=False))
+            merging, before = [layer], dict(work.named_parameters(recurse=False))
+            if adapted_parameter(layer) is not None:  # one wrapper for each adapted weight
+                merging = [each for each in _nested_wrappers(layer) if each.parameter_name == key]
+                before = {key: before[key]}
             # A base read from files is in host memory; merge on the device of the adapter.
             device = next(
                 weight.device for path, weight in layer.named_parameters() if not path.startswith("base_layer.")
@@ -173,13 +176,16 @@ class TrainedModel:
                     dtype = torch.promote_types(tensor.dtype, torch.float32)
                     value = self.value(tensor).to(device, dtype, copy=True)
                     work.register_parameter(inner, nn.Parameter(value, requires_grad=False))
-                layer.merge()
+                for each in merging:
+                    each.merge()
                 return work.get_parameter(key).detach().cpu()
             finally:
-                layer.merged_adapters.clear()
+                for each in merging:
+                    each.merged_adapters.clear()
                 for inner, tensor in before.items():
                     work.register_parameter(inner, tensor)
-                layer.base_layer = base
+                if quantized:
+                    layer.base_layer = base
 
         return read
 
@@ -238,6 +244,14 @@ def _peft_wrapper_types() -> tuple[Any, Any, Any]:
     """peft's wrappers of trained tokens, of adapted layers and of modules_to_save. Importing peft takes seconds, so
     models without adapters do without."""
     return trainable_tokens_type(), tuner_layer_type(), modules_to_save_type()
+
+
+def _nested_wrappers(layer: Any) -> list[Any]:
+    """peft's wrappers of a module with several adapted weights, from the outside in."""
+    found = [layer]
+    while hasattr(found[-1].base_layer, "parameter_name"):
+        found.append(found[-1].base_layer)
+    return found
 
 
 def _dequantized_shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:

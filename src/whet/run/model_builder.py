@@ -21,6 +21,7 @@ from whet.data.prepare.store import Store
 from whet.data.prepare.workers import fork_lock
 from whet.execution.compile import should_compile
 from whet.model import attention
+from whet.model.experts.install import install_experts
 from whet.model.fp8.conversion import convert_to_fp8_
 from whet.model.load.placeholder import (
     WeightSource,
@@ -146,6 +147,7 @@ def build_model(
     if config.adapter is not None:
         tokens = trainable_token_ids(config.model, config.adapter.tokens)
         model = add_adapter(model, config.adapter, config.run.seed, tokens)
+    install_experts(unwrap_peft(model))
     if any(is_placeholder(weight) for weight in model.parameters()):  # FSDP loads the weights later
         move_real_tensors_(model, device)
         return model

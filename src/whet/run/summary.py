@@ -14,6 +14,7 @@ from whet.model.flops import flops_table
 from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model
 from whet.model.lora.coverage import MIN_COVERAGE, adapter_coverage, covered_share, describe_coverage
+from whet.model.lora.targets import frozen_routers
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.router_aux_loss import configured_coefficient
 from whet.model.peak_flops import device_name, device_peak_flops
@@ -81,6 +82,8 @@ def print_summary(run: Run) -> None:
         )
     if config.adapter is not None and covered_share(coverage := adapter_coverage(language_model)) < MIN_COVERAGE:
         warn(describe_coverage(coverage, config.adapter.targets))
+    if config.adapter is not None and (routers := frozen_routers(language_model)):
+        info(f"the weights of {len(routers)} routers are frozen: adapters change experts, not which tokens they get")
     fp8_layers = count_fp8_layers(run.model)
     if fp8_layers:
         info(f"{fp8_layers} layers multiply in fp8; evaluation and export do not")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.compat.peft_private import is_lora_layer, modules_to_save_type
+from whet.compat.peft_private import adapted_parameter, is_lora_layer, modules_to_save_type, without_renamed_targets
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
+from whet.model.lora.targets import resolve_targets, router_names
 from whet.model.quantize import dequantize_linear, is_quantized
 
 
@@ -23,10 +24,12 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
 
     _reject_unknown_modules(model, config)
     tied = _is_tied(model)
+    targets = resolve_targets(model, config.targets)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # peft declares an int but accepts any number
-        target_modules=config.targets,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
         lora_dropout=config.dropout,
         rank_pattern=dict(config.ranks),
         alpha_pattern=dict(config.alphas),
@@ -40,7 +43,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
     linear = _linear_layer_names(model)
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_renamed_targets():
             warnings.simplefilter("ignore", RuntimeWarning)  # of unmatched patterns, which are errors below
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # handled below
             adapted = get_peft_model(model, settings)  # fp32 adapters beside 16-bit weights
@@ -68,18 +71,18 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
 
 
 def _linear_layer_names(model: Any) -> list[str]:
-    """The last parts of the names of linear layers but the head."""
-    head = model.get_output_embeddings()
-    found = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    """The last parts of the names of linear layers but head and routers."""
+    others = {model.get_output_embeddings(), *map(model.get_submodule, router_names(model))}
+    found = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in others)
     return sorted({name.rpartition(".")[2] for name in found})
 
 
 def _fused_experts_error(config: AdapterConfig, linear: list[str]) -> WhetError:
-    """peft adapts routers and fused experts, which are no linear layers, by plain LoRA without dropout only."""
+    """peft adapts the stacked weights of experts, which are no linear layers, by plain LoRA without dropout only."""
     key, value, other = ("method", "dora", "lora") if config.method == "dora" else ("dropout", config.dropout, 0)
     return WhetError(
-        f"adapter.{key}: {value} does not work on routers and fused experts, which adapter.targets={config.targets} "
-        f"includes in this model. Set adapter.{key}={other}, or adapt linear layers only: "
+        f"adapter.{key}: {value} does not work on stacked experts, which adapter.targets={config.targets} includes in "
+        f"this model. Set adapter.{key}={other}, or adapt linear layers only: "
         f"adapter.targets=[{', '.join(linear)}]"
     )
 
@@ -96,7 +99,7 @@ def _reject_unknown_modules(model: nn.Module, config: AdapterConfig) -> None:
 
 
 def _reject_unmatched_patterns(adapted: Any, config: AdapterConfig) -> None:
-    layers = [name for name, module in adapted.named_modules() if is_lora_layer(module)]
+    layers = [_adapted_name(name, module) for name, module in adapted.named_modules() if is_lora_layer(module)]
     for knob, patterns in (("ranks", config.ranks), ("alphas", config.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -104,6 +107,13 @@ def _reject_unmatched_patterns(adapted: Any, config: AdapterConfig) -> None:
                     f"adapter.{knob}: {pattern!r} matches no layer with an adapter. Give the end of a name, such as "
                     f"{layers[0].rpartition('model.')[2]}, or a regular expression"
                 )
+
+
+def _adapted_name(name: str, layer: Any) -> str:
+    """The layer's name; of a stacked expert weight that of the parameter."""
+    if adapted_parameter(layer) is None:
+        return name
+    return f"{name.replace('.base_layer', '')}.{layer.parameter_name}"
 
 
 def _is_tied(model: Any) -> bool:

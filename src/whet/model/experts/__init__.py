@@ -1,0 +1,1 @@
+"""Mixtures of experts: one implementation in transformers' experts registry that computes adapters, too."""

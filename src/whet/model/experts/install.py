@@ -1,0 +1,109 @@
+"""Makes a model compute its experts with whet's operators, through transformers' experts registry.
+
+transformers marks the experts classes of all architectures with `use_experts_implementation`, and those compute with
+the implementation that the model's configuration names. peft wraps an experts module once for each adapted weight; the
+outermost wrapper hands all adapters over at once, where peft would add their products to every expert's weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from whet.compat.peft_private import param_wrapper_type
+from whet.compat.transformers_private import is_experts_module, register_experts_implementation
+from whet.model.experts.activation import register_activation
+from whet.model.experts.operators import ExpertsShape, ExpertsWeights, LoraPair, experts
+from whet.model.lora.low_rank import autocast_dtype
+from whet.model.modules import add_mixin
+
+IMPLEMENTATION = "whet"
+_ACTIVATION = "whet_activation"
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts modules of a model, by name, but those with a norm behind each expert."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if is_experts_module(module) and not getattr(module, "has_post_expert_norm", False)
+    }
+
+
+def install_experts(model: nn.Module) -> int:
+    """Compute all experts of a transformers model, with or without adapters, by whet's operators; returns how many
+    modules of experts there are."""
+    found = experts_modules(model)
+    if not found:
+        return 0
+    register_experts_implementation(IMPLEMENTATION, _experts_forward)
+    model.set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    for module in found.values():
+        setattr(module, _ACTIVATION, register_activation(module))
+    if any(hasattr(module, "parameter_name") for module in model.modules()):
+        wrapper = param_wrapper_type()
+        inner = {module.base_layer for module in model.modules() if isinstance(module, wrapper)}
+        for module in list(model.modules()):
+            is_outermost = isinstance(module, wrapper) and module not in inner
+            if is_outermost and hasattr(module.get_base_layer(), _ACTIVATION) and not isinstance(module, _WithAdapters):
+                add_mixin(module, _WithAdapters)
+    return len(found)
+
+
+def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The implementation in transformers' registry."""
+    return _compute(module, {}, hidden_states, top_k_index, top_k_weights)
+
+
+class _WithAdapters(nn.Module):
+    """peft's outermost wrapper of an experts module."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        adapters = None if len(args) != 2 or kwargs else _active_adapters(self)
+        if adapters is None:
+            return super().forward(x, *args, **kwargs)
+        return _compute(self.get_base_layer(), adapters, x, *args)  # type: ignore[operator]
+
+
+def _active_adapters(wrapper: Any) -> dict[str, LoraPair] | None:
+    """The adapters by the name of their weight; None if they are merged, disabled, several, or of another kind, which
+    peft computes itself."""
+    found: dict[str, LoraPair] = {}
+    layer = wrapper
+    while hasattr(layer, "parameter_name"):
+        if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+            return None
+        name = layer.active_adapters[0]
+        if name not in layer.lora_A:
+            return None
+        found[layer.parameter_name] = LoraPair(
+            layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
+        )
+        layer = layer.base_layer
+    return found if set(found) <= {*_layer_names(layer)} else None
+
+
+def _layer_names(module: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    up_name, down_name = _layer_names(module)
+    up, down = getattr(module, up_name), getattr(module, down_name)
+    inputs, outputs = (1, 2) if module.is_transposed else (2, 1)
+    shape = ExpertsShape(
+        up.shape[0], up.shape[inputs], up.shape[outputs], down.shape[inputs], int(module.is_transposed)
+    )
+    mixed = autocast_dtype(x)
+    tokens = x.reshape(-1, x.shape[-1])
+    y = experts(
+        tokens.to(mixed) if mixed else tokens,
+        index,
+        weights,
+        ExpertsWeights(
+            shape, [up], [down], *(getattr(module, f"{name}_bias", None) for name in (up_name, down_name)),
+            adapters.get(up_name), adapters.get(down_name), getattr(module, _ACTIVATION),
+        ),
+    )  # fmt: skip
+    return y.view_as(x).to(x.dtype)
