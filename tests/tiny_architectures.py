@@ -63,7 +63,6 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 1},
     "glm4_moe": {"first_k_dense_replace": 1},
     "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1]},
-    "deepseek_v3": {"first_k_dense_replace": 1},
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"]},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 64},
     "mamba2": {"num_heads": 8},
