@@ -82,7 +82,8 @@ def _print_preview(planned: dict[str, Any], plan: SearchPlan, to_stdout: bool) -
     ]
     lines = [
         f"{planned['method']}: {planned['trials']} trials of {len(plan.space.parameters)} parameters, by "
-        f"{plan.metric}; about {format_count(planned['tokens'])} tokens, {planned['share']:.0%} of as many full-length trials",
+        f"{plan.metric}; about {format_count(planned['tokens'])} tokens, {planned['share']:.0%} of as many full-length "
+        "trials",
         *format_table(["bracket", "rung", unit, "trials", "tokens"], rows),
     ]
     for line in lines:

@@ -19,7 +19,6 @@ from whet.search.study import BRACKET, ERROR, FOLDER, counts, parameter_importan
 from whet.search.trials import best_recipe, read_progress, trial_name
 
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped", TrialState.RUNNING: "running"}
-_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ class SearchResult:
 
 def collect_results(study: Study, plan: SearchPlan) -> SearchResult:
     """Read the trials from the study and their run folders. Raises a WhetError if none has a value."""
-    frozen = study.get_trials(deepcopy=False)
-    trials = [_read_trial(each, plan.folder) for each in frozen if counts(each)]
+    every = study.get_trials(deepcopy=False)
+    trials = [_read_trial(frozen, plan.folder) for frozen in every if counts(frozen)]
     sign = 1.0 if plan.minimizes else -1.0
 
     def rank(trial: TrialResult) -> tuple[int, float, float]:
@@ -82,7 +81,8 @@ def collect_results(study: Study, plan: SearchPlan) -> SearchResult:
             + (f"; trial {crashed.number} failed with: {crashed.error}" if crashed else "")
             + f". What they printed is in {plan.folder / 'logs'}"
         )
-    return SearchResult(trials, parameter_importance(study), len(frozen) - len(trials))
+    importance = parameter_importance([every[trial.number] for trial in trials])
+    return SearchResult(trials, importance, len(every) - len(trials))
 
 
 def _read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:

@@ -217,7 +217,7 @@ def _parse_range(node: Node, path: ConfigPath) -> Parameter:
         return WhetError(f"{place}: {name}.{key}: {reason}")
 
     kind = given["search"].value
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise fail("search", f"{kind!r} is not valid: expected log, float, int or choice, such as {_EXAMPLES['log']}")
     if path[0] == "search":
         raise fail("search", "the settings of the search itself cannot be searched. Give a value")

@@ -11,8 +11,8 @@ import contextlib
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.pruners import BasePruner
@@ -72,7 +72,7 @@ def open_study(
 ) -> Study:
     """Create the study of a new search, or load that of a search to resume."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"optuna")
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     direction = "minimize" if lower_is_better else "maximize"
     try:
         opened = _open_journal(folder / JOURNAL, resume) if storage is None else optuna.storages.get_storage(storage)
@@ -142,19 +142,22 @@ def find_duplicate(study: Study, number: int, values: Assignment) -> int | None:
     return None
 
 
-def parameter_importance(study: Study) -> dict[str, float]:
-    """How much each parameter matters for being among the best trials (PED-ANOVA), between 0 and 1; empty if there are
-    too few complete trials to tell."""
-    complete = [
-        trial
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        if trial.value is not None and math.isfinite(trial.value)
-    ]
-    if len(complete) < 4:
+_FEWEST_RANKED, _TOP = 10, 5
+
+
+def parameter_importance(ranked: Sequence[FrozenTrial]) -> dict[str, float]:
+    """How much each parameter decides whether a trial is among the best (PED-ANOVA), as shares of 1; empty if there are
+    too few trials to tell. `ranked`: all trials, the best first. Only their order counts, so that trials which were
+    stopped at a rung count too."""
+    if len(ranked) < _FEWEST_RANKED:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: dict[str, Any] = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(target_quantile=max(0.1, 2 / len(complete)))
-        )
+        study = optuna.create_study(direction="minimize")
+        for rank, trial in enumerate(ranked):
+            study.add_trial(
+                optuna.create_trial(params=trial.params, distributions=trial.distributions, value=float(rank))
+            )
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=max(0.1, _TOP / len(ranked)))
+        found: dict[str, float] = optuna.importance.get_param_importances(study, evaluator=evaluator)
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
