@@ -42,7 +42,8 @@ def bench(
         str,
         typer.Option(
             metavar="SHAPE",
-            help="Architecture and size: llama-1b, llama-8b, qwen3-8b, smollm-135m, a model folder or a config.json.",
+            help="Architecture and size, such as llama-8b, llama-70b, qwen3-30b-a3b, gpt-oss-20b, smollm-135m; a model "
+            "folder; a config.json.",
         ),
     ] = "smollm-135m",
     mode: Annotated[

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -54,6 +56,39 @@ def enable_autograd_cache() -> None:
 def import_inductor() -> None:
     """`torch._inductor.compile_fx`: what the first compilation would import, which takes a second or two."""
     import torch._inductor.compile_fx  # noqa: F401
+
+
+def trace_passes(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], static: Sequence[int], budget: float
+) -> tuple[torch.fx.Graph, torch.fx.Graph, int]:
+    """`torch._functorch.aot_autograd.aot_function` with `min_cut_rematerialization_partition`: the forward and the
+    backward graph that torch.compile would make of a function of fake tensors, and the number of the function's
+    outputs. The forward graph returns those first, then what it saves for the backward pass. `static`: the inputs that
+    stay in memory anyway, such as weights, so that nothing is gained by saving something smaller instead. `budget`: as
+    for `set_activation_budget`."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    found: list[tuple[torch.fx.Graph, torch.fx.Graph, int]] = []
+
+    def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(
+            joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=list(static),
+        )  # fmt: skip
+        found.append((forward.graph, backward.graph, num_fwd_outputs))
+        return forward, backward
+
+    def keep(graph_module: Any, example_inputs: Any) -> Any:
+        return graph_module
+
+    traced = aot_function(
+        function, fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()
+    )
+    with torch._functorch.config.patch(activation_memory_budget=budget, ban_recompute_materialized_backward=False):
+        traced(*inputs)
+    return found[0]
 
 
 @atexit.register

@@ -150,9 +150,14 @@ def functional_all_reduce(tensor: Tensor, group_name: str) -> Tensor:
 def load_as_fake(file: Any) -> Tensor:
     """`torch._subclasses.fake_tensor.FakeTensorMode`: torch.load of a tensor without its data. The mode is noted
     process-wide, so calls in several threads need a lock."""
-    with _fake_mode()():
+    with fake_tensor_mode():
         tensor: Tensor = torch.load(file, weights_only=True)
     return tensor
+
+
+def fake_tensor_mode() -> Any:
+    """`torch._subclasses.fake_tensor.FakeTensorMode`: tensors made inside have shapes and dtypes, and no memory."""
+    return _fake_mode()()
 
 
 @functools.cache

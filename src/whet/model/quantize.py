@@ -35,6 +35,17 @@ def quantize_(model: nn.Module, device: torch.device) -> None:
     other rows (seen in 0.50.2: errors of 1.4 instead of 0.4).
     """
     require_bitsandbytes()
+    for name in quantized_layers(model):
+        try:
+            model.set_submodule(name, _to_linear_4bit(model.get_submodule(name), device))
+        except NotImplementedError:
+            raise WhetError(
+                f"quantize: nf4: bitsandbytes does not support {device.type} devices. Remove quantize"
+            ) from None
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    """The names of the layers that `quantize_` replaces."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     names = [
         name
@@ -47,13 +58,7 @@ def quantize_(model: nn.Module, device: torch.device) -> None:
             f"quantize: nf4, but this model has no linear layers with in_features a multiple of {NF4_BLOCK}. Remove "
             "quantize"
         )
-    for name in names:
-        try:
-            model.set_submodule(name, _to_linear_4bit(model.get_submodule(name), device))
-        except NotImplementedError:
-            raise WhetError(
-                f"quantize: nf4: bitsandbytes does not support {device.type} devices. Remove quantize"
-            ) from None
+    return names
 
 
 def _to_linear_4bit(linear: Any, device: torch.device) -> nn.Module:

@@ -48,6 +48,11 @@ def resolve_precision(config: Config, device: torch.device, trains: bool = True)
         require_fp8(device, name)
     elif name == "fp8" and fp8_unsupported_reason(device):
         name = "bf16"
+    return precision_policy(config, name)
+
+
+def precision_policy(config: Config, name: str) -> PrecisionPolicy:
+    """The dtypes for a precision, on whatever device; `name` is a value of train.precision, never `auto`."""
     compute = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
     if config.model.dtype == "bf16" and compute != torch.bfloat16:
         raise WhetError(

@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore[arg-type]
         matrix = weight.to(compute)
-        count = _rows_per_chunk(hidden, len(weight) * exact.itemsize, needs_weight)
+        count = rows_per_chunk(hidden.is_cuda, len(weight) * exact.itemsize, needs_weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), count):
                 part = slice(start, start + count)
@@ -196,8 +196,9 @@ def _addmm_fp32_(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
-def _rows_per_chunk(hidden: Tensor, bytes_of_row: int, needs_weight: bool) -> int:
-    if not hidden.is_cuda:
+def rows_per_chunk(on_cuda: bool, bytes_of_row: int, needs_weight: bool) -> int:
+    """Positions whose logits, `bytes_of_row` each, are in memory at a time; `needs_weight`: the head is trained."""
+    if not on_cuda:
         return max(1, _CHUNK_BYTES_CPU // bytes_of_row)
     count = max(1, (_CHUNK_BYTES_GPU_TRAINED if needs_weight else _CHUNK_BYTES_GPU) // bytes_of_row)
     return count if count < _ROW_TILE else count // _ROW_TILE * _ROW_TILE
