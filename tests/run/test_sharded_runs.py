@@ -28,6 +28,14 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9), key
 
 
+def assert_same_effect(ours: Path, theirs: Path, rel: float) -> None:
+    """`rel`: sketches of shards estimate the size of an update a little differently."""
+    one, two = (json.loads((folder / "effect.json").read_text())["modules"] for folder in (ours, theirs))
+    for a, b in zip(one, two, strict=True):
+        assert a.pop("change") == pytest.approx(b.pop("change"), rel=rel)
+        assert a == b
+
+
 @pytest.mark.parametrize(
     ("processes", "mesh"),
     [
@@ -66,6 +74,7 @@ def test_adapters_over_sharded_weights_learn_and_export_as_in_one_process(
         [line for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "val_loss" in line]
         for name in ("two", "one")
     )
+    assert_same_effect(tmp_path / "two", tmp_path / "one", 1e-6)
     for key in ("val_loss", "val_accuracy", "task/orders"):
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9), key
     certificate = json.loads((tmp_path / "two" / "exports" / "merged" / "certificate.json").read_text())
@@ -85,6 +94,7 @@ def test_sharded_experts_learn_as_in_one_process(
     done = together(2, recipe, f"run.dir={tmp_path / 'two'}", *options, "parallel.shard=2")
     assert done.returncode == 0, done.stderr
     assert_equal(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"))
+    assert_same_effect(tmp_path / "two", tmp_path / "one", 0.2)
 
 
 def test_one_process_may_shard_by_one(whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps) -> None:

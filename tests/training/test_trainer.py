@@ -131,7 +131,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[A
             optimizer=build_optimizer(model, config.train.optimizer, 0), loss_scaler=LossScaler(),
             guard=guard or Guard(), intervals=intervals,
             evaluate=lambda: did.append(("evaluate", run.step)) or ({}, [], None),
-            saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True),  # type: ignore[arg-type]
+            saver=None, output=Recorded(did), startup=SimpleNamespace(is_done=True), effect=nothing,  # type: ignore[arg-type]
             flops=StepFlops(3, 3, (AttentionCost(None, 1, 2),)), peak_flops=None,
         )  # fmt: skip
         return run, did

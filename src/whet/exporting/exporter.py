@@ -64,6 +64,11 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         # Both sides round: the export to its dtype, the trained model to that of its weights. The coarser one counts.
         dtypes = (spec.dtype, export_dtype_of(spec.model.weight_dtype))
         compare_logits(exported, trained, max(dtypes, key=lambda dtype: dtype.max_logit_difference), findings)
+    for effect in findings.effect:
+        recorded = spec.recorded_effect.get(effect.module, {})
+        effect.gradient = recorded.get("gradient")
+        if effect.experts is not None:  # weight decay changes experts without a token, too
+            effect.untouched_experts = recorded.get("untouched_experts", effect.untouched_experts)
     return Certificate(
         kind=kind, step=spec.step, verified=not findings.reasons, reasons=findings.reasons, dtype=spec.dtype.name,
         loaded_by=export_format.loaded_by, conversations=len(probes), tokens=len(trained),

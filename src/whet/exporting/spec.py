@@ -3,7 +3,7 @@ the certificate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,6 +111,8 @@ class ExportSpec:
     tensor_parallel: int = 1
     trust_remote_code: bool = False
     name: str = "whet"
+    recorded_effect: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the run knows of each weight, and an export does not show: whether it got a gradient, which experts did."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_MAX_NAMED = 3
+EFFECT_FILE = "effect.json"
+"""In a run's folder."""
+_MAX_NAMED, _MAX_NUMBERS = 3, 8
 
 
 @dataclass(slots=True)
@@ -83,6 +85,29 @@ def describe_effect(summary: dict[str, Any]) -> str:
     if summary.get("untouched_experts"):
         parts.append(f"{summary['untouched_experts']:,} of {summary['experts']:,} expert weights got no token")
     return "; ".join(parts)
+
+
+def effect_warnings(effects: Sequence[WeightEffect]) -> list[str]:
+    """What a run should not end with unnoticed."""
+    found = []
+    if names := [each.module for each in effects if each.gradient is False]:
+        found.append(
+            f"{len(names):,} of {len(effects):,} trained weights got no gradient, so they learned nothing: "
+            f"{listed(names)}. The loss does not depend on them"
+        )
+    if names := [each.module for each in effects if each.gradient and each.moved is False]:
+        found.append(
+            f"{len(names):,} of {len(effects):,} trained weights got a gradient and did not move: {listed(names)}. "
+            "Raise train.optimizer.lr"
+        )
+    if names := [f"{each.module} ({_numbers(each.untouched_experts)})" for each in effects if each.untouched_experts]:
+        found.append(f"experts got no token in training, and so did not change: {listed(names)}")
+    return found
+
+
+def _numbers(experts: Sequence[int]) -> str:
+    more = len(experts) - _MAX_NUMBERS
+    return ", ".join(map(str, experts[:_MAX_NUMBERS])) + (f" and {more} more" if more > 0 else "")
 
 
 def listed(names: Sequence[str]) -> str:

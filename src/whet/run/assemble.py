@@ -49,6 +49,7 @@ from whet.training.checkpoints import (
     read_excluded_steps,
     restore_newest_checkpoint,
 )
+from whet.training.effect import EffectMeter
 from whet.training.guard import Guard
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
@@ -100,6 +101,7 @@ def assemble(
     loss_scaler = LossScaler.for_fp16() if precision.name == "fp16" else LossScaler()
     startup.end_phase("load_s")
 
+    effect = EffectMeter(model, ranks)  # before a checkpoint replaces the weights
     restored = restore_newest_checkpoint(config, model, optimizer, loss_scaler, ranks)
     step = restored.step
     last = min(until or len(plan), len(plan))
@@ -140,6 +142,7 @@ def assemble(
             saver=saver,
             output=output,
             startup=startup,
+            effect=effect,
             flops=count_step_flops(model.language_model),
             peak_flops=None if peak is None else peak * ranks.world_size,
             step=step,

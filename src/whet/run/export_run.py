@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,14 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import resolve_path
+from whet.core.files import read_json, resolve_path
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings, choose_dtype
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
-from whet.model.effect import describe_effect
+from whet.model.effect import EFFECT_FILE, describe_effect
 from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
@@ -145,8 +146,17 @@ def _build_spec(
     dtype = choose_dtype(kind, request.dtype, compute, trained.lossless_dtype)
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
-        resolve_path(config.folder).name,
+        resolve_path(config.folder).name, _recorded_effect(config.folder, step),
     )  # fmt: skip
+
+
+def _recorded_effect(folder: Path, step: int) -> dict[str, Any]:
+    """What effect.json of the run says of each weight after this step; nothing if it is of another step or damaged."""
+    try:
+        found = read_json(folder / EFFECT_FILE)
+        return {each["module"]: each for each in found["modules"]} if found["step"] == step else {}
+    except (WhetError, OSError, KeyError, TypeError):
+        return {}
 
 
 def _with_recorded_precision(config: Config) -> Config:

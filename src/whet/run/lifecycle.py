@@ -109,6 +109,7 @@ def run_training(
                         print_summary(run)
                         startup.end_phase("fit_s")
                         train(run)
+                        run.output.write_effect(run.step, run.effect.measure(run.optimizer))
                 hang_detector.close()
             if folder is not None:  # the other processes have left: none waits in a collective for the export
                 with report_failures(config.folder, rank, world_size):

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.checksums import read_hashed_json, write_hashed_json
-from whet.core.console import info
-from whet.core.files import JsonLinesWriter
+from whet.core.console import info, warn
+from whet.core.files import JsonLinesWriter, write_json
 from whet.core.run_folder import RunFolder
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
 from whet.inference.tasks.task import AnsweredExample
+from whet.model.effect import EFFECT_FILE, WeightEffect, describe_effect, effect_summary, effect_warnings
 from whet.training.records import RECORDS, Prefix, record_file, restore_records
 from whet.training.trackers import Trackers
 
@@ -37,6 +38,9 @@ class RunOutput:
 
     def update_plan(self, changes: dict[str, Any]) -> None:
         """Change values in plan.json."""
+
+    def write_effect(self, step: int, effects: Sequence[WeightEffect]) -> None:
+        """Write what training has changed, and warn of weights that it did not reach."""
 
     def write_phase(self, step: int) -> None:
         """Write the phase that this process has entered, which may last longer than a step."""
@@ -96,6 +100,14 @@ class FolderOutput(RunOutput):
     def update_plan(self, changes: dict[str, Any]) -> None:
         file = self._folder.path / "plan.json"
         write_hashed_json(file, read_hashed_json(file) | changes)
+
+    def write_effect(self, step: int, effects: Sequence[WeightEffect]) -> None:
+        summary = effect_summary(effects)
+        modules = [each.as_dict() for each in effects]
+        write_json(self._folder.path / EFFECT_FILE, {"step": step, **summary, "modules": modules})
+        info(describe_effect(summary))
+        for problem in effect_warnings(effects):
+            warn(problem)
 
     def write_phase(self, step: int) -> None:
         self._folder.set_status("running", step, self._steps)

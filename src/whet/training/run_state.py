@@ -21,6 +21,7 @@ from whet.evaluation.validation_losses import ConversationLosses
 from whet.inference.tasks.task import AnsweredExample
 from whet.model.flops import StepFlops
 from whet.model.loss.loss_model import LossModel
+from whet.training.effect import EffectMeter
 from whet.training.guard import Guard
 from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
@@ -68,6 +69,7 @@ class Run:
     """None: --dry-run, nothing is saved."""
     output: RunOutput
     startup: StartupTimer
+    effect: EffectMeter
     flops: StepFlops
     peak_flops: float | None
     """Of all devices together, where known."""
