@@ -65,7 +65,7 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         dtypes = (spec.dtype, export_dtype_of(spec.model.weight_dtype))
         compare_logits(exported, trained, max(dtypes, key=lambda dtype: dtype.max_logit_difference), findings)
     for effect in findings.effect:
-        recorded = spec.recorded_effect.get(effect.module, {})
+        recorded = spec.run_effect.get(effect.module, {})
         effect.gradient = recorded.get("gradient")
         if effect.experts is not None:  # weight decay changes experts without a token, too
             effect.untouched_experts = recorded.get("untouched_experts", effect.untouched_experts)

@@ -111,7 +111,7 @@ class ExportSpec:
     tensor_parallel: int = 1
     trust_remote_code: bool = False
     name: str = "whet"
-    recorded_effect: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    run_effect: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the run knows of each weight, and an export does not show: whether it got a gradient, which experts did."""
 
 

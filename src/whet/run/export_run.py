@@ -146,11 +146,11 @@ def _build_spec(
     dtype = choose_dtype(kind, request.dtype, compute, trained.lossless_dtype)
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
-        resolve_path(config.folder).name, _recorded_effect(config.folder, step),
+        resolve_path(config.folder).name, _read_effect(config.folder, step),
     )  # fmt: skip
 
 
-def _recorded_effect(folder: Path, step: int) -> dict[str, Any]:
+def _read_effect(folder: Path, step: int) -> dict[str, Any]:
     """What effect.json of the run says of each weight after this step; nothing if it is of another step or damaged."""
     try:
         found = read_json(folder / EFFECT_FILE)
