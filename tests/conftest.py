@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -16,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 import forkserver
-from slow_cases import SLOW_CASES, matches
+from slow_cases import is_slow_case
 
 pytest_plugins = ("small_models",)
 
@@ -58,8 +61,21 @@ def pytest_configure(config: pytest.Config) -> None:
             server = subprocess.Popen([REAL_PYTHON, forkserver.__file__, str(folder)], stdout=log, stderr=log)
         os.environ[_FORKSERVER] = str(folder)
         config.add_cleanup(lambda: _stop_forkserver(server, folder))
+        if getattr(config.option, "numprocesses", None):
+            _rewrite_assertions(config)  # while the server imports torch
     if _FORKSERVER in os.environ:
         sys.executable = str(Path(os.environ[_FORKSERVER]) / "python")
+
+
+def _rewrite_assertions(config: pytest.Config) -> None:
+    """Fill pytest's cache of rewritten test modules. Workers start at once: each would rewrite all of them, in 6 s."""
+    with contextlib.suppress(AttributeError, TypeError, OSError):  # pytest's own functions; another version has others
+        for file in (*Path(__file__).parent.rglob("test_*.py"), *Path(__file__).parent.rglob("conftest.py")):
+            cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+            if rewrite._read_pyc(file, cached) is None:
+                source_hash, code = rewrite._rewrite_test(file, config)
+                cached.parent.mkdir(exist_ok=True)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, cached)
 
 
 def _stop_forkserver(server: subprocess.Popen[bytes], folder: Path) -> None:
@@ -229,31 +245,35 @@ def shared_run(whet: Callable[..., Ended], make_once: Callable[..., Path]) -> Ca
 @pytest.fixture(scope="session")
 def tiny_run(shared_run: Callable[..., Path]) -> Path:
     """fixtures/tiny.yaml in fp64, finished."""
-    return shared_run("tiny", "train.precision=fp64")
+    return shared_run("tiny", "train.precision=fp64", "export.at_end=merged")
 
 
 @pytest.fixture(scope="session")
 def lora_run(shared_run: Callable[..., Path]) -> Path:
     """A short LoRA run with dropout, finished."""
-    return shared_run("lora", "train.steps=8", "adapter.rank=4", "adapter.dropout=0.1")
+    return shared_run("lora", "train.steps=8", "adapter.rank=4", "adapter.dropout=0.1", "export.at_end=merged")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = [item.nodeid for item in items]
     for item in items:
-        if any(matches(case, item.nodeid) for case in SLOW_CASES):
+        if is_slow_case(item.nodeid):
             item.add_marker(pytest.mark.slow)
-    wants_slow = bool(config.option.markexpr) or os.environ.get("WHET_TEST_ALL") == "1"
-    slow = [] if wants_slow else [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    if not config.option.markexpr and os.environ.get("WHET_TEST_ALL") != "1":
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     for item in items:
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         for marker in item.iter_markers("system"):
             if shutil.which(marker.kwargs.get("program", marker.args[0])) is None:
                 item.add_marker(pytest.mark.skip(reason=_NEEDS + marker.args[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the garbage collector need not visit them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -10,11 +10,15 @@ import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import forkserver
+
+RECIPE = str(Path(__file__).parent / "fixtures" / "two-processes.yaml")
+"""fixtures/tiny.yaml, with a row of each step for each of two processes."""
 
 
 def on_gpu(*values: Any) -> Any:

@@ -28,7 +28,7 @@ def only_object(out: str) -> dict[str, Any]:
 
 
 def test_train(whet: Any, recipe: str, tmp_path: Path) -> None:
-    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=2", "--json")
+    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=2", "export.at_end=merged", "--json")
     assert ended.code == 0, ended.err
     result = only_object(ended.out)
     assert result["run"] == str(tmp_path / "run")

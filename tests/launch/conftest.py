@@ -22,6 +22,7 @@ from slurm_cluster import Cluster, missing_programs, slurm_cluster
 
 import forkserver
 from forkserver import fork_of
+from several_processes import RECIPE
 
 _SAME = ("step", "loss", "grad_norm", "lr", "conversations", "tokens", "supervised_tokens")
 
@@ -113,6 +114,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     starting = Start(tmp_path)
     yield starting
     starting.end_all()
+
+
+@pytest.fixture(scope="session")
+def recipe() -> str:
+    return RECIPE
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,10 @@ def test_shards_are_chosen_by_launch_only(whet: Any, recipe: str) -> None:
 
 def test_a_verb_runs_once_with_the_settings_of_its_run(whet: Any, tmp_path: Path, recipe: str) -> None:
     (tmp_path / "runs/my").mkdir(parents=True)
-    text = Path(recipe).read_text() + "\nlaunch: {nodes: 4, gpus: 8, slurm: {account: mine, time: 60}}\n"
+    text = (
+        Path(recipe).with_name("tiny.yaml").read_text()
+        + "\nlaunch: {nodes: 4, gpus: 8, slurm: {account: mine, time: 60}}\n"
+    )
     (tmp_path / "runs/my/config.yaml").write_text(text)
     script = dry_run(whet, "launch.slurm.time=30", "--", "eval", "runs/my@200", "--tasks", "a b.jsonl")["script"]
     options = options_of(script)

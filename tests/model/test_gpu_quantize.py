@@ -95,7 +95,9 @@ def test_a_compiled_run_learns_what_one_in_fp32_learns_and_exports_it(whet: Any,
     losses = []
     for name, options in {"fast": [], "exact": ["train.precision=fp32", "model.compile=false"]}.items():
         folder = tmp_path / name
-        ended = whet("train", recipe, f"run.dir={folder}", "quantize=nf4", "adapter.rank=8", *options)
+        ended = whet(
+            "train", recipe, f"run.dir={folder}", "quantize=nf4", "adapter.rank=8", "export.at_end=merged", *options
+        )
         assert ended.code == 0, ended.err
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])

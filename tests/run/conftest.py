@@ -42,6 +42,19 @@ def exact_of() -> Callable[[Path], list[dict[str, Any]]]:
     return read
 
 
+@pytest.fixture(scope="session")
+def state_of() -> Callable[[Path], dict[str, bytes]]:
+    """The weights and the optimizer's state in a run's last checkpoint, as bytes by file."""
+
+    def read(folder: Path) -> dict[str, bytes]:
+        checkpoint = folder / "checkpoints" / (folder / "checkpoints/latest").read_text().strip()
+        found = {str(file.relative_to(folder)): file.read_bytes() for file in checkpoint.glob("*/*.distcp")}
+        assert found, f"{checkpoint} is empty"
+        return found
+
+    return read
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start `whet` in a process of its own; what is still running at the end of the test is killed."""

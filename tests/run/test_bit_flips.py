@@ -16,7 +16,10 @@ import pytest
 FLIPS, SAMPLE = 344, 6
 SHARES = 4
 """The flips before a resume, and those before an evaluation, are divided among so many tests, for several workers."""
-SETTINGS = ("train.steps=4", "checkpoint.every=2", "train.precision=fp64", "data.sources.0.max_samples=40")
+SETTINGS = (
+    "train.steps=4", "checkpoint.every=2", "train.precision=fp64", "data.sources.0.max_samples=40",
+    "export.at_end=merged",
+)  # fmt: skip
 WEIGHTS = "exports/merged/model.safetensors"
 
 

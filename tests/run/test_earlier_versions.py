@@ -97,7 +97,7 @@ def test_a_finished_run_is_exported_again(whet: Any, earlier: Path) -> None:
 def test_an_export_is_checked_and_answers(whet: Any, earlier: Path) -> None:
     certificate = json.loads(Path("runs/lora/exports/adapter/certificate.json").read_text())
     again = run_json(whet, "export", "runs/lora", "--check", "runs/lora/exports/adapter")["certificate"]
-    assert again.keys() == certificate.keys()
+    again = {key: again[key] for key in certificate}  # later versions say more
     assert {**again, "max_logit_difference": 0, "kl": 0} == {**certificate, "max_logit_difference": 0, "kl": 0}
     options = ("--prompt", "Please send two red mugs to Anna.", "--max-new-tokens", 12)
     answers = [

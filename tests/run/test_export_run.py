@@ -73,7 +73,7 @@ def test_a_failed_verification_exits_with_3_and_the_run_can_be_resumed(
         return {name: weight * 0.5 if "embed" in name else weight}
 
     folder = tmp_path / "run"
-    arguments = ["train", recipe, f"run.dir={folder}", "train.steps=2", "adapter.rank=2"]
+    arguments = ["train", recipe, f"run.dir={folder}", "train.steps=2", "adapter.rank=2", "export.at_end=merged"]
     with monkeypatch.context() as patch:
         patch.setattr("whet.exporting.hf_folder.to_checkpoint_tensors", tampered)
         ended = whet(*arguments)
@@ -142,7 +142,7 @@ def test_a_bf16_run_exports_bf16(whet: Any, recipe: str, tmp_path: Path) -> None
     from safetensors.torch import load_file
 
     run = tmp_path / "run"
-    ended = whet("train", recipe, f"run.dir={run}", "train.steps=1", "train.precision=bf16", "eval.at_start=false")
+    ended = whet("train", recipe, f"run.dir={run}", "train.steps=1", "train.precision=bf16", "export.at_end=merged")
     assert ended.code == 0, ended.err
     weights = load_file(run / "exports/merged/model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
@@ -243,7 +243,9 @@ def test_a_changed_template_is_refused(whet: Any, recipe: str, tmp_path: Path) -
         "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
     )
     template.write_text(own)
-    ended = whet("train", recipe, f"run.dir={run}", f"data.template={template}", "train.steps=2", "--quiet")
+    ended = whet(
+        "train", recipe, f"run.dir={run}", f"data.template={template}", "train.steps=2", "export.at_end=merged"
+    )
     assert ended.code == 0, ended.err
     template.write_text(own.replace("<|im_start|>{{", "<|im_start|>The {{"))
     for command in (

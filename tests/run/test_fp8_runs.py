@@ -35,11 +35,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def bf16(whet: Callable[..., Any], recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bf16") / "run"
-    ended = whet("train", recipe, f"run.dir={folder}", "train.precision=bf16", *LONG)
-    assert ended.code == 0, ended.err
-    return folder
+def bf16(shared_run: Callable[..., Path]) -> Path:
+    return shared_run("bf16", "train.precision=bf16", *LONG)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -89,7 +86,6 @@ def test_its_model_is_evaluated_and_exported_without_fp8_hardware(
     """Weights and checkpoints are bf16's: only the configuration differs."""
     run = tmp_path / "run"
     shutil.copytree(bf16, run)
-    shutil.rmtree(run / "exports")
     config = (run / "config.yaml").read_text()
     assert config.count("precision: bf16") == 1
     (run / "config.yaml").write_text(config.replace("precision: bf16", "precision: fp8"))

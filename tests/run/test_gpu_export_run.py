@@ -26,7 +26,15 @@ def test_a_run_exports_and_answers(kind: str, whet: Any, recipe: str, tmp_path: 
         pytest.importorskip("bitsandbytes")
     pytest.importorskip("gguf")
     run = tmp_path / "run"
-    ended = whet("train", recipe, f"run.dir={run}", "train.steps=6", "train.optimizer.lr=1e-2", *RUNS[kind])
+    ended = whet(
+        "train",
+        recipe,
+        f"run.dir={run}",
+        "train.steps=6",
+        "train.optimizer.lr=1e-2",
+        "export.at_end=merged",
+        *RUNS[kind],
+    )
     assert ended.code == 0, ended.err
     assert json.loads((run / "exports/merged/certificate.json").read_text())["verified"]
     adapter = [("adapter",)] if any(option.startswith("adapter.") for option in RUNS[kind]) else []

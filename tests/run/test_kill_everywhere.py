@@ -22,6 +22,7 @@ OPTIONS = (
     "train.precision=fp64", "train.steps=2", "checkpoint.every=1", "checkpoint.keep_last=1", "eval.every=1",
     "adapter={rank: 2, targets: [q_proj]}", "data.sources=[{path: builtin:orders, max_samples: 20}]",
     "data.validation.sources=[{path: builtin:orders, split: held-out, max_samples: 2}]", "track=[]",
+    "export.at_end=merged",
 )  # fmt: skip
 SHARES = 8
 """The kills are divided among so many tests, for several workers."""

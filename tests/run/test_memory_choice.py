@@ -23,7 +23,10 @@ from whet.run.memory_choice import bisect_largest
 from whet.training.micro_batches import micro_row_sizes
 
 ROW = 128
-OPTIONS = ("train.precision=fp64", "train.steps=3", f"data.max_length={ROW}", "train.batch={conversations: 8}")
+OPTIONS = (
+    "train.precision=fp64", "train.steps=3", f"data.max_length={ROW}", "train.batch={conversations: 8}",
+    "train.micro_rows=auto",
+)  # fmt: skip
 
 
 def train(folder: Path, recipe: str, *options: str, resume: bool = False, until: int | None = None) -> dict[str, Any]:

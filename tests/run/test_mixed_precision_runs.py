@@ -16,11 +16,9 @@ Steps = Callable[[Path], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def exact(whet: Callable[..., Any], recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """recipes/tiny.yaml in fp32."""
-    folder = tmp_path_factory.mktemp("fp32") / "run"
-    assert whet("train", recipe, f"run.dir={folder}", "export.at_end=none").code == 0
-    return folder
+def exact(shared_run: Callable[..., Path]) -> Path:
+    """fixtures/tiny.yaml in fp32."""
+    return shared_run("fp32")
 
 
 @pytest.mark.parametrize(

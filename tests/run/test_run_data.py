@@ -239,7 +239,14 @@ def test_a_run_keeps_its_template_and_its_export_has_it(whet: Any, recipe: str, 
 
     (tmp_path / "mine.jinja").write_text(SHOUT)
     monkeypatch.chdir(tmp_path)
-    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", "data.template=mine.jinja")
+    ended = whet(
+        "train",
+        recipe,
+        f"run.dir={tmp_path / 'run'}",
+        "train.steps=1",
+        "data.template=mine.jinja",
+        "export.at_end=merged",
+    )
     assert ended.code == 0, ended.err
     assert AutoTokenizer.from_pretrained(tmp_path / "run/exports/merged").chat_template == SHOUT
     monkeypatch.chdir("/")

@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from several_processes import on_gpu, torchrun
+from several_processes import RECIPE, on_gpu, torchrun
 from tiny_architectures import save_tiny_model
 
 Steps = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def recipe() -> str:
+    return RECIPE
 
 
 def together(processes: int, *arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -52,7 +57,7 @@ def test_one_run_by_one_by_several_and_by_one_again(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, processes: int, mesh: list[str]
 ) -> None:
     folder = tmp_path / "run"
-    options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
+    options = (recipe, f"run.dir={folder}", "train.precision=fp64", "export.at_end=merged", "--resume")
     assert whet("train", *options, "--until", "4").code == 0
     done = together(processes, *options, "--until", 8, *mesh)
     assert done.returncode == 0, done.stderr
@@ -66,6 +71,7 @@ def test_adapters_over_sharded_weights_learn_and_export_as_in_one_process(
     whet: Any, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     options = ["train.precision=fp64", "train.steps=6", "adapter.rank=4", "eval.tasks=[orders]", "eval.examples=3"]
+    options += ["export.at_end=merged"]
     assert whet("train", recipe, f"run.dir={tmp_path / 'one'}", *options).code == 0
     done = together(2, recipe, f"run.dir={tmp_path / 'two'}", *options, "parallel.shard=2")
     assert done.returncode == 0, done.stderr
@@ -107,7 +113,7 @@ def test_weights_may_be_offloaded_for_a_part_of_the_run(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     folder = tmp_path / "run"
-    options = ("train", recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
+    options = ("train", recipe, f"run.dir={folder}", "train.precision=fp64", "export.at_end=merged", "--resume")
     assert whet(*options, "--until", "4").code == 0
     assert whet(*options, "--until", "19", "parallel.shard=1", "parallel.offload=weights").code == 0
     assert whet(*options, "parallel.shard=1").code == 0

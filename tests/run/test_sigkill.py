@@ -23,7 +23,10 @@ Exact = Callable[[Path], list[dict[str, Any]]]
 WEIGHTS = "exports/merged/model.safetensors"
 STEPS = 45 if os.environ.get("WHET_TEST_ALL") == "1" else 30
 """A kill comes after six steps at most, and there must be some left for the last."""
-OPTIONS = ("train.precision=fp64", f"train.steps={STEPS}", "checkpoint.every=2", "eval.every=5")
+OPTIONS = (
+    "train.precision=fp64", f"train.steps={STEPS}", "checkpoint.every=2", "eval.every=5", "export.at_end=merged",
+    "train.micro_rows=1",
+)  # fmt: skip
 DYING = str(Path(__file__).with_name("dying.py"))
 ON_DISK = {"fsync": 80, "rename": 6, "replace": 12, "unlink": 40, "rmdir": 9}
 """Calls by which files come and go, and how many of them there are in some six steps."""

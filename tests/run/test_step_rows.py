@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from several_processes import torchrun
+from several_processes import RECIPE, torchrun
 from whet.config import Config, read_config
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
@@ -24,6 +24,11 @@ from whet.run.trial import smoke_config
 
 SEED = ("launch.nodes=192", "launch.gpus=8", "train.micro_rows=3", "train.batch={rows: 192}")
 """The batch of the LUMI seed: 192 rows for 1,536 GCDs with three rows each."""
+
+
+@pytest.fixture(scope="module")
+def recipe() -> str:
+    return RECIPE
 
 
 def rows_of_ranks(rows: int, processes: int, context: int, tensor: int) -> dict[int, int]:

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 from test_sharded_runs import assert_equal, together
 
-from several_processes import on_gpu
+from several_processes import RECIPE, on_gpu
 from whet.model.load.builtin_models import builtin_folder
 
 Steps = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def recipe() -> str:
+    return RECIPE
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
@@ -30,7 +35,7 @@ def test_a_run_becomes_tensor_parallel_in_the_middle(
     whet: Any, tiny_run: Path, recipe: str, tmp_path: Path, steps_of: Steps, processes: int, mesh: list[str]
 ) -> None:
     folder = tmp_path / "run"
-    options = (recipe, f"run.dir={folder}", "train.precision=fp64", "--resume")
+    options = (recipe, f"run.dir={folder}", "train.precision=fp64", "export.at_end=merged", "--resume")
     assert whet("train", *options, "--until", "4").code == 0
     tasks = ("eval.tasks=[orders]", "eval.examples=2")
     done = together(processes, *options, "parallel.tensor=2", *mesh, *tasks, "--until", "8")
@@ -64,7 +69,14 @@ def test_one_run_by_two_by_four_in_three_ways_and_by_one(
     whet: Any, recipe: str, qwen3: Path, tmp_path: Path, steps_of: Steps
 ) -> None:
     """Each reads its own rows and columns from the files, and of checkpoints that others wrote."""
-    options = (recipe, f"model.path={qwen3}", "train.precision=fp64", "train.optimizer.name=muon", "--resume")
+    options = (
+        recipe,
+        f"model.path={qwen3}",
+        "train.precision=fp64",
+        "train.optimizer.name=muon",
+        "export.at_end=merged",
+        "--resume",
+    )
     assert whet("train", *options, f"run.dir={tmp_path / 'one'}").code == 0
     folder = tmp_path / "many"
     for processes, until, mesh in (

@@ -25,14 +25,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture(scope="module")
-def watched(whet: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "watched"
-    ended = whet(
-        "train", recipe, f"run.dir={folder}", *SHORT, "profile.steps=[2,3]", "profile.shapes=true",
-        "profile.memory=true",
-    )  # fmt: skip
-    assert ended.code == 0, ended.err
-    return folder
+def watched(shared_run: Any) -> Path:
+    profile = ("profile.steps=[2,3]", "profile.shapes=true", "profile.memory=true")
+    return Path(shared_run("watched", *SHORT, *profile))
 
 
 def test_the_profile_covers_the_configured_steps(watched: Path) -> None:

@@ -35,7 +35,7 @@ def test_losses_by_conversation_make_the_validation_loss(whet: Any, tiny_run: Pa
 
 @pytest.mark.slow
 def test_two_learning_rates(whet: Any, shared_run: Callable[..., Path], tiny_run: Path) -> None:
-    low = shared_run("compare-low", "train.precision=fp64", LOW, "eval.every=6")
+    low = shared_run("compare-low", "train.precision=fp64", LOW, "eval.every=6", "export.at_end=merged")
     result = compared(whet, low, tiny_run)
     assert result["settings"] == {"train.optimizer.lr": [0.001, 0.003], "eval.every": [6, None]}
     [paired] = result["paired"]

@@ -99,8 +99,11 @@ class SafeStorageReader(FileSystemReader):
             file = Path(self.path) / name
             read_with_retries(lambda: self._read(planner, file, files[name]), file)
 
-        with ThreadPoolExecutor(_READ_THREADS) as pool:
-            list(pool.map(read, files))
+        if len(files) == 1:  # as for the export, which reads one tensor at a time
+            read(*files)
+        else:
+            with ThreadPoolExecutor(_READ_THREADS) as pool:
+                list(pool.map(read, files))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -6,6 +6,7 @@ the environment; `$${` stands for a literal `${`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -111,7 +112,7 @@ def parse_yaml(text: str, name: str, numbered: bool = True, expand: Expand = "al
     """Parse one YAML document. Errors name `name` as the place, with a line number if `numbered`."""
     try:
         with limited(_MAX_SECONDS, ValueError):
-            document = yaml.compose(text, Loader=yaml.SafeLoader)
+            document = _compose(text)
             if document is None:
                 return Node(None, name)
             _refuse_alias_bomb(document)
@@ -125,6 +126,12 @@ def parse_yaml(text: str, name: str, numbered: bool = True, expand: Expand = "al
         raise WhetError(f"{name}: not valid YAML: a value is nested too deeply, or contains itself") from None
     except (ValueError, OverflowError) as error:
         raise WhetError(f"{name}: not valid YAML: {error}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _compose(text: str) -> yaml.Node | None:
+    """PyYAML's nodes. A run reads its config.yaml several times, at 20 ms each."""
+    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _refuse_alias_bomb(document: yaml.Node) -> None:

@@ -209,9 +209,10 @@ class TrainedModel:
 
         def materialize(*_: object) -> None:
             made: dict[int, nn.Parameter] = {}
+            device = self._device
             for module, key, weight in placeholders:
                 if id(weight) not in made:
-                    value = self.value(weight).to(self._device, weight.dtype)
+                    value = self.value(weight).to(device, weight.dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
                     trim_heap()  # buffers of the reader
                 module.register_parameter(key, made[id(weight)])

@@ -6,13 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from whet.checkpoint import directory
 from whet.checkpoint.manifest import read_manifest
 from whet.config import Config, read_config
 from whet.core.checksums import write_hashed_json
-from whet.core.config import ConfigPath, value_at
+from whet.core.config import ConfigPath, Section, value_at
 from whet.core.console import info, warn
 from whet.core.display import holds_secret
 from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
@@ -132,10 +132,22 @@ def _differences(before: Any, config: Config, hashes: VariableHashes) -> list[tu
         elif isinstance(then, list) and isinstance(value, list) and len(then) == len(value):
             for index, item in enumerate(then):
                 yield from differences(item, (*at, index))
-        elif then != value:
+        elif then != value and not (then is None and _is_default_of_new_key(config, at)):
             yield key, then, value_at(named, at)
 
     return list(differences(before, ()))
+
+
+def _is_default_of_new_key(config: Config, at: ConfigPath) -> bool:
+    """Whether the setting, which the run's config.yaml does not have, came after it and has its default. Settings that
+    are None are not written, so it must be one that cannot be None."""
+    section: Any = config
+    for key in at[:-1]:
+        section = section[key] if isinstance(section, list | tuple | dict) else getattr(section, str(key))
+    field = type(section).model_fields.get(str(at[-1])) if isinstance(section, Section) else None
+    if field is None or type(None) in get_args(field.annotation):
+        return False
+    return bool(getattr(section, str(at[-1])) == field.get_default(call_default_factory=True))
 
 
 _NOT_NEEDED_FOR_INFERENCE = ("data.sources", "data.validation", "data.store", *_CHANGEABLE_ON_RESUME)
