@@ -18,7 +18,7 @@ _ENGINE = {*_DEVICES, "checkpoint", "exporting", "convert", "evaluation", "infer
 MAY_IMPORT: dict[str, set[str]] = {
     "core": {"compat"},
     "compat": {"core"},
-    "config": {"core"},  # and the packages' config modules
+    "config": {"core", "tokenizer"},  # and the packages' config modules
     "tokenizer": {"core", "compat"},
     "data": {"core", "compat", "tokenizer"},
     "registry": {"core"},

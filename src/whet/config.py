@@ -21,6 +21,7 @@ from whet.launch.config import LaunchConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
 from whet.search.config import SearchConfig
+from whet.tokenizer.named_templates import NAMED_TEMPLATES
 from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
@@ -61,6 +62,20 @@ class Config(Section):
     search: SearchConfig | None = Field(
         default=None, description="How `whet search` tries the values of settings that are ranges; docs/search.md."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_template_tokens(cls, given: Any) -> Any:
+        """The markers of a named chat template become tokens of the model."""
+        data, model = (given.get(name) if isinstance(given, dict) else None for name in ("data", "model"))
+        name = data.get("template") if isinstance(data, dict) else None
+        if not isinstance(model, dict) or not isinstance(name, str) or name not in NAMED_TEMPLATES:
+            return given
+        added = model.get("add_tokens", [])
+        if not isinstance(added, list):  # an error of its own
+            return given
+        missing = [token for token in NAMED_TEMPLATES[name].tokens if token not in added]
+        return {**given, "model": {**model, "add_tokens": [*added, *missing]}}
 
     @model_validator(mode="after")
     def _check_sections(self) -> Config:

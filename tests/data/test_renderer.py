@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from examples import examples
 from whet.core.errors import WhetError
-from whet.data.conversation import Conversation, Message, Origin
+from whet.data.conversation import Conversation, Message, Origin, PlainText
 from whet.data.render.layout_cache import Layout
 from whet.data.render.renderer import Rendered, Renderer
+from whet.data.render.template_text import PROBE
 from whet.model.load.builtin_models import builtin_folder
 
 from .render_helpers import (
@@ -448,9 +449,13 @@ def test_a_slow_tokenizer_is_refused() -> None:
         Renderer(Slow(), "assistant")  # type: ignore[arg-type]
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_a_remedy() -> None:
-    with pytest.raises(WhetError, match=r"no chat template.*chat_template\.jinja"):
-        Renderer(small_tokenizer(None, ()), "assistant")
+def test_without_a_template_conversations_are_refused_with_a_remedy_and_plain_text_is_not() -> None:
+    renderer = Renderer(small_tokenizer(None, ()), "assistant")
+    assert renderer.end_of_turn() is None
+    assert isinstance(renderer.render_items([PlainText("hello", Origin("a", 1))])[0], Rendered)
+    for refused in (lambda: renderer.render_items([PROBE]), lambda: renderer.prompt_ids(PROBE.messages[:1])):
+        with pytest.raises(WhetError, match=r"no chat template.*`template: chatml`"):
+            refused()
 
 
 def test_a_template_that_is_not_jinja_is_refused() -> None:

@@ -167,7 +167,8 @@ class DataConfig(Section):
     validation: Validation | None = Field(default=None, description="Validation data.")
     template: str = Field(
         default="auto",
-        description="The chat template: auto (the tokenizer's default), the name of another one, or a .jinja file.",
+        description="The chat template: auto (the tokenizer's default), the name of another one of it, a .jinja file, "
+        "or for models without one chatml, llama3 or gemma, which add the tokens that they need.",
     )
     markers: Markers | None = Field(default=None, description="Delimit turns by markers instead of a chat template.")
     train_on: Literal["assistant", "last", "all"] = Field(

@@ -286,6 +286,10 @@ def check_template(
     if data is not None:
         yield from _double_bos_findings(data)
     rendering = conversation_tokenizer.make_renderer(cached=False)
+    if not rendering.text.exists:
+        text = "the tokenizer has none: plain text needs none, conversations do (data.template=chatml)"
+        yield Finding("template", "fault" if data is None else "ok", text)
+        return
     probe, end = rendering.render_items([PROBE])[0], rendering.end_of_turn()
     remedy = "Use the model's own template, or fix it: data.template=FILE.jinja"
     if isinstance(probe, BadRecordError) and end is not None:

@@ -36,6 +36,7 @@ from whet.data.prepare.store import MANIFEST, Store, find_overlap
 from whet.data.prepare.store_check import StoreCheck
 from whet.data.render.chat_tokenizer import ChatTokenizer, ConversationTokenizer, MarkedTextTokenizer
 from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
+from whet.tokenizer.named_templates import NAMED_TEMPLATES, set_named_template
 from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
 
 if TYPE_CHECKING:
@@ -282,13 +283,16 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerFast:
     own = _read_template(config.data)
     if own is not None:
         tokenizer.chat_template = own
+    elif config.data.template in NAMED_TEMPLATES:
+        set_named_template(tokenizer, config.data.template)
     elif config.data.template != "auto":
         templates = tokenizer.chat_template
         if not isinstance(templates, dict) or config.data.template not in templates:
-            known = ", ".join(templates) if isinstance(templates, dict) else "one template, without a name"
+            one = "one template, without a name" if templates else "none"
+            known = ", ".join(templates) if isinstance(templates, dict) else one
             raise WhetError(
                 f"data.template: {config.data.template} is neither a file nor a template of the tokenizer, which has "
-                f"{known}. Use auto for the tokenizer's own, or the path of a .jinja file"
+                f"{known}. Use auto for the tokenizer's own, {', '.join(NAMED_TEMPLATES)}, or the path of a .jinja file"
             )
         tokenizer.chat_template = templates[config.data.template]
     return tokenizer

@@ -154,6 +154,7 @@ class Renderer:
 
     def prompt_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """The rendered messages, and the generation prompt."""
+        self.text.require()
         conversation = Conversation(tuple(messages), Origin("prompt", 1), tuple(tools))
         return self.text.apply_with_arguments(conversation, prompt=True)[1]
 
@@ -170,6 +171,8 @@ class Renderer:
     def _generated_whitespace(self) -> str:
         """What generated answers begin with, as it is decoded, because `prompt_ids` ends before it."""
         prompt = ""
+        if not self.text.exists:
+            return prompt
         for tools in ((PROBE_TOOL,), ()):  # some templates require tools, others refuse them
             with contextlib.suppress(BadRecordError):
                 prompt = self.prompt_text([Message("user", "Hi")], tools)
@@ -187,6 +190,7 @@ class Renderer:
 
     def layout(self, conversation: Conversation) -> Layout:
         """The rendered text and its supervised spans, from the cache where possible."""
+        self.text.require()
         cached = None if self._layout_cache is None else self._layout_cache.get(conversation)
         if self._layout_cache is None or cached is None:
             return self.layouts.compute(conversation, self.train_on, self._layout_cache)

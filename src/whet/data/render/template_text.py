@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
+from whet.tokenizer.named_templates import NAMED_TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,12 +40,23 @@ class TemplateText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None, today: str | None) -> None:
         """`template` replaces the tokenizer's own; `today` is the date for templates that print one."""
         self._tokenizer = tokenizer
-        self.chat_template = ChatTemplate(
-            template or _get_chat_template(tokenizer), tokenizer.special_tokens_map, today
-        )
+        self.exists = bool(template or tokenizer.chat_template)
+        """Base models have no template: every conversation is refused. Plain text needs none."""
+        source = template or _get_chat_template(tokenizer)
+        self.chat_template = ChatTemplate(source, tokenizer.special_tokens_map, today)
         self.source = self.chat_template.source
         self.content_parts = _needs_content_parts(self.chat_template)
         """The template takes content as a list of parts only."""
+
+    def require(self) -> None:
+        """Raise a WhetError, with the remedy, if there is no template."""
+        if not self.exists:
+            others = ", ".join(sorted(set(NAMED_TEMPLATES) - {"chatml"}))
+            raise WhetError(
+                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template, which conversations need. Add "
+                f"this line under data: `template: chatml` (or {others}, or a .jinja file); or use the chat (instruct) "
+                "version of the model"
+            )
 
     def apply(self, messages: Sequence[Message], tools: Tools = (), prompt: bool = False) -> str:
         """The text that transformers renders; with `prompt`, followed by the generation prompt."""
@@ -126,10 +138,7 @@ def _prints_python(conversation: Conversation, text: str) -> bool:
 
 def _get_chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
     if not tokenizer.chat_template:
-        raise WhetError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template. Use the chat (instruct) version of the "
-            "model, add a chat_template.jinja to its folder, or give a template: data.template=FILE.jinja"
-        )
+        return "{{ raise_exception('there is no chat template') }}"
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:  # several named templates without a default

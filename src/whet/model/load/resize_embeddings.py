@@ -25,12 +25,15 @@ def add_token_rows_(model: nn.Module, config: ModelConfig) -> None:
     if not config.add_tokens:
         return
     before = load_tokenizer(config.model_copy(update={"add_tokens": []}))
-    after = load_tokenizer(config)
-    numbers = lookup_token_ids(after, config.add_tokens)
+    after, known = load_tokenizer(config), before.get_vocab()
+    new = [token for token in config.add_tokens if token not in known]
+    if not new:
+        return
+    numbers = lookup_token_ids(after, new)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     if len(after) > embedding.num_embeddings:
         model.resize_token_embeddings(len(after), mean_resizing=False)  # type: ignore[operator]
-    pieces = [_split_before(before, token) for token in config.add_tokens]
+    pieces = [_split_before(before, token) for token in new]
     seen: list[Tensor] = []
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
         weight = None if module is None else module.weight

@@ -12,6 +12,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.random_models import config_folder, is_random_model
 from whet.model.load.weight_files import load_error, locate_model
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
+from whet.tokenizer.named_templates import is_template_token
 from whet.tokenizer.turn_markers import TurnMarkers, set_marker_template
 
 if TYPE_CHECKING:
@@ -58,18 +59,19 @@ def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> Pre
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> PreTrainedTokenizerFast:
-    """Add each text as one token, also inside words."""
+    """Add each text as one token, also inside words. The markers of a named template may be there already."""
     from tokenizers import AddedToken
 
     known = tokenizer.get_vocab()
     for token in tokens:
-        if token in known:
+        if token in known and not is_template_token(token):
             raise WhetError(
                 f"model.add_tokens: {token!r} is a token already, number {known[token]}. Remove it; to train its row "
                 "with an adapter, add it to adapter.tokens"
             )
-    if tokens:
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+    new = [token for token in tokens if token not in known]
+    if new:
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_template_token(text)) for text in new])
     return tokenizer
 
 

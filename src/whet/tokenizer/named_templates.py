@@ -1,0 +1,90 @@
+"""Chat templates by name, for base models that come without one: `data.template: chatml`.
+
+A template needs its markers as tokens. Those that the tokenizer does not have are added to it (model.add_tokens): their
+rows start as means of existing ones, are trained, with adapters too, and are part of every export.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTemplate:
+    """A turn is `header`, the content, `end`; {role} stands for the role."""
+
+    header: str
+    end: str
+    tokens: tuple[str, ...]
+    """The markers, which must be tokens."""
+    end_of_turn: str
+    """The marker that ends an answer."""
+    assistant: str = "assistant"
+    """What the template calls the assistant."""
+    has_system: bool = True
+    """Otherwise a system message is put before the next user turn."""
+    strips: bool = True
+    """Whether whitespace around the content is dropped."""
+
+    def source(self, bos: str) -> str:
+        """The template in Jinja, for a tokenizer whose texts begin with `bos`."""
+        header = _jinja_text(self.header).replace("{role}", "' + role + '")
+        turn = f"'{header}' + text{'.strip()' if self.strips else ''} + '{_jinja_text(self.end)}'"
+        system = "{% set wait.text = wait.text + message.content + '\\n\\n' %}"
+        if self.has_system:
+            system = "{{ turn('system', message.content) }}"
+        lines = [
+            "{% set wait = namespace(text='') %}",
+            f"{{% macro turn(role, text) %}}{{{{ {turn} }}}}{{% endmacro %}}",
+            f"{{{{ '{_jinja_text(bos)}' }}}}" if bos else "",
+            "{% for message in messages %}",
+            "{% if message.tool_calls or message.role not in ['system', 'developer', 'user', 'assistant'] %}",
+            "{{ raise_exception('this template has no form for tool calls and their results') }}",
+            f"{{% elif message.role in ['system', 'developer'] %}}{system}",
+            "{% elif message.role == 'user' %}{{ turn('user', wait.text + message.content) }}{% set wait.text = '' %}",
+            f"{{% else %}}{{{{ turn('{self.assistant}', message.content) }}}}{{% endif %}}",
+            "{% endfor %}",
+            f"{{% if add_generation_prompt %}}{{% set role = '{self.assistant}' %}}{{{{ '{header}' }}}}{{% endif %}}",
+        ]
+        return "".join(lines)
+
+
+def _jinja_text(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+
+
+NAMED_TEMPLATES = {
+    "chatml": NamedTemplate(
+        "<|im_start|>{role}\n", "<|im_end|>\n", ("<|im_start|>", "<|im_end|>"), end_of_turn="<|im_end|>",
+        strips=False,
+    ),
+    "llama3": NamedTemplate(
+        "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), end_of_turn="<|eot_id|>",
+    ),
+    "gemma": NamedTemplate(
+        "<start_of_turn>{role}\n", "<end_of_turn>\n", ("<start_of_turn>", "<end_of_turn>"),
+        end_of_turn="<end_of_turn>", assistant="model", has_system=False,
+    ),
+}  # fmt: skip
+"""In the form that the models of these names use."""
+
+
+def set_named_template(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Set a template by name, whose tokens are there. Its marker of an answer's end becomes `eot_token`."""
+    from whet.compat.transformers_private import set_special_token  # imports torch
+
+    template = NAMED_TEMPLATES[name]
+    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    tokenizer.chat_template = template.source(str(tokenizer.bos_token) if begins_with_bos else "")
+    set_special_token(tokenizer, "eot_token", template.end_of_turn)
+    tokenizer.init_kwargs["eot_token"] = template.end_of_turn
+
+
+def is_template_token(text: str) -> bool:
+    """Whether a named template has this marker."""
+    return any(text in template.tokens for template in NAMED_TEMPLATES.values())
