@@ -54,6 +54,14 @@ def launch(
         LaunchTarget | None, typer.Option(help="Where to run: here (local), as a Slurm job, or on Kubernetes.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
+    until: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEP",
+            help="Stop after this step; the learning-rate schedule is still that of the whole run.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -98,7 +106,7 @@ def launch(
 
     words: list[str] | None = ctx.meta.get(_AFTER_DASHES)
     on_slurm = on is LaunchTarget.SLURM
-    if on is LaunchTarget.KUBERNETES and (words or interactive or notebook or wait or chain > 1 or then):
+    if on is LaunchTarget.KUBERNETES and (words or interactive or notebook or wait or until or chain > 1 or then):
         raise UsageError("--on kubernetes takes a recipe alone: whet launch CONFIG --on kubernetes --dry-run")
     if interactive or notebook:
         if on is LaunchTarget.LOCAL:
@@ -109,8 +117,8 @@ def launch(
             raise UsageError("--notebook starts Jupyter, not a verb: remove what follows --")
         on_slurm = True
     if words is not None or notebook:
-        if resume or chain > 1 or then:
-            raise UsageError("--resume, --chain and --then are for runs: whet launch CONFIG")
+        if resume or until or chain > 1 or then:
+            raise UsageError("--resume, --until, --chain and --then are for runs: whet launch CONFIG")
         before = [*([] if recipe is None else [str(recipe)]), *(overrides or [])]
         options = LaunchOptions(before, on_slurm, interactive, dry_run, wait, as_json)
         return launch_notebook(options) if words is None else launch_verb_or_program(ctx.find_root(), words, options)
@@ -121,12 +129,12 @@ def launch(
     if on_slurm:
         if is_new:
             require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes)
-        return _launch_on_slurm(config, chain, then, resume, dry_run, wait, as_json)
+        return _launch_on_slurm(config, chain, then, resume, until, dry_run, wait, as_json)
     if on is LaunchTarget.KUBERNETES:
         return _render_for_kubernetes(config, is_new, dry_run, as_json)
     if wait or chain > 1 or then:
         raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")
-    command = train_command(recipe, overrides or (), quiet)
+    command = train_command(recipe, overrides or (), quiet, until)
     job = make_launch_job(command, config.folder, config.run.name or "", config.launch, resume)
     if is_new:
         require_rows(config, job.nodes, job.processes)
@@ -168,17 +176,18 @@ def _render_for_kubernetes(config: Config, is_new: bool, dry_run: bool, as_json:
 
 
 def _launch_on_slurm(
-    config: Config, chain: int, then: str | None, resume: bool, dry_run: bool, wait: bool, as_json: bool
-) -> dict[str, Any]:
+    config: Config, chain: int, then: str | None, resume: bool, until: int | None, dry_run: bool, wait: bool,
+    as_json: bool,
+) -> dict[str, Any]:  # fmt: skip
     from whet.core.console import info, print_result
     from whet.launch.slurm import follow_run, render_job, submit_run
 
     if dry_run:
-        script = render_job(config)
+        script = render_job(config, until)
         if not as_json:
             print_result(script.rstrip("\n"))
         return {"script": script}
-    submitted = submit_run(config, chain, then, resume)
+    submitted = submit_run(config, chain, then, resume, until)
     jobs = [*submitted.jobs, *([submitted.then] if submitted.then else [])]
     info(f"job {', '.join(map(str, jobs))}: {submitted.script}; output in {submitted.script.parent}")
     info(f"to stop it: whet runs stop {config.folder} (saves first), or whet runs cancel {config.folder}")

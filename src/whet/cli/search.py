@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
-from whet.core.errors import StoppedError, WhetError
+from whet.core.errors import StoppedError, UsageError, WhetError
 from whet.core.signals import StopRequested, raise_on_stop_signals
 
 if TYPE_CHECKING:
     from whet.search.results import SearchResult
     from whet.search.search import SearchPlan
+
+
+class SearchTarget(StrEnum):
+    """Where trials run."""
+
+    LOCAL = "local"
+    SLURM = "slurm"
 
 
 @cli_command
@@ -23,6 +32,13 @@ def search(
         bool, typer.Option("--preview", help="Print the number of trials and tokens at each rung, and run nothing.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the search in its folder.")] = False,
+    on: Annotated[
+        SearchTarget, typer.Option(help="Where trials run: on this machine (local), or as Slurm jobs.")
+    ] = SearchTarget.LOCAL,
+    lr: Annotated[
+        bool,
+        typer.Option("--lr", help="Propose a learning rate from short probes; less than the tokens of one run."),
+    ] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -30,9 +46,20 @@ def search(
 
     Every trial is an ordinary run in the search's folder; those that fall behind stop early. At the end, best.yaml
     there is the recipe of the best trial. Ctrl-C stops trials with checkpoints; --resume continues.
+
+    With --lr, no range is needed: several learning rates are trained for a short time from one checkpoint, compared on
+    the same conversations, and one is proposed, unless the difference is too small to tell.
     """
+    if lr and preview:
+        raise UsageError("--lr prints how long its probes are before it trains them: remove --preview")
+    if lr and on is SearchTarget.SLURM:
+        raise UsageError(
+            "--lr runs in one process: give it a job of its own, whet launch --on slurm -- search CONFIG --lr"
+        )
     try:
         with raise_on_stop_signals():
+            if lr:
+                return _propose_learning_rate(recipe, overrides or [])
             try:
                 import optuna  # noqa: F401
             except ImportError:
@@ -45,21 +72,27 @@ def search(
             plan = plan_search(recipe, overrides or [])
             planned = preview_search(plan)
             _print_preview(planned, plan, to_stdout=preview and not as_json)
-            return planned if preview else _run(plan, resume, as_json)
+            return planned if preview else _run(plan, resume, on is SearchTarget.SLURM, as_json)
     except StopRequested:
         raise StoppedError("stopped on request. Continue the search with --resume") from None
 
 
-def _run(plan: SearchPlan, resume: bool, as_json: bool) -> dict[str, Any]:
+def _propose_learning_rate(recipe: Path, overrides: list[str]) -> dict[str, Any]:
+    from whet.search.learning_rate_probes import read_probe_recipe, search_learning_rate
+
+    return search_learning_rate(*read_probe_recipe(recipe, overrides))
+
+
+def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[str, Any]:
     import contextlib
 
     from whet.core.console import info
     from whet.search.page import write_page
     from whet.search.results import collect_results, write_results
-    from whet.search.search import make_local_place, open_search_folder, run_search
+    from whet.search.search import make_place, open_search_folder, run_search
 
     with open_search_folder(plan, resume):
-        with contextlib.closing(make_local_place(plan)) as place:
+        with contextlib.closing(make_place(plan, on_slurm)) as place:
             study = run_search(plan, place, resume)
         result = collect_results(study, plan)
         found = write_results(result, plan)

@@ -144,10 +144,11 @@ class RunFolder:
         return (self.path / "stop").exists()
 
     def abandon(self, keep: bool = False) -> None:
-        """Release the folder after an error. A run without a finished step is deleted, unless `keep` leaves it to be
-        resumed; files that were there before are never touched."""
+        """Release the folder after an error. A run with neither a finished step nor a checkpoint is deleted, unless
+        `keep` leaves it to be resumed; files that were there before are never touched."""
         grown = (self.path / name for name in ("metrics.jsonl", "events.jsonl"))
         has_grown = any(file.exists() and file.stat().st_size for file in grown)
+        has_grown = has_grown or any(self.path.glob("checkpoints/step-*"))
         if self._was_empty and not has_grown and not (keep and self.holds_run()):
             self.clear()
             (self.path / "lock").unlink(missing_ok=True)

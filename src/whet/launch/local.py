@@ -63,9 +63,9 @@ class LaunchJob:
         return self.folder is None or self.nodes * self.processes > 1
 
 
-def train_command(recipe: Path, overrides: Sequence[str], quiet: bool) -> tuple[str, ...]:
+def train_command(recipe: Path, overrides: Sequence[str], quiet: bool, until: int | None = None) -> tuple[str, ...]:
     """`whet train`, without --resume and without the values of launch.env."""
-    options = ["--quiet"] if quiet else []
+    options = [*(["--quiet"] if quiet else []), *([] if until is None else ["--until", str(until)])]
     return (sys.executable, "-m", "whet", "train", str(recipe), *map(_without_values, overrides), *options)
 
 

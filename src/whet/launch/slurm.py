@@ -57,28 +57,33 @@ class Submitted:
     script: Path
 
 
-def slurm_job(config: Config, then: Sequence[str] | None = None) -> SlurmJob:
-    """The job of a run, or of the command that follows it."""
+def slurm_job(config: Config, then: Sequence[str] | None = None, until: int | None = None) -> SlurmJob:
+    """The job of a run, up to the step `until`, or of the command that follows it."""
     require_plain_paths(config.folder)
     folder, name = config.folder / "slurm", config.run.name or "whet"
     if then is not None:
         return SlurmJob(f"{name}-then", folder, tuple(then), config.launch, kind="verb")
-    return SlurmJob(name, folder, ("train", str(folder / RECIPE), "--resume"), config.launch)
+    last = () if until is None else ("--until", str(until))
+    return SlurmJob(name, folder, ("train", str(folder / RECIPE), "--resume", *last), config.launch)
 
 
-def render_job(config: Config) -> str:
+def render_job(config: Config, until: int | None = None) -> str:
     """The script that would be submitted."""
-    return render_script(slurm_job(config))
+    return render_script(slurm_job(config, until=until))
 
 
-def submit_run(config: Config, chain: int = 1, then: str | None = None, resume: bool = False) -> Submitted:
+def submit_run(
+    config: Config, chain: int = 1, then: str | None = None, resume: bool = False, until: int | None = None,
+    warns: bool = True,
+) -> Submitted:  # fmt: skip
     """Write RUN/slurm/job.sh and submit it, `chain` times one after the other, then the command `then`: all of them, or
-    none."""
+    none. `warns`: of what defeats the run's survival."""
     require_submittable(config, resume)
     env = config.launch.required_variables()
-    job = slurm_job(config)
+    job = slurm_job(config, until=until)
     for problem in cluster_problems(config, chain):
-        warn(problem)
+        if warns:
+            warn(problem)
     jobs: list[int] = []
     with file_lock(
         job.folder / "submitting"

@@ -7,7 +7,6 @@ continues each from its checkpoint; what a trial has measured before the kill is
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from whet.config import Config
 from whet.core.console import ProgressBar, info, progress, warn
-from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError
-from whet.core.run_folder import read_owner
+from whet.core.errors import ExitCode, StoppedError, WhetError
 from whet.core.signals import collect_stop_signals
 from whet.search.brackets import Bracket, choose_bracket
 from whet.search.config import SearchConfig
@@ -49,8 +47,6 @@ from whet.search.trials import (
 _MAX_REJECTED = 20
 """Combinations in a row that are invalid, or were tried before, until the search gives up finding another."""
 _POLL_S = 0.5
-_OWNER_S = 120.0
-"""How long a trial of a killed search may take to save and end."""
 
 
 class Controller:
@@ -111,7 +107,6 @@ class Controller:
             if self._take_value(trial, value, bar):
                 return
         if starts:
-            _wait_for_owner(trial.config.folder)
             self._running[trial.number] = trial
             place.start(trial.next_run())
 
@@ -247,15 +242,3 @@ class Controller:
         except ValueError:  # none is complete
             return ""
         return f"best {self._metric} {best.value:.4f} (trial {best.number})"
-
-
-def _wait_for_owner(folder: Path) -> None:
-    """The processes of a killed search save and end by themselves, which may take a moment."""
-    until = time.monotonic() + _OWNER_S
-    while (owner := read_owner(folder)) is not None and owner.is_alive(folder):
-        if time.monotonic() > until:
-            raise RunFailedError(
-                f"{folder}: still in use by process {owner.pid} on {owner.host} of an earlier search. End it, and "
-                "start the search again with --resume"
-            )
-        time.sleep(0.1)

@@ -9,6 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode, RunFailedError
 from whet.core.resources import available_cores
+from whet.core.run_folder import read_owner
 from whet.launch.local import launch_command, make_launch_job
 from whet.launch.restart_policy import read_attempt_result
 from whet.launch.torchrun_agent import REPORT_VARIABLE
@@ -23,6 +25,9 @@ from whet.search.place import TrialEnd, TrialRun
 
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable that selects the devices of a process, by their kind."""
+
+_OWNER_S = 120.0
+"""How long a trial of a killed search may take to save and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class LocalPlace:
 
     def start(self, trial: TrialRun) -> None:
         """On the devices that the fewest trials use."""
+        _wait_for_owner(trial.folder)
         groups = self._device_groups()
         used = [running.slot for running in self._running.values()]
         slot = min(range(len(groups)), key=used.count)
@@ -164,3 +170,15 @@ def _last_error(log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()
         return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
     return ""
+
+
+def _wait_for_owner(folder: Path) -> None:
+    """The processes of a killed search save and end by themselves, which may take a moment."""
+    until = time.monotonic() + _OWNER_S
+    while (owner := read_owner(folder)) is not None and owner.is_alive(folder):
+        if time.monotonic() > until:
+            raise RunFailedError(
+                f"{folder}: still in use by process {owner.pid} on {owner.host} of an earlier search. End it, and "
+                "start the search again with --resume"
+            )
+        time.sleep(0.1)

@@ -23,6 +23,7 @@ from whet.search.config import SearchConfig
 from whet.search.controller import Controller
 from whet.search.local import LocalPlace
 from whet.search.place import Place
+from whet.search.slurm import SlurmPlace
 from whet.search.space import Space, read_space
 from whet.search.study import JOURNAL, AshaPruner, open_study
 from whet.search.trials import LengthTable, length_unit, plain_recipe, require_metric, trial_length
@@ -148,8 +149,10 @@ def _describe_range(parameter: Any) -> dict[str, Any]:
     return described | ({"when": {key: list(values) for key, values in parameter.when}} if parameter.when else {})
 
 
-def make_local_place(plan: SearchPlan) -> Place:
-    """The devices of this machine; a trial has as many processes as launch.gpus or launch.processes says, else one."""
+def make_place(plan: SearchPlan, on_slurm: bool) -> Place:
+    """Slurm, or the devices of this machine: as many for a trial as launch.gpus or launch.processes says, else one."""
+    if on_slurm:
+        return SlurmPlace()
     launch = plan.config.launch
     return LocalPlace(plan.folder / "logs", plan.settings.concurrent, launch.gpus or launch.processes or 1)
 

@@ -58,6 +58,12 @@ def warmup_fills_run(whole: float, schedule: ScheduleConfig) -> bool:
     return schedule.name != "constant" and _units(schedule.warmup, whole, schedule) >= whole > 1
 
 
+def in_fractions(schedule: ScheduleConfig, whole: float) -> ScheduleConfig:
+    """The same shape for a run of any length: warm-up and decay as fractions of the run that ends at `whole`."""
+    lengths = {key: min(1.0, _units(getattr(schedule, key), whole, schedule) / whole) for key in ("warmup", "decay")}
+    return schedule.model_copy(update={**lengths, "by": "step"})
+
+
 def _units(given: int | float, whole: float, schedule: ScheduleConfig) -> float:
     """Integers and epochs are in the schedule's unit; other fractions are fractions of the run."""
     return given if isinstance(given, int) or schedule.by == "epoch" else round(given * whole)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from whet.convert.configs import deepspeed
+from whet.convert.configs.determined_search import (
+    Hyperparameter,
+    hyperparameters,
+    put_ranges,
+    put_searcher,
+    values_of,
+)
 from whet.convert.configs.draft import Draft, environment, is_off
 from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_training_arguments
 from whet.convert.configs.read import LAUNCHER, parse_command
@@ -59,17 +67,28 @@ _ARGUMENTS: Rows = {
 """Of transformers' run_clm.py, which Determined's examples start."""
 
 
+_ALIASES = {"lr": "learning_rate", "batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs"}
+
+
 def read_arguments(draft: Draft) -> None:
-    """The script's arguments: hyperparameters.training_arguments wins over the entrypoint, to which it is appended."""
+    """The script's arguments: hyperparameters.training_arguments wins over the entrypoint, to which it is appended.
+    Other hyperparameters are taken by their names. Of one that is searched, the first value; `put_search` does the
+    rest."""
     given = draft.entries["hyperparameters"].node if draft.has("hyperparameters") else Node({}, "")
     if not isinstance(given.value, dict):
         raise draft.fail("hyperparameters", "is not a mapping")
-    arguments = given.value.get("training_arguments", Node({}, given.place))
-    for key, node in arguments.value.items() if isinstance(arguments.value, dict) else ():
-        draft.add(key, _constant(draft, f"hyperparameters.training_arguments.{key}", node), argument=True)
-    for key, node in given.value.items():
-        if key not in ("training_arguments", "deepspeed_config"):
-            draft.note("no equivalent", "hyperparameters", f"{key}: {node.plain(named=True)!r}: the script reads it")
+    for parameter in _in_order(given):
+        value = values_of(parameter)[0]
+        if parameter.path[0] == "training_arguments":
+            draft.add(parameter.name, value, argument=True)
+        elif (name := _argument_name(parameter)) is not None:
+            draft.add(name, value, argument=True)
+            draft.note("decide", "hyperparameters", f"{parameter.key} is read by the script; it is taken for --{name}")
+        else:
+            shown = parameter.node.plain(named=True)
+            draft.note(
+                "no equivalent", "hyperparameters", f"{'.'.join(parameter.path)}: {shown!r}: the script reads it"
+            )
     draft.use("hyperparameters")
     if draft.has("entrypoint"):
         entry = draft.entries["entrypoint"].node
@@ -88,34 +107,20 @@ def read_arguments(draft: Draft) -> None:
         draft.add("deepspeed", given.value["deepspeed_config"], argument=True)
 
 
-def _constant(draft: Draft, key: str, node: Node) -> Node:
-    """The value of a hyperparameter; of a range that is searched, its first."""
-    if not isinstance(node.value, dict) or "type" not in node.value:
-        return node
-    inside = node.value
-    if inside["type"].value == "const":
-        return Node(inside["val"].value, node.place) if "val" in inside else node
-    values = inside.get("vals")
-    first = values.value[0] if values is not None and isinstance(values.value, list) and values.value else None
-    if first is None and "minval" in inside:
-        first = inside["minval"]
-        base = inside["base"].value if "base" in inside else 10
-        if inside["type"].value == "log" and isinstance(first.value, int | float) and isinstance(base, int | float):
-            first = Node(_power(base, first.value), first.place)
-    draft.note("decide", "hyperparameters", f"{key} is searched ({node.plain()!r}), and whet has no search yet: its "
-               f"first value, {first.plain() if first is not None else 'none'}, is written")  # fmt: skip
-    return Node(first.value if first is not None else None, node.place)
+def _in_order(given: Node) -> list[Hyperparameter]:
+    """Those that win come first."""
+    every = [each for each in hyperparameters(given) if each.path[0] != "deepspeed_config"]
+    return sorted(every, key=lambda each: each.path[0] != "training_arguments")
 
 
-def _power(base: float, exponent: float) -> float | None:
-    try:
-        return float(f"{float(base) ** float(exponent):.12g}")
-    except (OverflowError, TypeError, ZeroDivisionError):  # TypeError: a complex number
-        return None
+def _argument_name(parameter: Hyperparameter) -> str | None:
+    """The argument of run_clm.py that a hyperparameter outside of training_arguments is named like."""
+    name = _ALIASES.get(parameter.name, parameter.name)
+    return name if name in _ARGUMENTS and _ARGUMENTS[name].fate in ("copied", "rule", "same") else None
 
 
 def put_experiment(draft: Draft) -> None:
-    """Slots, environment, intervals, retention; searches are named."""
+    """Slots, environment, intervals, retention."""
     slots = draft.integer("resources.slots_per_trial")
     if slots:
         draft.world = slots
@@ -144,22 +149,6 @@ def put_experiment(draft: Draft) -> None:
             draft.note("different", key, "checkpoint.keep_best keeps the best; it needs eval.every and data.validation")
     if (seed := draft.integer("reproducibility.experiment_seed")) is not None and not draft.has("seed"):
         draft.put("run.seed", seed, "reproducibility.experiment_seed")
-    _put_searcher(draft)
-
-
-def _put_searcher(draft: Draft) -> None:
-    searcher = draft.raw("searcher")
-    if not isinstance(searcher, dict):
-        if searcher is not None:
-            raise draft.fail("searcher", "is not a mapping")
-        return
-    name, length = str(searcher.get("name", "single")), searcher.get("max_length")
-    batches = length.get("batches") if isinstance(length, dict) else length
-    if not draft.has("max_steps", "num_train_epochs") and isinstance(batches, int) and batches > 0:
-        draft.put("train.steps", batches, "searcher", why="max_length")
-    if name != "single":
-        draft.note("decide", "searcher", f"{name}: whet has no search yet; this recipe is one of its trials")
-    draft.use("searcher")
 
 
 def put_data(draft: Draft) -> None:
@@ -217,11 +206,47 @@ def _value(draft: Draft, to: str) -> Any:
     return None if node is None else node.value
 
 
+_RULES = (read_arguments, put_training_arguments, put_experiment, put_data, put_model)
+
+
+def put_search(draft: Draft) -> None:
+    """Ranges for hyperparameters that are searched, and the section `search`."""
+    given = draft.entries["hyperparameters"].node if draft.has("hyperparameters") else Node({}, "")
+    searched: dict[str, Hyperparameter] = {}
+    for each in _in_order(given):
+        name = each.name if each.path[0] == "training_arguments" else _argument_name(each)
+        if name is not None and each.kind != "const":
+            searched.setdefault(name, each)
+    searcher = draft.raw("searcher")
+    is_grid = isinstance(searcher, dict) and searcher.get("name") == "grid"
+    written = put_ranges(draft, searched, functools.partial(_import_with, draft), is_grid)
+    if draft.has("searcher"):
+        put_searcher(draft, written)
+    elif written:
+        draft.note("decide", "hyperparameters", "ranges without a searcher: set search.method")
+
+
+def _import_with(draft: Draft, path: tuple[str, ...], value: Node) -> dict[str, Any]:
+    """The settings of the same file with another value for one hyperparameter."""
+    other = Draft(draft.kind, _replace(draft.given, ("hyperparameters", *path), value), draft.world, draft.target)
+    for rule in _RULES:
+        rule(other)
+    other.finish()
+    return {to: node.plain() for to, node in other.settings.items()}
+
+
+def _replace(node: Node, path: tuple[str, ...], value: Node) -> Node:
+    if not path:
+        return value
+    assert isinstance(node.value, dict)
+    return Node({**node.value, path[0]: _replace(node.value[path[0]], path[1:], value)}, node.place)
+
+
 KIND = Kind(
     "determined",
     "Determined 0.38 with run_clm.py",
     _ROWS,
-    (read_arguments, put_training_arguments, put_experiment, put_data, put_model),
+    (*_RULES, put_search),
     defaults={**DEFAULTS, "block_size": 1024, "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "max_restarts": 5},
     arguments=_ARGUMENTS,
 )

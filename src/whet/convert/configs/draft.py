@@ -48,6 +48,8 @@ class Draft:
 
     def __init__(self, kind: Kind, tree: Node, world: int | None = None, target: Node | None = None) -> None:
         self.kind = kind
+        self.given = tree
+        """The file's content."""
         self.file = Path(tree.place.rpartition(":")[0] or tree.place)
         """The file that is imported; paths in it may be relative to its folder."""
         self.world = world
@@ -153,6 +155,10 @@ class Draft:
         entries = [self.entries[key] for key in keys if key in self.entries]
         origin = ", ".join(f"{entry.node.place} {entry.key}" for entry in entries) or f"default of {self.kind.tool}"
         self.settings[to] = as_node(value, f"{origin}: {why}" if why else origin)
+
+    def origins(self, to: str) -> tuple[str, ...]:
+        """The keys that a setting comes from."""
+        return self._origins.get(to, ())
 
     def note(self, category: Category, key: str, text: str) -> None:
         """Tell the user about a key; where the file has no value for it, about the program's default."""

@@ -19,7 +19,7 @@ from whet.convert.configs.read import read_tree
 from whet.convert.configs.table import Kind
 from whet.convert.configs.write import describe, write_recipe
 from whet.core import console
-from whet.core.config import list_settings, merge_trees, validate_config
+from whet.core.config import is_search_range, list_settings, merge_trees, validate_config
 from whet.core.config import read_tree as read_recipe_tree
 from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_write
@@ -165,8 +165,21 @@ def _validate(tree: Node) -> list[str]:
             continue
         missing.append(key)
         tree = merge_trees(tree, as_node({section: {name: stand_in}}, "import"), Config)
-    validate_config(Config, tree)
+    for end in (0, -1):
+        validate_config(Config, _with_values(tree, end))
     return missing
+
+
+def _with_values(node: Node, end: int) -> Node:
+    """The recipe with the first or last value of each range that is searched."""
+    if is_search_range(node) and isinstance(node.value, dict):
+        values = node.value.get("values", Node([], "")).value or [node.value.get("low"), node.value.get("high")]
+        return values[end]  # type: ignore[index,return-value]
+    if isinstance(node.value, dict):
+        return Node({key: _with_values(inner, end) for key, inner in node.value.items()}, node.place)
+    if isinstance(node.value, list):
+        return Node([_with_values(inner, end) for inner in node.value], node.place)
+    return node
 
 
 def _print_notes(draft: Draft, kind: Kind, file: Path, missing: list[str], out: Path | None) -> None:

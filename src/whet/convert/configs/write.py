@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from whet.convert.configs.draft import CATEGORIES, Note
+from whet.core.config import is_search_range
 from whet.core.display import escape_controls
 from whet.core.yaml import Node, dump_yaml_inline
 
@@ -57,7 +58,7 @@ def _lines(node: Node, indent: str) -> Iterator[str]:
 def _is_branch(node: Node) -> bool:
     """Whether the node takes lines of its own: mappings whose values come from different places, lists of mappings."""
     if isinstance(node.value, dict):
-        return bool(node.value)
+        return bool(node.value) and not is_search_range(node)
     return isinstance(node.value, list) and bool(node.value) and all(
         isinstance(each.value, dict) and each.value for each in node.value
     )  # fmt: skip

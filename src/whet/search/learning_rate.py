@@ -1,0 +1,258 @@
+"""Which learning rate a run should have, from short probes that all start at one checkpoint.
+
+A probe is the run in miniature: the whole schedule, warm-up and decay included, in a fraction of the steps. Cutting the
+full schedule short would compare rates in their warm-up, and before the decay that high rates need. Rates are compared
+pairwise on the same validation conversations, because conversations differ from each other more than rates do.
+
+First a ladder of rates at half-decade steps, each for 1/50 of the run, extended until its best is not at an end; then
+three rates around the best for 1/10 of the run. The lowest point of a parabola through the logarithms of rate and loss
+is the best rate for that length. A longer run wants a lower rate, by the power −0.4 of its length: from a tenth
+of a run to the whole, −0.35 to −0.41 was measured on the built-in tasks, and −0.32 is reported for pre-training (arXiv
+2409.19913). The choice is at the low end, because a rate that is too high costs more than one that is too low. The
+geometric mean of what both lengths predict has less noise than either.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from whet.evaluation.statistics import PairedDifference, paired_loss_difference
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MIN_STEPS = 20
+"""Of a run with two steps in its long probes."""
+_SHORT, _LONG = 50, 10
+_LENGTH_POWER = 0.4
+_LADDER_STEP = math.sqrt(10)
+_MAX_RATES = 16
+_SIGNIFICANCE = 0.01
+"""Stricter than usual: about ten pairs are compared."""
+_MATERIAL = 0.01
+"""Of the loss: rates whose losses differ by less are equally good."""
+_UNTOUCHED = 0.001
+"""Of the loss: a rate that changes it by less is too low; lower ones need no probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A rate, trained for some steps."""
+
+    lr: float
+    steps: int
+    tokens: int
+    """Trained on."""
+    nats: NDArray[np.float64] | None
+    """The summed loss of each validation conversation; None: it diverged."""
+
+
+class Comparison(NamedTuple):
+    """A probe beside the best one of the same length."""
+
+    probe: Probe
+    loss: float | None
+    """Per token; None: it diverged."""
+    difference: PairedDifference | None
+    """Its loss − that of the best; None for the best itself and for rates that diverged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the probes say."""
+
+    lr: float | None
+    """The proposal; None: cannot tell."""
+    reason: str
+    comparisons: tuple[Comparison, ...]
+    """By number of steps, then by rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The validation conversations, and the model that all probes start from."""
+
+    tokens: NDArray[np.int64]
+    """Supervised ones of each conversation."""
+    nats: NDArray[np.float64]
+    """Its summed losses before training."""
+
+    def loss(self, probe: Probe) -> float:
+        """Per token. A rate that diverged, or ends worse than it began, counts as having learned nothing."""
+        return self.before if probe.nats is None else min(self.before, float(probe.nats.sum() / self.tokens.sum()))
+
+    @property
+    def before(self) -> float:
+        return float(self.nats.sum() / self.tokens.sum())
+
+    def has_effect(self, probe: Probe) -> bool:
+        """Whether training with this rate changed the model noticeably."""
+        if probe.nats is None:
+            return True
+        return abs(float(probe.nats.sum() - self.nats.sum())) > _UNTOUCHED * float(self.nats.sum())
+
+    def is_worse(self, one: Probe | None, other: Probe, by: float = 0.0) -> bool:
+        """Whether the loss of `one` (None: of the untrained model) is significantly higher than that of `other`, and
+        higher by this share of it."""
+        if other.nats is None:
+            return False
+        if one is not None and one.nats is None:
+            return True
+        nats = self.nats if one is None else one.nats
+        assert nats is not None
+        found = paired_loss_difference(nats, other.nats, self.tokens)
+        return found.p < _SIGNIFICANCE and found.mean > by * float(other.nats.sum() / self.tokens.sum())
+
+
+def horizons(steps: int) -> tuple[int, int]:
+    """The steps of the short and of the long probes for a run of `steps`."""
+    return max(1, steps // _SHORT), max(2, steps // _LONG)
+
+
+def find_learning_rate(
+    measure: Callable[[float, int], Probe], validation: Validation, steps: int, start: float,
+    limits: tuple[float, float] = (1e-9, 10.0),
+) -> Finding:  # fmt: skip
+    """Choose rates for probes around `start`, measure them, and propose one for a run of `steps`, within `limits`."""
+    short, long = horizons(steps)
+    measure = functools.cache(measure)
+    ladder = _climb(measure, validation, short, start, limits, wide=True)
+    if _is_flat(ladder, validation):  # perhaps nothing was learned yet
+        ladder, short = _climb(measure, validation, long, start, limits, wide=True), long
+        if _is_flat(ladder, validation):
+            return Finding(None, _why_flat(ladder, validation), _compare(ladder, validation))
+    lowest = _lowest_point(ladder, validation, limits)
+    near = _climb(measure, validation, long, _clip(lowest * _shift(short, long), limits), limits, wide=False)
+    estimates = [(short, lowest), (long, _lowest_point(near, validation, limits))]
+    mean = math.prod(rate * _shift(length, steps) for length, rate in estimates) ** 0.5
+    lr = float(f"{_clip(mean, limits):.2g}")
+    every = {(probe.lr, probe.steps): probe for probe in (*ladder, *near)}
+    compared = _compare(list(every.values()), validation)
+    return Finding(lr, _why(near, validation, estimates, steps, lr, limits), compared)
+
+
+def _climb(
+    measure: Callable[[float, int], Probe], validation: Validation, steps: int, start: float,
+    limits: tuple[float, float], wide: bool,
+) -> list[Probe]:  # fmt: skip
+    """Probes at half-decade steps around `start`, five or three, and further ones until the best is not at an end."""
+
+    def add(index: int) -> bool:
+        lr = _clip(start * _LADDER_STEP**index, limits)
+        if len(probes) >= _MAX_RATES or any(math.isclose(lr, probe.lr) for probe in probes):
+            return False
+        probes.append(measure(lr, steps))
+        probes.sort(key=lambda probe: probe.lr)
+        return True
+
+    probes: list[Probe] = []
+    reach = 2 if wide else 1
+    for index in range(-reach, reach + 1):
+        add(index)
+    low = high = reach
+    while True:
+        losses = [validation.loss(probe) for probe in probes]
+        best = losses.index(min(losses))
+        rises = best == len(probes) - 1 > 0 and validation.is_worse(probes[-2], probes[-1])
+        if best == 0 and validation.has_effect(probes[0]) and add(-low - 1):
+            low += 1
+        elif (rises or not validation.has_effect(probes[-1])) and add(high + 1):
+            high += 1
+        else:
+            return probes
+
+
+def _is_flat(probes: list[Probe], validation: Validation) -> bool:
+    """Whether the best rate is hardly better than the untrained model, or than every rate that did not diverge."""
+    best = min(probes, key=validation.loss)
+    others = [probe for probe in probes if probe.nats is not None and probe is not best]
+    learns = validation.is_worse(None, best, _MATERIAL)
+    return not (learns and any(validation.is_worse(probe, best, _MATERIAL) for probe in others))
+
+
+def _lowest_point(probes: list[Probe], validation: Validation, limits: tuple[float, float]) -> float:
+    """The rate at the lowest point of the parabola through the best probe and its neighbours, over logarithms. Where
+    the best probe is at a limit, that point is outside, at most a decade away."""
+    rates = [math.log10(probe.lr) for probe in probes]
+    heights = [math.log(max(validation.loss(probe), 1e-12)) for probe in probes]
+    best = heights.index(min(heights))
+    is_at_limit = probes[best].lr in limits
+    if len(probes) < 3 or not (0 < best < len(probes) - 1 or is_at_limit):
+        return probes[best].lr
+    first = min(max(best - 1, 0), len(probes) - 3)
+    bend, slope, _ = np.polyfit(rates[first : first + 3], heights[first : first + 3], 2)
+    outwards = 1.0 if best else -1.0
+    lowest = -slope / (2 * bend) if bend > 0 else rates[best] + is_at_limit * outwards
+    return float(10 ** min(rates[best] + 1, max(rates[best] - 1, lowest)))
+
+
+def _shift(short: int, long: int) -> float:
+    """How much lower the best rate of `long` steps is than that of `short` ones."""
+    return (short / long) ** _LENGTH_POWER
+
+
+def _clip(lr: float, limits: tuple[float, float]) -> float:
+    return min(limits[1], max(limits[0], lr))
+
+
+def _compare(probes: list[Probe], validation: Validation) -> tuple[Comparison, ...]:
+    compared = []
+    for steps in sorted({probe.steps for probe in probes}):
+        alike = sorted((probe for probe in probes if probe.steps == steps), key=lambda probe: probe.lr)
+        best = min(alike, key=validation.loss)
+        for probe in alike:
+            difference = None
+            if probe.nats is not None and best.nats is not None and probe is not best:
+                difference = paired_loss_difference(probe.nats, best.nats, validation.tokens)
+            loss = None if probe.nats is None else float(probe.nats.sum() / validation.tokens.sum())
+            compared.append(Comparison(probe, loss, difference))
+    return tuple(compared)
+
+
+# The reason, in words.
+
+
+def _why(
+    near: list[Probe], validation: Validation, estimates: list[tuple[int, float]], steps: int, lr: float,
+    limits: tuple[float, float],
+) -> str:  # fmt: skip
+    best = min(near, key=validation.loss)
+    others = []
+    for probe in near:
+        if probe is best:
+            continue
+        if probe.nats is None:
+            others.append(f"{probe.lr:.2g} diverges")
+        else:
+            worse = validation.is_worse(probe, best)
+            share = validation.loss(probe) / validation.loss(best) - 1
+            others.append(f"{probe.lr:.2g} is {share:.1%} worse" + ("" if worse else ", which may be chance"))
+    lowest = " and ".join(f"{rate:.2g} after {length} steps" for length, rate in estimates)
+    scaled = " and ".join(f"{rate * _shift(length, steps):.2g}" for length, rate in estimates)
+    text = (
+        f"after {best.steps} steps, {best.lr:.2g} is the best probe ({'; '.join(others)}). Interpolated, the best rate "
+        f"is {lowest}. It falls with the length of a run, by the power −{_LENGTH_POWER}: {scaled} for {steps} steps; "
+        "the proposal is their mean"
+    )
+    if lr in (float(f"{limit:.2g}") for limit in limits):
+        text += f". That is an end of the range {limits[0]:.2g} to {limits[1]:.2g}: better rates may be outside"
+    return text
+
+
+def _why_flat(probes: list[Probe], validation: Validation) -> str:
+    lrs = f"{probes[0].lr:.2g} to {probes[-1].lr:.2g}"
+    best = min(probes, key=validation.loss)
+    gain = 1 - validation.loss(best) / validation.before
+    if not validation.is_worse(None, best, _MATERIAL):
+        found = f"in {best.steps} steps no rate from {lrs} lowers the validation loss ({validation.before:.4g}) "
+        found += f"by more than {_MATERIAL:.0%}" if gain < _MATERIAL else "by more than chance would"
+    else:
+        found = f"after {best.steps} steps the rates from {lrs} that do not diverge are equally good"
+    count = len(validation.tokens)
+    return f"{found}, measured on {count} conversations" + ("; give more of them" if count < 50 else "")
