@@ -18,6 +18,7 @@ from simulated_card import AT_REST, PER_TOKEN, SimulatedCard
 from several_processes import torchrun
 from whet.config import read_config
 from whet.core.errors import RunFailedError
+from whet.run import assemble
 from whet.run.lifecycle import run_training
 from whet.run.memory_choice import bisect_largest
 from whet.training.micro_batches import micro_row_sizes
@@ -194,3 +195,38 @@ def test_a_shard_that_runs_out_of_memory_ends_the_run_for_all(tmp_path: Path, re
     assert ended.returncode != 0
     assert "the device has too little memory" in ended.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 3
+
+
+def test_an_optimizer_state_without_room_is_offloaded(
+    tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """whet's own AdamW allocates it at once, before the worst batch runs."""
+    train(tmp_path / "plain", recipe, "train.steps=2")
+    SimulatedCard(10**9).install(monkeypatch)
+    build = assemble.build_optimizer
+
+    def limited(model: Any, config: Any, seed: int, offloaded: bool = False) -> Any:
+        if not offloaded:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return build(model, config, seed, offloaded)
+
+    monkeypatch.setattr(assemble, "build_optimizer", limited)
+    plan = train(tmp_path / "run", recipe, "train.steps=2")
+    assert (plan["offload"], plan["recompute"]) == ("optimizer", "none")
+    np.testing.assert_allclose(steps(tmp_path / "run"), steps(tmp_path / "plain"), rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("parallel.shard=2",)], ids=["replicas", "shards"])
+def test_processes_choose_together(
+    tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """Shards try no size that is not predicted to fit: a rank that ran out of memory would leave the others waiting."""
+    monkeypatch.setenv("SIMULATED_ROWS", "3")
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    options = (*OPTIONS, "track=[]", "export.at_end=none", "train.batch={rows: 16}", *options)
+    train(tmp_path / "plain", recipe, "train.batch={rows: 16}")
+    ended = torchrun(2, WORKER, recipe, f"run.dir={tmp_path / 'run'}", *options)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["micro_rows"] == 2
+    np.testing.assert_allclose(steps(tmp_path / "run"), steps(tmp_path / "plain"), rtol=1e-9)

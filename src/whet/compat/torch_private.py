@@ -66,7 +66,8 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 def unwrapped_forward(module: nn.Module) -> Callable[..., Any]:
     """The `forward` that `replace_forward` replaced first, or the current one."""
-    return module.__dict__.get("_whet_unwrapped_forward", module.forward)  # type: ignore[no-any-return]
+    forward: Callable[..., Any] = module.__dict__.get("_whet_unwrapped_forward", module.forward)
+    return forward
 
 
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:

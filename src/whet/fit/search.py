@@ -18,14 +18,15 @@ from whet.fit.measure import Measurement, measure_run
 from whet.fit.memory_parts import GIB, MemoryParts
 from whet.fit.proposals import propose
 from whet.model.peak_flops import device_name
+from whet.parallel.fsdp import has_collectives_in_passes
 from whet.run.lifecycle import run_training
 from whet.run.memory_choice import (
     MemoryChoice,
     apply_settings,
     choose_memory_settings,
     largest_fitting,
-    memory_settings,
     row_sizes,
+    saving_settings,
     write_cache,
 )
 from whet.run.trial import delete_previous_trial, delete_trial, sibling_config
@@ -130,9 +131,8 @@ def _worth_measuring(
     For throughput: the largest micro-batch that fits; if memory limits it, the next smaller one, and if both are small,
     the same with recomputation and then offload. For memory: one row with each setting.
     """
-    settings = list(memory_settings(run, config, is_auto=True))
-    settings = settings[settings.index(run.config.parallel) :]  # those that fit
-    for parallel in settings:
+    can_save_more = not has_collectives_in_passes(run.model, run.ranks)
+    for parallel in saving_settings(run.config.parallel) if can_save_more else [run.config.parallel]:
         apply_settings(run, parallel)
         largest = largest_fitting(run, sizes[:1] if metric == "memory" else sizes)
         if largest is None:

@@ -12,7 +12,7 @@ from whet.checkpoint.config import CheckpointConfig
 from whet.checkpoint.directory import lower_is_better, require_checkpoint_space
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
-from whet.core.console import warn
+from whet.core.console import info, warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
@@ -24,6 +24,7 @@ from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store_check import StoreCheck
 from whet.execution.compile import should_compile
+from whet.execution.device_memory import free_cached, has_own_memory
 from whet.execution.offload import offload_optimizer_state
 from whet.execution.transform import transform_layers
 from whet.model.flops import count_step_flops
@@ -35,6 +36,7 @@ from whet.parallel.mesh import Mesh, build_mesh
 from whet.parallel.ulysses import apply_ulysses
 from whet.run.data import RunData
 from whet.run.evaluation import evaluate_run
+from whet.run.memory_choice import with_previous_choice
 from whet.run.model_builder import (
     BackgroundModelLoader,
     build_loss_model,
@@ -81,16 +83,14 @@ def assemble(
         )
     mesh = build_mesh(config.parallel, ranks)
     ranks = mesh.ranks
+    given, config = config, with_previous_choice(config, ranks)
     precision = choose_precision(config, ranks.device)
     plan = Plan.load(config.folder / "plan")
     model = _build_training_model(config, data, loading, mesh, precision)
     if model.unpacked:
         plan = plan.unpacked(data.train.store.lengths)
     check_rows(config, data, plan, bool(model.unpacked), is_new)
-    is_offloaded = config.parallel.offload in ("optimizer", "both")
-    optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, is_offloaded)
-    if is_offloaded:
-        offload_optimizer_state(optimizer)
+    config, optimizer = _build_optimizer(config, model, ranks)
     if config.train.start_step >= len(plan):
         raise WhetError(
             f"train.start_step: {config.train.start_step}, but this run has only {len(plan)} steps. Lower it, or "
@@ -113,9 +113,7 @@ def assemble(
     guard.restore(restored.guard)
     peak = device_peak_flops(ranks.device, precision.name)
     with contextlib.ExitStack() as stack:
-        saver = (
-            stack.enter_context(_open_saver(config, model, optimizer, ranks, restored.evaluations)) if save else None
-        )
+        saver = stack.enter_context(_open_saver(given, model, optimizer, ranks, restored.evaluations)) if save else None
         output = RunOutput()
         if folder is not None:
             folder.set_status("running", step, len(plan))
@@ -183,6 +181,30 @@ def _build_training_model(
     if config.parallel.offload == "weights":  # the host runs the optimizer, and torchrun gives it one thread
         torch.set_num_threads(cores_per_process())
     return model
+
+
+def _build_optimizer(config: Config, model: LossModel, ranks: Ranks) -> tuple[Config, torch.optim.Optimizer]:
+    """The optimizer, and the configuration with which it was built: with `micro_rows: auto`, a state for which a device
+    has no room is offloaded."""
+    is_offloaded, optimizer = config.parallel.offload in ("optimizer", "both"), None
+    is_movable = config.parallel.offload in ("none", "activations")
+    can_offload = is_movable and config.train.micro_rows == "auto" and has_own_memory(ranks.device)
+    try:
+        optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, is_offloaded)
+    except torch.OutOfMemoryError:
+        if not can_offload:
+            raise
+    if can_offload and not all(ranks.all_gather([optimizer is not None])):
+        optimizer = None
+        free_cached(ranks.device, after_failure=True)
+        offload = "both" if config.parallel.offload == "activations" else "optimizer"
+        info(f"the device has no room for the optimizer's state: parallel.offload={offload}, with the same loss")
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": offload})})
+        optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, offloaded=True)
+    assert optimizer is not None
+    if config.parallel.offload in ("optimizer", "both"):
+        offload_optimizer_state(optimizer)
+    return config, optimizer
 
 
 def _require_disk_space(

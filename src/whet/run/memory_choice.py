@@ -4,7 +4,7 @@ running the plan's worst batch before step 1. Everything chosen here leaves the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from whet.config import Config
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
+from whet.core.distributed import Ranks
 from whet.core.errors import RunFailedError, WhetError
 from whet.core.files import cache_dir, hash_json
 from whet.execution import device_memory
@@ -24,6 +25,7 @@ from whet.parallel.fsdp import has_collectives_in_passes
 from whet.run.worst_batch import WorstBatchMemory, run_worst_batch
 from whet.training.checkpoints import package_versions
 from whet.training.micro_batches import micro_row_sizes, set_micro_rows
+from whet.training.optimizers.factory import forget_decision
 from whet.training.run_state import Run
 
 _SATURATING_TOKENS = 32_768
@@ -56,6 +58,11 @@ class MemoryChoice:
             return choice if type(choice.micro_rows) is int and choice.micro_rows >= 1 else None
         return None
 
+    def allowed_by(self, parallel: ParallelConfig) -> ParallelConfig | None:
+        """These settings with the choice's recomputation and offload; None if they save more memory already."""
+        wanted = {"recompute": self.recompute, "offload": self.offload}
+        return next((each for each in saving_settings(parallel) if wanted.items() <= each.model_dump().items()), None)
+
     def __str__(self) -> str:
         saved = {"recompute": self.recompute, "offload": self.offload}
         extra = [f"parallel.{key}={value}" for key, value in saved.items() if value != "none"]
@@ -68,18 +75,18 @@ def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> 
     A given number of rows is reduced only if it does not fit. A resumed run keeps what was chosen before, unless it has
     another card or another number of processes. `use_cache`: look up what runs with this model on this card chose.
     """
-    is_auto = config.train.micro_rows == "auto"
+    is_auto, was_chosen = config.train.micro_rows == "auto", run.config.train.micro_rows != "auto"
     set_micro_rows(run, run.loader.micro_rows)
     if not device_memory.has_own_memory(run.ranks.device):
         return
     sizes = row_sizes(run, config)
-    settings = list(memory_settings(run, config, is_auto))
-    known = _read_previous(run) if is_auto else None
+    known = MemoryChoice.of(run) if is_auto and was_chosen else None
     if known is None and is_auto and use_cache:
         known = _read_cache(run, config)
-    if known is not None and _verify(run, known, settings):
+    if known is not None and _verify(run, known):
         return
-    for parallel in settings[settings.index(run.config.parallel) :]:  # what saves less than a known choice fits no more
+    can_save_more = is_auto and not has_collectives_in_passes(run.model, run.ranks)
+    for parallel in saving_settings(run.config.parallel) if can_save_more else [run.config.parallel]:
         apply_settings(run, parallel)
         rows = largest_fitting(run, sizes, _MAX_SHARE if is_auto else 1.0)
         if rows is not None:
@@ -97,27 +104,23 @@ def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> 
 
 def row_sizes(run: Run, config: Config) -> list[int]:
     """The numbers of rows to choose from, ascending."""
-    rows = run.loader.max_rank_rows
     if run.model.unpacked:
         return [1]
     if config.train.micro_rows != "auto":
         return micro_row_sizes(config.train.micro_rows, config.train.micro_rows)
     if run.model.is_stochastic:  # other micro-batches would draw other numbers
         return [1]
-    return micro_row_sizes(rows, _SATURATING_TOKENS // config.row_length)
+    tokens = run.plan.stats.tokens / (len(run.plan.rows) - 1)  # of a row, on average
+    return micro_row_sizes(run.loader.max_rank_rows, round(_SATURATING_TOKENS / tokens))
 
 
-def memory_settings(run: Run, config: Config, is_auto: bool) -> Iterator[ParallelConfig]:
-    """Recomputation and offload as configured, then what saves more memory, cheapest first."""
-    parallel = config.parallel
-    yield parallel
-    if not is_auto or has_collectives_in_passes(run.model, run.ranks):
-        return
-    with_activations = {"none": "activations", "optimizer": "both"}.get(parallel.offload, parallel.offload)
-    for change in ({}, {"offload": with_activations}, {"offload": "both"}):
-        saving = parallel.model_copy(update={"recompute": "full", **change})
-        if saving != parallel and parallel.offload != "weights":
-            yield saving
+def saving_settings(parallel: ParallelConfig) -> list[ParallelConfig]:
+    """Recomputation and offload as they are, then what saves more memory, cheapest first."""
+    offloads = [parallel.offload]
+    if parallel.offload != "weights":
+        offloads += ["both" if parallel.offload in ("optimizer", "both") else "activations", "both"]
+    saving = [parallel.model_copy(update={"recompute": "full", "offload": offload}) for offload in offloads]
+    return [each for number, each in enumerate([parallel, *saving]) if each not in [parallel, *saving][:number]]
 
 
 def apply_settings(run: Run, parallel: ParallelConfig) -> None:
@@ -131,6 +134,7 @@ def apply_settings(run: Run, parallel: ParallelConfig) -> None:
         for state in run.optimizer.state.values():
             state_to_host(state)
         offload_optimizer_state(run.optimizer)
+        forget_decision(run.optimizer)
     run.config = run.config.model_copy(update={"parallel": parallel})
 
 
@@ -147,19 +151,24 @@ def largest_fitting(run: Run, sizes: list[int], share: float = _MAX_SHARE) -> in
         is_roomy = needed is not None and (share == 1.0 or (needed.peak <= limit and not needed.is_tight))
         return all(run.ranks.all_gather([is_roomy or (needed is not None and rows == sizes[0])]))
 
-    if has_collectives_in_passes(run.model, run.ranks):
-        if not fits(sizes[0]):
-            return None
-        smallest = found[sizes[0]]
-        each = (smallest.peak - smallest.at_rest) / sizes[0]
-        room = _MAX_PREDICTED_SHARE / share * limit - smallest.at_rest
-        predicted = min(run.ranks.all_gather([max(rows for rows in sizes if rows == sizes[0] or rows * each <= room)]))
-        rows: int | None = predicted if predicted == sizes[0] or fits(predicted) else sizes[0]
-    else:
+    if not has_collectives_in_passes(run.model, run.ranks):
         rows = bisect_largest(sizes, fits)
+    elif share == 1.0:  # a given number is tried as it is
+        rows = sizes[-1] if fits(sizes[-1]) else None
+    else:
+        rows = sizes[0] if fits(sizes[0]) else None
+        predicted = min(run.ranks.all_gather([_predict_rows(sizes, found[sizes[0]], limit / share)]))
+        if predicted > sizes[0] and fits(predicted):
+            rows = predicted
     if rows is not None and rows != run.loader.micro_rows:
         set_micro_rows(run, rows)
     return rows
+
+
+def _predict_rows(sizes: list[int], smallest: WorstBatchMemory, capacity: float) -> int:
+    """The most rows that fit with room to spare, if memory grows with them as it does up to the smallest size."""
+    each, room = (smallest.peak - smallest.at_rest) / sizes[0], _MAX_PREDICTED_SHARE * capacity - smallest.at_rest
+    return max(rows for rows in sizes if rows == sizes[0] or rows * each <= room)
 
 
 def bisect_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -175,12 +184,12 @@ def bisect_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | N
     return sizes[low] if low >= 0 else None
 
 
-def _verify(run: Run, choice: MemoryChoice, settings: list[ParallelConfig]) -> bool:
-    """Use a choice that was made before, if the configuration allows it and its worst batch fits."""
-    chosen = [each for each in settings if (each.recompute, each.offload) == (choice.recompute, choice.offload)]
-    if not chosen:
+def _verify(run: Run, choice: MemoryChoice) -> bool:
+    """Use a choice that was made before, if its worst batch fits."""
+    parallel = choice.allowed_by(run.config.parallel)
+    if parallel is None:
         return False
-    apply_settings(run, chosen[0])
+    apply_settings(run, parallel)
     set_micro_rows(run, choice.micro_rows)
     needed = run_worst_batch(run)
     return all(run.ranks.all_gather([needed is not None]))
@@ -206,25 +215,32 @@ def _report(run: Run, config: Config, is_auto: bool) -> None:
 # What was chosen before: by this run, or by another with the same model on the same card.
 
 
-def _read_previous(run: Run) -> MemoryChoice | None:
-    """The choice in plan.json, which is still that of the run's last process; None if it was made elsewhere."""
-    file, ranks = run.config.folder / "plan.json", run.ranks
+def with_previous_choice(config: Config, ranks: Ranks) -> Config:
+    """The configuration of a run with `micro_rows: auto` as its last process chose, if that was on the same card and
+    number of processes."""
+    if config.train.micro_rows != "auto":
+        return config
+    file, found = config.folder / "plan.json", dict[str, Any]()
     try:
-        found = read_hashed_json(file, "The micro-batch is measured again") if ranks.is_main and file.exists() else {}
+        if ranks.is_main and file.exists():
+            found = read_hashed_json(file, "The micro-batch is measured again")
     except WhetError as error:
         warn(str(error))
-        found = {}
     [found] = ranks.all_gather([found] if ranks.is_main else [])
     here = {"device_name": device_name(ranks.device), "world": ranks.world_size}
     choice = MemoryChoice.from_json(found)
-    if choice is None or not all(found.get(key) == value for key, value in here.items()):
-        if choice is not None and device_memory.has_own_memory(ranks.device):
+    if choice is None:
+        return config
+    if not here.items() <= found.items():
+        if device_memory.has_own_memory(ranks.device):
             info(
                 f"the run was on {found.get('world')} × {found.get('device_name')} and is now on {here['world']} × "
                 f"{here['device_name']}: its micro-batch is measured again"
             )
-        return None
-    return choice
+        return config
+    parallel = choice.allowed_by(config.parallel) or config.parallel
+    train = config.train.model_copy(update={"micro_rows": choice.micro_rows})
+    return config.model_copy(update={"train": train, "parallel": parallel})
 
 
 def _read_cache(run: Run, config: Config) -> MemoryChoice | None:
@@ -248,14 +264,15 @@ def write_cache(run: Run, config: Config, choice: MemoryChoice) -> None:
 
 def cache_file(run: Run, config: Config) -> Path:
     """By model, card and versions, and all settings that a step's memory depends on."""
-    model, parallel = run.model.language_model, config.parallel
+    model: Any = run.model.language_model
     depends_on = {
         "model": model.config.to_dict() if hasattr(model, "config") else str(model),
         "weights": [sum(weight.numel() for weight in model.parameters()), str(run.precision.weights)],
         "adapter": None if config.adapter is None else config.adapter.model_dump(mode="json"),
         "settings": [
             config.quantize, run.precision.name, config.train.optimizer.name, config.row_length, config.data.packing,
-            config.model.attention, config.model.compile, run.loader.max_rank_rows, parallel.model_dump(mode="json"),
+            config.model.attention, config.model.compile, run.loader.max_rank_rows,
+            config.parallel.model_dump(mode="json"),
         ],
         "device": [device_name(run.ranks.device), device_memory.capacity(run.ranks.device) >> 30, run.ranks.world_size],
         "versions": package_versions(),

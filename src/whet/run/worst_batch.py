@@ -12,7 +12,7 @@ from whet.core.heartbeat import PHASE
 from whet.execution import device_memory
 from whet.execution.cuda_graphs import uses_cuda_graphs
 from whet.parallel.dtensor import local_tensor
-from whet.parallel.fsdp import reshard, set_gradient_sync
+from whet.parallel.fsdp import has_collectives_in_passes, reshard, set_gradient_sync
 from whet.training.micro_batches import set_micro_rows
 from whet.training.optimizers.factory import apply_gradients, decides_on_device, retract_step
 from whet.training.overlap import starts_early
@@ -51,11 +51,14 @@ def run_worst_batch(run: Run) -> WorstBatchMemory | None:
 
 
 def _fits(run: Run) -> bool:
-    """In a function of its own: when it returns, no frame of a failed pass holds tensors any more."""
+    """In a function of its own: when it returns, no frame of a failed pass holds tensors any more. Where other ranks
+    wait in a collective of the pass, the error is raised and ends the run for all."""
     try:
         with _unchanged(run):
             _compute_worst_batch(run)
     except torch.OutOfMemoryError:
+        if has_collectives_in_passes(run.model, run.ranks):
+            raise
         return False
     return True
 

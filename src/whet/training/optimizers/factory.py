@@ -169,6 +169,11 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return _decides_on_device[optimizer]
 
 
+def forget_decision(optimizer: torch.optim.Optimizer) -> None:
+    """After the optimizer's state has moved to the host."""
+    _decides_on_device.pop(optimizer, None)
+
+
 def _torch_fused_step(optimizer: Any, inverse_scale: Tensor, found_inf: Tensor | None) -> None:
     """A step of torch's fused AdamW, whose kernel divides gradients by `inverse_scale` and skips if `found_inf` is 1:
     the interface of torch.amp.GradScaler."""
