@@ -224,8 +224,8 @@ def test_processes_choose_together(
     """Shards try no size that is not predicted to fit: a rank that ran out of memory would leave the others waiting."""
     monkeypatch.setenv("SIMULATED_ROWS", "3")
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
-    options = (*OPTIONS, "track=[]", "export.at_end=none", "train.batch={rows: 16}", *options)
-    train(tmp_path / "plain", recipe, "train.batch={rows: 16}")
+    options = (*OPTIONS, "track=[]", "export.at_end=none", "train.batch={conversations: 16}", *options)
+    train(tmp_path / "plain", recipe, "train.batch={conversations: 16}")
     ended = torchrun(2, WORKER, recipe, f"run.dir={tmp_path / 'run'}", *options)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["micro_rows"] == 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ _MAX_GRADIENT_BYTES = 2**30
 """Gradients are allocated a second time for the graphs."""
 _MAX_SHAPES = 8
 """Batch shapes for which graphs are kept."""
+_not_capturable: WeakSet[LossModel] = WeakSet()
+"""Models of which a capture has failed, not for lack of memory."""
 
 
 def make_capture() -> Capture:
@@ -74,7 +77,9 @@ def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool
     gradients, no tied weights inside the layers. Worthwhile: the layers are launch-bound for a batch of `tokens` at
     `peak` FLOP/s (None: unknown)."""
     model = root.language_model
-    if root.unpacked or root.router_aux_loss is not None or peak is None:  # the loss is added by hooks
+    if root in _not_capturable or root.unpacked or peak is None:
+        return False
+    if root.router_aux_loss is not None:  # hooks add it
         return False
     if not supports_fullgraph(model) or has_dropout(model):
         return False
@@ -94,10 +99,13 @@ def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool
 
 
 def disable_cuda_graphs(root: LossModel) -> None:
-    """Undo `enable_cuda_graphs`."""
-    if uses_cuda_graphs(root):
-        release_cuda_graphs(root)
+    """Undo `enable_cuda_graphs`; a model that could not be captured stays without graphs."""
+    hidden: Any = root.hidden
+    if isinstance(hidden, GraphedHidden):
+        hidden.release()
         del root.hidden
+        if hidden.is_impossible:
+            _not_capturable.add(root)
 
 
 def uses_cuda_graphs(root: LossModel) -> bool:
@@ -157,6 +165,8 @@ class GraphedHidden:
         self._gradients = gradients
         self._tensors = [*root.parameters(), *root.buffers()]
         self._make_capture, self._is_enabled = make_capture, True
+        self.is_impossible = False
+        """A capture has failed, not for lack of memory."""
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         self._warm_shapes: set[_ShapeKey] = set()  # seen in both passes
         self._generation = 0  # counts replays and releases: each invalidates the forward passes before it
@@ -208,6 +218,7 @@ class GraphedHidden:
         except RuntimeError as error:  # out of memory, or a layer synchronizes with the host after all
             warn(f"CUDA graph capture failed ({root_cause(error)}); running without graphs")
             self._is_enabled = False
+            self.is_impossible = not isinstance(error, torch.OutOfMemoryError)
             self.release()
             return None
         self._graphs[batch.shape] = graphs

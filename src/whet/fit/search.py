@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.distributed import get_local_device
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
 from whet.core.run_folder import RunFolder
 from whet.execution import device_memory
+from whet.fit.estimate import BatchShape, predict_memory
 from whet.fit.measure import Measurement, measure_run
 from whet.fit.memory_parts import GIB, MemoryParts
 from whet.fit.proposals import propose
@@ -120,7 +123,28 @@ def _measure_choices(run: Run, config: Config, metric: Metric) -> FitResult:
         info(f"{choice}: {each.tokens_per_s:,.0f} tokens/s, {each.peak / GIB:.1f} of {capacity / GIB:.1f} GiB")
     best = pick_best(measured, metric)
     proposals = propose(config, best.choice, best.memory, sizes[-1], run.ranks.world_size)
-    return FitResult(device_name(device), run.ranks.world_size, capacity, measured, best, None, proposals)
+    predicted = _predict(run, best.choice)
+    return FitResult(device_name(device), run.ranks.world_size, capacity, measured, best, predicted, proposals)
+
+
+def _predict(run: Run, choice: MemoryChoice) -> MemoryParts | None:
+    """The memory of a step with this choice, on paper; None for what is not predicted: sharded models, and models that
+    cannot be traced."""
+    set_micro_rows(run, choice.micro_rows)
+    if has_collectives_in_passes(run.model, run.ranks) or run.model.unpacked:
+        return None
+    parallel = run.config.parallel.model_copy(update={"recompute": choice.recompute, "offload": choice.offload})
+    worst = run.loader.worst_batch()
+    batch = BatchShape(len(worst.tokens), len(worst.supervised_at), -(-run.loader.max_rank_rows // choice.micro_rows))
+    lengths = run.store.lengths[run.plan.documents].astype(np.float64)
+    try:
+        return predict_memory(
+            run.config.model_copy(update={"parallel": parallel}), run.ranks.device, batch,
+            float((lengths**2).sum() / lengths.sum()),
+        )  # fmt: skip
+    except Exception as error:  # fake tensors do not support every model's code
+        warn(f"memory is not predicted: {first_line(error)}")
+        return None
 
 
 def _worth_measuring(

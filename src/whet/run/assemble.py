@@ -23,8 +23,8 @@ from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store_check import StoreCheck
+from whet.execution import device_memory
 from whet.execution.compile import should_compile
-from whet.execution.device_memory import free_cached, has_own_memory
 from whet.execution.offload import offload_optimizer_state
 from whet.execution.transform import transform_layers
 from whet.model.flops import count_step_flops
@@ -188,7 +188,7 @@ def _build_optimizer(config: Config, model: LossModel, ranks: Ranks) -> tuple[Co
     has no room is offloaded."""
     is_offloaded, optimizer = config.parallel.offload in ("optimizer", "both"), None
     is_movable = config.parallel.offload in ("none", "activations")
-    can_offload = is_movable and config.train.micro_rows == "auto" and has_own_memory(ranks.device)
+    can_offload = is_movable and config.train.micro_rows == "auto" and device_memory.has_own_memory(ranks.device)
     try:
         optimizer = build_optimizer(model, config.train.optimizer, config.run.seed, is_offloaded)
     except torch.OutOfMemoryError:
@@ -196,7 +196,7 @@ def _build_optimizer(config: Config, model: LossModel, ranks: Ranks) -> tuple[Co
             raise
     if can_offload and not all(ranks.all_gather([optimizer is not None])):
         optimizer = None
-        free_cached(ranks.device, after_failure=True)
+        device_memory.free_cached(ranks.device, after_failure=True)
         offload = "both" if config.parallel.offload == "activations" else "optimizer"
         info(f"the device has no room for the optimizer's state: parallel.offload={offload}, with the same loss")
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": offload})})
