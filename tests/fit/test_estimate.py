@@ -141,7 +141,9 @@ def test_saved_activations_grow_with_the_tokens_and_recompute_saves_the_layers_i
     config = recipe("builtin:tiny", train={"precision": "bf16"})
     fake = fake_model(config, gpu="nvidia", compiles=True)
     one, two = trace_model(fake, 128, "none"), trace_model(fake, 256, "none")
-    assert two.saved == 2 * one.saved == one.scaled(2).saved
+    assert two.saved == 2 * one.saved
+    assert one.extrapolated(two, 256) == two
+    assert one.extrapolated(two, 512) == trace_model(fake, 512, "none")
     [full] = trace_model(fake, 128, "full").layers
     assert full.saved == full.hidden < one.layers[0].saved
     assert sum(each.flops for each in full.backward.operations) > sum(

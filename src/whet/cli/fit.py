@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,13 @@ def fit(
     metric: Annotated[
         str, typer.Option(metavar="throughput|memory", help="What to optimize: tokens per second, or peak memory.")
     ] = "throughput",
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODESxDEVICESxCARD",
+            help="Estimate on paper for hardware that is not here: 1x8xH200, 24x8xMI250X (a device is a GCD).",
+        ),
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -28,10 +36,12 @@ def fit(
 
     Measures steps of the real model on the worst batch of the data: the largest micro-batch, and recomputation and
     offload if it is small. The choice changes no number of the run; `whet train CONFIG` uses it, as long as
-    train.micro_rows is auto.
+    train.micro_rows is auto. With --plan nothing is measured: memory, sharding and time come from the model's shapes.
     """
     if metric not in ("throughput", "memory"):
         raise UsageError(f"--metric {metric}: give throughput or memory")
+    if plan is not None:
+        return _fit_on_paper(recipe, overrides, plan)
     from whet.config import read_config
     from whet.fit.search import fit as fit_run
     from whet.run.model_reference import resolve_model_reference
@@ -40,6 +50,23 @@ def fit(
     if launch_env.rank() == 0:
         _print(result)
     return result.as_json()
+
+
+def _fit_on_paper(recipe: Path, overrides: list[str] | None, plan: str) -> dict[str, Any]:
+    from whet.config import read_config
+    from whet.core.errors import ExitCode
+    from whet.fit.hardware import parse_hardware
+    from whet.fit.paper import estimate_on_paper, read_data_facts
+    from whet.fit.paper_text import as_json, print_estimate
+    from whet.run.data import make_plan, prepare_data
+    from whet.run.model_reference import resolve_model_reference
+
+    hardware = parse_hardware(plan)  # before the data is prepared
+    config = resolve_model_reference(read_config(recipe, overrides or []))
+    data = prepare_data(config)
+    estimate = estimate_on_paper(config, hardware, read_data_facts(data, make_plan(config, data)))
+    print_estimate(config, estimate)
+    return {**as_json(config, estimate), "exit_code": ExitCode.DONE if estimate.best else ExitCode.INPUT}
 
 
 def _print(result: FitResult) -> None:

@@ -72,13 +72,22 @@ class TrainingSize:
 
 def training_size(config: Config, fake: FakeModel, micro_batches: int = 1) -> TrainingSize:
     """Bytes of weights, of gradients after a backward pass, and of the optimizer state after a step."""
-    trained = [weight for weight in fake.root.parameters() if weight.requires_grad]
     sums_in_fp32 = fake.precision.weights == torch.bfloat16 and micro_batches > 1
-    gradients = sum(w.numel() * (4 if sums_in_fp32 and w.element_size() == 2 else w.element_size()) for w in trained)
-    with fake.mode:
-        optimizer = build_optimizer(fake.root, config.train.optimizer, config.run.seed)
-        states = optimizer_state_bytes(optimizer)
-    return TrainingSize(fake.weights, gradients, states, sum(weight.numel() for weight in trained))
+
+    def compute() -> TrainingSize:
+        trained = [weight for weight in fake.root.parameters() if weight.requires_grad]
+        sizes = (4 if sums_in_fp32 and weight.element_size() == 2 else weight.element_size() for weight in trained)
+        gradients = sum(size * weight.numel() for size, weight in zip(sizes, trained, strict=True))
+        with fake.mode:
+            states = optimizer_state_bytes(build_optimizer(fake.root, config.train.optimizer, config.run.seed))
+        return TrainingSize(fake.weights, gradients, states, sum(weight.numel() for weight in trained))
+
+    return fake.once(("size", sums_in_fp32), compute)
+
+
+def trains_all(fake: FakeModel) -> bool:
+    """Whether every weight is trained."""
+    return fake.once("trains_all", lambda: all(weight.requires_grad for weight in fake.root.parameters()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +197,7 @@ class _Moments:
 
     def _gathered_layer(self, size: int, parameters: int) -> int:
         """Where every weight is trained, layers are gathered in the compute dtype."""
-        if all(weight.requires_grad for weight in self.fake.root.parameters()):
+        if trains_all(self.fake):
             return min(size, parameters * self.fake.precision.compute.itemsize)
         return size
 
@@ -202,7 +211,8 @@ class _Moments:
         if self.on_host:
             return 0
         name = self.config.train.optimizer.name
-        largest = max((w.numel() for w in self.fake.root.parameters() if w.requires_grad), default=0)
+        weights = self.fake.root.parameters()
+        largest = self.fake.once("largest", lambda: max((w.numel() for w in weights if w.requires_grad), default=0))
         scratch = 0
         if name == "muon":  # momentum, direction and the products of the iteration, of one matrix at a time
             scratch = 12 * largest
@@ -211,7 +221,9 @@ class _Moments:
         return scratch + (_OFFLOAD_CHUNK if self.offloads_states else 0)
 
 
-def predict_memory(config: Config, device: torch.device, batch: BatchShape, typical_length: float = 0) -> MemoryParts:
+def predict_memory(
+    config: Config, device: torch.device, batch: BatchShape, typical_length: float
+) -> MemoryParts:
     """The memory of one step on a device of this machine, not sharded, for `whet fit` to compare with what it measures.
     `typical_length`: of the document that an average token is in; long ones get another attention."""
     precision = resolve_precision(config, device)

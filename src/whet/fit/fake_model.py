@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from whet.compat.bitsandbytes_private import NF4_BLOCK, NF4_SCALE_BLOCK
 from whet.compat.torch_private import fake_tensor_mode
 from whet.config import Config
 from whet.model import attention
-from whet.model.attention import AttentionSpec, Documents
-from whet.model.attention.interface import AttentionBackend
+from whet.model.attention import AttentionSpec, Documents, short_attention_forward
+from whet.model.experts.install import install_experts
 from whet.model.fp8.conversion import convert_to_fp8_
 from whet.model.load.placeholder import build_meta_model
 from whet.model.load.resize_embeddings import trainable_token_ids
 from whet.model.lora.fuse import fuse_lora_
+from whet.model.lora.low_rank import autocast_dtype
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantized_layers
 from whet.training.precision import PrecisionPolicy
 
 Gpu = Literal["nvidia", "amd"]
+_STAND_IN = "whet_on_paper"
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -39,17 +43,24 @@ class AttentionStandIn:
     output: Tensor | None = None
     """What attention returns, if given."""
 
-    def wrap(self, backend: AttentionBackend) -> AttentionBackend:
-        def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, documents: Documents) -> Tensor:
-            if self.output is not None:
-                return self.output
-            if self.inputs is not None:
-                self.inputs += [query, key, value]
-                return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-            # soft-caps and sinks, which `short` does not support, change nothing here
-            return backend(query, key, value, replace(spec, softcap=None, sinks=None), documents)
+    def install(self, model: nn.Module) -> None:
+        """Make a transformers model attend by it."""
+        AttentionInterface.register(_STAND_IN, self._attend)
+        model.set_attn_implementation(_STAND_IN)  # type: ignore[operator]
 
-        return attend
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        scaling: float | None = None, *, documents: Documents, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        dtype = autocast_dtype(query) or value.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if self.output is not None:
+            return self.output, None
+        if self.inputs is not None:
+            self.inputs += [query, key, value]
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        spec = AttentionSpec(1.0)  # windows, soft-caps and sinks change nothing that is saved
+        return short_attention_forward(query, key, value, spec, documents), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,14 @@ class FakeModel:
     mode: Any
     attention: AttentionStandIn | None
     """On a GPU."""
+    _known: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, compute: Callable[[], _T]) -> _T:
+        """What `compute` returned when it was first called for this key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        found: _T = self._known[key]
+        return found
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -107,9 +126,10 @@ def build_fake_model(config: Config, precision: PrecisionPolicy, *, gpu: Gpu | N
         model = unwrap_peft(adapted)
         if gpu is not None:
             fuse_lora_(model)
+    install_experts(model)
     stand_in = AttentionStandIn() if gpu is not None else None
     if stand_in is not None:
-        attention.install_backend(model, "short", stand_in.wrap)
+        stand_in.install(model)
     else:
         attention.install_backend(model, "sdpa")
     if precision.name == "fp8":

@@ -2,30 +2,19 @@
 
 The graph is torch.compile's, before it makes kernels of it: matrix products, attention and whet's own operators run one
 by one, and everything between two of them is fused into kernels that write only what is read again later.
-
-Shape letters: T tokens, E input features, F intermediate size, O output features, R rank.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-
-class Operation(NamedTuple):
-    """One kernel or several: their time is that of their FLOPs or of their bytes, whichever is longer."""
-
-    kind: Literal["matmul", "fp8", "memory"]
-    flops: int
-    bytes: int
-    inner: int = 0
-    """The inner dimension of a product: short sums keep tensor cores less busy."""
-    kernels: int = 1
+from whet.fit.operator_cost import GROUPED_SLOWDOWN, OWN_OPERATORS, OWN_SCRATCH, Operation
 
 
 class GraphCost(NamedTuple):
@@ -35,13 +24,19 @@ class GraphCost(NamedTuple):
     """The most bytes that are alive at a time, inputs included."""
     operations: tuple[Operation, ...]
 
-    def scaled(self, factor: float) -> GraphCost:
-        """For so many times the tokens."""
+    def extrapolated(self, longer: GraphCost, factor: float) -> GraphCost:
+        """This cost, plus `factor` times what a longer micro-batch costs more."""
         operations = (
-            each._replace(flops=round(factor * each.flops), bytes=round(factor * each.bytes))
-            for each in self.operations
+            short._replace(
+                flops=_affine(short.flops, long.flops, factor), bytes=_affine(short.bytes, long.bytes, factor)
+            )
+            for short, long in zip(self.operations, longer.operations, strict=True)
         )
-        return GraphCost(round(factor * self.peak), tuple(operations))
+        return GraphCost(_affine(self.peak, longer.peak, factor), tuple(operations))
+
+
+def _affine(short: int, long: int, factor: float) -> int:
+    return round(short + factor * (long - short))
 
 
 _VIEWS = {
@@ -192,8 +187,8 @@ def _read_limit(node: fx.Node) -> float:
 
 def _operator_cost(node: fx.Node) -> list[Operation]:
     name = _name(node)
-    if name in _OWN_OPERATORS:
-        return _OWN_OPERATORS[name](*(_values(argument) for argument in node.args))
+    if name in OWN_OPERATORS:
+        return OWN_OPERATORS[name](*(_values(argument) for argument in node.args))
     moved = _bytes_of(node) + sum(_bytes_of(_owner(each)) for each in node.all_input_nodes)
     if name not in _PRODUCTS:
         return [Operation("memory", 0, moved)]
@@ -201,26 +196,15 @@ def _operator_cost(node: fx.Node) -> list[Operation]:
     matrix = left.meta["val"]  # type: ignore[union-attr]
     inner = matrix.shape[-1]
     flops = 2 * matrix.numel() * result.shape[-1]
-    if name == "_grouped_mm":  # experts get few tokens each: five sixths of the rate (LOG.md, 2026-11-16)
-        flops = flops * 6 // 5
+    if name == "_grouped_mm":
+        flops = int(GROUPED_SLOWDOWN * flops)
     return [Operation("fp8" if name == "_scaled_mm" else "matmul", flops, moved, inner)]
 
 
 def _scratch_bytes(node: fx.Node) -> int:
     """What an operator allocates and frees inside."""
-    if _name(node) == "whet::lora_mlp_backward":
-        gate, adapters, chunk = (_values(node.args[at]) for at in (2, 8, 10))
-        tokens = min(len(gate), chunk)
-        matrices = 2 if len(adapters[4]) <= _MAX_RANK_IN_PLACE else 3
-        return int(matrices * tokens * gate.shape[1] * gate.element_size())
-    if _name(node) == "whet::lora_mlp_down":
-        gate = _values(node.args[0])
-        return int(gate.numel() * gate.element_size())
-    return 0
-
-
-_MAX_RANK_IN_PLACE = 32
-"""Up to this rank the backward kernel of the gated MLP does not write the activations again (lora_kernels.py)."""
+    scratch = OWN_SCRATCH.get(_name(node))
+    return 0 if scratch is None else int(scratch(*(_values(argument) for argument in node.args)))
 
 
 def _values(argument: Any) -> Any:
@@ -228,101 +212,3 @@ def _values(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         return argument.meta["val"]
     return [_values(each) for each in argument] if isinstance(argument, list | tuple) else argument
-
-
-def _frozen_product(tokens: int, a: Tensor, b: Tensor, parts: Sequence[Tensor], itemsize: int) -> list[Operation]:
-    """[T, E] · [E, O] with a frozen weight; in fp8 the weight is cast each time."""
-    inside, outside = a.shape[1], len(b)
-    moved = tokens * (inside + outside) * itemsize + inside * outside * itemsize
-    product = Operation("fp8" if len(parts) == 2 else "matmul", 2 * tokens * inside * outside, moved, inside)
-    return [product, Operation("memory", 0, 5 * inside * outside, kernels=2)] if len(parts) == 2 else [product]
-
-
-def _fp8_cast(x: Tensor, frozen: Sequence[Tensor], layers: int) -> list[Operation]:
-    """An operand is read for its amax, read again and written in 8 bits, once for all layers that share it."""
-    return [Operation("memory", 0, 5 * x.numel(), kernels=2)] if len(frozen) == 2 * layers else []
-
-
-def _lora_linear(
-    x: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int], biases: Any, adapters: Sequence[Tensor], scales: Any
-) -> list[Operation]:
-    size, tokens = x.element_size(), x.shape[:-1].numel()
-    pairs = list(zip(adapters[::2], adapters[1::2], strict=True))
-    low_rank = x.numel() + sum(2 * tokens * len(b) for _, b in pairs)  # written by the low-rank product, then read
-    products = [
-        each for (a, b), count in zip(pairs, sizes, strict=True)
-        for each in _frozen_product(tokens, a, b, frozen[:count], size)
-    ]  # fmt: skip
-    return [
-        *_fp8_cast(x, frozen, len(pairs)),
-        *products,
-        Operation("memory", 0, low_rank * size, kernels=2 + len(pairs)),
-    ]
-
-
-def _lora_linear_backward(
-    d_outputs: Sequence[Tensor], x: Tensor, xa: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int],
-    adapters: Sequence[Tensor], scales: Any, needs_x: bool,
-) -> list[Operation]:  # fmt: skip
-    size, tokens = x.element_size(), x.shape[:-1].numel()
-    pairs = list(zip(adapters[::2], adapters[1::2], strict=True))
-    low_rank = (1 + 2 * needs_x) * x.numel() + 2 * sum(d_y.numel() for d_y in d_outputs)
-    found = [Operation("memory", 0, low_rank * size, kernels=4 + 3 * len(pairs))]
-    if needs_x:
-        for (a, b), count in zip(pairs, sizes, strict=True):
-            found += _frozen_product(tokens, b.T, a.T, frozen[:count], size)
-        for d_y in d_outputs:
-            found += _fp8_cast(d_y, frozen, len(pairs))
-    return found
-
-
-def _lora_mlp_gate_up(
-    x: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor], gate_bias: Any, up_bias: Any, adapters: Sequence[Tensor],
-    scales: Any,
-) -> list[Operation]:  # fmt: skip
-    size, tokens = x.element_size(), x.shape[:-1].numel()
-    a_gate, b_gate, a_up, b_up = adapters
-    return [
-        *_fp8_cast(x, gate, 1), *_frozen_product(tokens, a_gate, b_gate, gate, size),
-        *_frozen_product(tokens, a_up, b_up, up, size), Operation("memory", 0, x.numel() * size, kernels=3),
-    ]  # fmt: skip
-
-
-def _lora_mlp_down(
-    gate0: Tensor, up0: Tensor, xa: Tensor, down: Sequence[Tensor], bias: Any, adapters: Sequence[Tensor], scale: Any
-) -> list[Operation]:
-    size, tokens = gate0.element_size(), len(gate0)
-    a_down, b_down = adapters[4], adapters[5]
-    activations = (3 * gate0.numel() + 2 * tokens * len(b_down)) * size
-    return [
-        Operation("memory", 0, activations, kernels=4), *_fp8_cast(gate0, down, 1),
-        *_frozen_product(tokens, a_down, b_down, down, size),
-    ]  # fmt: skip
-
-
-def _lora_mlp_backward(
-    d_y: Tensor, x: Tensor, gate0: Tensor, up0: Tensor, xa: Tensor, gate: Sequence[Tensor], up: Sequence[Tensor],
-    down: Sequence[Tensor], adapters: Sequence[Tensor], scales: Any, chunk: int, needs_x: bool,
-) -> list[Operation]:  # fmt: skip
-    size, tokens = x.element_size(), len(gate0)
-    a_gate, b_gate, a_up, b_up, a_down, b_down = adapters
-    # the kernel of the activations reads three and writes two; dB reads both gradients again
-    moved = (7 * gate0.numel() + (2 + 2 * needs_x) * x.numel() + 2 * d_y.numel()) * size
-    found = [
-        Operation("memory", 0, moved, kernels=13), *_fp8_cast(d_y, down, 1),
-        *_frozen_product(tokens, b_down.T, a_down.T, down, size),
-    ]  # fmt: skip
-    if needs_x:
-        for a, b, parts in ((a_gate, b_gate, gate), (a_up, b_up, up)):
-            found += [*_fp8_cast(gate0, parts, 1), *_frozen_product(tokens, b.T, a.T, parts, size)]
-    return found
-
-
-_OWN_OPERATORS: dict[str, Callable[..., list[Operation]]] = {
-    "whet::lora_linear": _lora_linear,
-    "whet::lora_linear_backward": _lora_linear_backward,
-    "whet::lora_mlp_gate_up": _lora_mlp_gate_up,
-    "whet::lora_mlp_down": _lora_mlp_down,
-    "whet::lora_mlp_backward": _lora_mlp_backward,
-}
-"""Operators that do more than read their inputs and write their outputs."""

@@ -13,8 +13,8 @@ _PLAN = re.compile(r"\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*[x×*]\s*(\S.*?)\s*", r
 _MOST_DEVICES = 10**6
 _CONTEXT_BYTES, _NCCL_BYTES = GIB // 2, GIB
 """What the driver and the libraries of collectives take on each device, beside torch's tensors."""
-_FRAGMENTATION = 0.03
-"""The part of a device's memory that torch's allocator cannot use."""
+_MAX_SHARE = 0.92
+"""Of a device's memory that a run uses, as `train.micro_rows: auto` does: the rest is for fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Hardware:
     def usable_bytes(self) -> int:
         """What the tensors of a run may take on one device."""
         taken = _CONTEXT_BYTES + (_NCCL_BYTES if self.world > 1 else 0)
-        return int(self.card.memory * (1 - _FRAGMENTATION)) - taken
+        return int(self.card.memory * _MAX_SHARE) - taken
 
     def __str__(self) -> str:
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes:,} nodes"

@@ -22,9 +22,11 @@ from whet.compat.torch_private import replace_forward
 from whet.core.errors import WhetError, first_line
 from whet.execution.transform import transform_layers
 from whet.fit.fake_model import FakeModel
-from whet.fit.graph_cost import GraphCost, Operation, graph_cost, node_bytes, saved_nodes
+from whet.fit.graph_cost import GraphCost, graph_cost, node_bytes, saved_nodes
+from whet.fit.operator_cost import Operation
+from whet.model.attention import document_kwargs
 from whet.model.lora.fuse import use_low_memory_backward_
-from whet.model.modules import decoder_layers
+from whet.model.modules import decoder_layers, model_body
 from whet.parallel.config import ParallelConfig
 
 Recompute = str
@@ -77,17 +79,28 @@ class ModelTrace:
         """Bytes kept for the backward pass."""
         return self.shared + self.ends + sum(kind.count * kind.saved for kind in self.layers)
 
-    def scaled(self, factor: float) -> ModelTrace:
-        """About the trace of a micro-batch that is `factor` times as long."""
-        kinds = tuple(
-            replace(
-                kind, saved=round(factor * kind.saved), hidden=round(factor * kind.hidden),
-                forward=kind.forward.scaled(factor), backward=kind.backward.scaled(factor),
-            )
-            for kind in self.layers
-        )  # fmt: skip
-        tokens, shared, ends = (round(factor * number) for number in (self.tokens, self.shared, self.ends))
-        return ModelTrace(tokens, kinds, shared, ends)
+    def extrapolated(self, longer: ModelTrace, tokens: int) -> ModelTrace | None:
+        """About the trace of so many tokens, from those of two lengths: all that is not constant grows with the tokens.
+        None if the compiler made something else of the two."""
+        factor = (tokens - self.tokens) / (longer.tokens - self.tokens)
+
+        def between(short: int, long: int) -> int:
+            return round(short + factor * (long - short))
+
+        kinds = []
+        for short, long in zip(self.layers, longer.layers, strict=True):
+            costs = (short.forward, long.forward), (short.backward, long.backward)
+            if any(len(one.operations) != len(other.operations) for one, other in costs):
+                return None
+            forward, backward = (one.extrapolated(other, factor) for one, other in costs)
+            kinds.append(
+                replace(
+                    short, saved=between(short.saved, long.saved), hidden=between(short.hidden, long.hidden),
+                    forward=forward, backward=backward,
+                )
+            )  # fmt: skip
+        shared, ends = between(self.shared, longer.shared), between(self.ends, longer.ends)
+        return ModelTrace(tokens, tuple(kinds), shared, ends)
 
 
 def trace_model(fake: FakeModel, tokens: int, recompute: Recompute, in_one_graph: bool = True) -> ModelTrace:
@@ -124,8 +137,11 @@ def saved_in_eager(fake: FakeModel, tokens: int, parallel: ParallelConfig) -> in
 
 def _run_body(fake: FakeModel, tokens: int) -> Tensor:
     """The last hidden states of one document of so many tokens."""
-    ids = torch.zeros(tokens, dtype=torch.int64)
-    return fake.root.hidden(ids, ids.clone(), torch.zeros(2, dtype=torch.int32), tokens, (0, tokens))
+    ids, bounds = torch.zeros(1, tokens, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    documents = document_kwargs(bounds, tokens, (0, tokens), with_spans=fake.attention is not None)
+    output = model_body(fake.root.language_model)(input_ids=ids, position_ids=ids.clone(), use_cache=False, **documents)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 class _SavedBytes:

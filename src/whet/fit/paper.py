@@ -31,6 +31,7 @@ from whet.run.step_rows import typical_rows
 from whet.training.precision import PrecisionPolicy, precision_policy
 
 _MOST_MICRO_ROWS = 64
+_SAME_SPEED = 0.97
 _SAMPLED_ROWS = 2048
 
 
@@ -107,6 +108,8 @@ class PaperEstimate:
     facts: DataFacts
     best: Candidate | None
     """The fastest layout that fits; None if none does."""
+    kept: Candidate | None
+    """The best layout without recomputation, where the configuration leaves that open."""
     smallest: Candidate
     """The layout that needs the least memory."""
     candidates: tuple[Candidate, ...]
@@ -127,12 +130,13 @@ def estimate_on_paper(config: Config, hardware: Hardware, facts: DataFacts) -> P
     search = _LayoutSearch(config, hardware, facts)
     candidates = list(search.candidates())
     fitting = [each for each in candidates if each.memory.total <= hardware.usable_bytes]
-    best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
+    best = _fastest(fitting)
     size = training_size(search.config, search.fake)
     parameters = sum(weight.numel() for weight in search.fake.root.parameters())
     return PaperEstimate(
         hardware, search.precision, parameters, size.trained, facts,
         None if best is None else search.retraced(best),
+        None if best is None else _without_recompute(candidates, best),
         min(candidates, key=lambda each: each.memory.total),
         tuple(_best_of_each_shard(candidates, hardware.usable_bytes)),
         size.weights + size.gradients + size.optimizer,
@@ -140,12 +144,30 @@ def estimate_on_paper(config: Config, hardware: Hardware, facts: DataFacts) -> P
     )  # fmt: skip
 
 
+def _fastest(fitting: list[Candidate]) -> Candidate | None:
+    """Of those that are about as fast, the one whose weights the fewest devices share: it depends least on links."""
+    fastest = max((each.tokens_per_s for each in fitting), default=0.0)
+    near = [each for each in fitting if each.tokens_per_s >= _SAME_SPEED * fastest]
+    return min(near, key=lambda each: (each.shard, -each.tokens_per_s), default=None)
+
+
+def _without_recompute(candidates: list[Candidate], best: Candidate) -> Candidate | None:
+    return next(
+        (
+            each for each in candidates
+            if (each.shard, each.micro_rows, each.recompute) == (best.shard, best.micro_rows, "none")
+        ),
+        None,
+    )  # fmt: skip
+
+
 def _best_of_each_shard(candidates: list[Candidate], usable: int) -> Iterator[Candidate]:
     for shard in dict.fromkeys(each.shard for each in candidates):
         group = [each for each in candidates if each.shard == shard]
         fitting = [each for each in group if each.memory.total <= usable]
-        if fitting:
-            yield max(fitting, key=lambda each: each.tokens_per_s)
+        fastest = _fastest(fitting)
+        if fastest is not None:
+            yield fastest
         else:
             yield min(group, key=lambda each: each.memory.total)
 
@@ -205,7 +227,7 @@ class _LayoutSearch:
         )
         config = self.config.model_copy(update={"parallel": parallel})
         tokens = -(-micro_rows * config.row_length // parallel.context)
-        trace = self._trace(config, tokens, exactly)
+        trace = self._trace(config, tokens) if exactly else self._extrapolate(config, tokens)
         micro_batches = -(-self._rows_of_rank() // micro_rows)
         facts, world = self.facts, self.hardware.world
         sharding = Sharding(shard, parallel.tensor, world)
@@ -216,14 +238,19 @@ class _LayoutSearch:
         step = estimate_step_time(config, self.fake, trace, self.hardware.card, work, sharding, self.hardware.nodes)
         return Candidate(shard, recompute, micro_rows, micro_batches, memory, step, facts.tokens / step.total)
 
-    def _trace(self, config: Config, tokens: int, exactly: bool) -> ModelTrace:
-        """Traced once for one row, and scaled."""
-        base = tokens if exactly else -(-config.row_length // config.parallel.context)
-        key = config.parallel.recompute, base
+    def _extrapolate(self, config: Config, tokens: int) -> ModelTrace:
+        """From one row and two: each trace takes seconds."""
+        row = -(-config.row_length // config.parallel.context)
+        one = self._trace(config, row)
+        if tokens == row:
+            return one
+        return one.extrapolated(self._trace(config, 2 * row), tokens) or self._trace(config, tokens)
+
+    def _trace(self, config: Config, tokens: int) -> ModelTrace:
+        key = config.parallel.recompute, tokens
         if key not in self._traces:
-            self._traces[key] = trace_batch(config, self.fake, base, self.facts.typical_length)
-        trace = self._traces[key]
-        return trace if base == tokens else trace.scaled(tokens / base)
+            self._traces[key] = trace_batch(config, self.fake, tokens, self.facts.typical_length)
+        return self._traces[key]
 
 
 def paper_precision(config: Config, card: Card) -> PrecisionPolicy:
@@ -244,8 +271,9 @@ def _proposals(config: Config, hardware: Hardware, facts: DataFacts) -> Iterator
     for settings in _smaller_settings(config):
         search = _LayoutSearch(_with_settings(config, settings), hardware, facts)
         fitting = [each for each in search.candidates() if each.memory.total <= hardware.usable_bytes]
-        if fitting:
-            yield settings, max(fitting, key=lambda each: each.tokens_per_s)
+        fastest = _fastest(fitting)
+        if fastest is not None:
+            yield settings, fastest
 
 
 def _smaller_settings(config: Config) -> Iterator[dict[str, Any]]:

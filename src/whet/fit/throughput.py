@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from whet.config import Config
 from whet.fit.cards import Card
-from whet.fit.estimate import Sharding, training_size
+from whet.fit.estimate import Sharding, training_size, trains_all
 from whet.fit.fake_model import FakeModel
-from whet.fit.graph_cost import Operation
 from whet.fit.model_trace import ModelTrace
+from whet.fit.operator_cost import Operation
 from whet.model.attention import CUDNN_MIN_LENGTH
 from whet.model.flops import AttentionCost, attention_costs, first_trained_module
 
@@ -38,6 +38,10 @@ _IDLE_SHARE = 0.01
 """Of a step: between steps, and kernels that are not counted."""
 _LINK_SHARE = 0.75
 """The part of a link's bandwidth that collectives reach."""
+_HOP_S = 4e-6
+"""What a message needs from one device of a ring to the next, beside its bytes."""
+_UNHIDDEN_SHARE = 0.05
+"""Of what computation could hide: the first layer's weights, and kernels that slow each other down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ def estimate_step_time(
     count = work.micro_batches / sharding.tensor
     products = rates.seconds(each for each in layers if each.kind != "memory")
     memory = rates.seconds(each for each in layers if each.kind == "memory")
-    attention = rates.attention(attention_costs(fake.root.language_model), work, config.parallel.recompute)
+    spans = fake.once("attention", lambda: attention_costs(fake.root.language_model))
+    attention = rates.attention(spans, work, config.parallel.recompute)
     head = rates.head(fake, work)
     computing = (products + memory + attention + head) * count
     waiting = 0.0
@@ -146,7 +151,8 @@ class _Rates:
     def head(self, fake: FakeModel, work: StepWork) -> float:
         """Products at supervised positions, and the logits, which are written once and read three times."""
         weight = fake.root.language_model.get_output_embeddings().weight  # type: ignore[operator, union-attr]
-        products = 1 + weight.requires_grad + (first_trained_module(fake.root.language_model) is not None)
+        trains = fake.once("trains", lambda: first_trained_module(fake.root.language_model) is not None)
+        products = 1 + weight.requires_grad + trains
         flops = 2 * weight.numel() * work.supervised * products
         logits = work.supervised * weight.shape[0] * (4 + 2 * 4 + 3 * 2)
         return flops / self.head_flops_per_s + logits / self.bytes_per_s
@@ -154,7 +160,7 @@ class _Rates:
     def optimizer(self, config: Config, fake: FakeModel, sharding: Sharding) -> float:
         """Reads weights, gradients and states, writes weights and states; gradients are read for their norm first."""
         size = training_size(config, fake)
-        weights = sum(w.numel() * w.element_size() for w in fake.root.parameters() if w.requires_grad)
+        weights = size.trained * (size.gradients // max(1, size.trained))  # gradients have the weights' dtype
         moved = 2 * weights + 2 * size.gradients + 2 * size.optimizer
         seconds = moved / sharding.shard / sharding.tensor / self.bytes_per_s
         if config.parallel.offload in ("optimizer", "both", "weights"):
@@ -177,39 +183,55 @@ def _uses_cuda_graphs(config: Config, fake: FakeModel, trace: ModelTrace, rates:
     return is_possible and are_small and flops / (rates.card.peak(fake.precision.name) or rates.peak) <= _LAUNCH_BOUND_S
 
 
+class _Links:
+    """What a ring of devices reaches: inside a node its links; across nodes the network cards of a node together, as
+    long as its rings do not use more than the links carry."""
+
+    def __init__(self, card: Card, per_node: int) -> None:
+        self._per_node = per_node
+        self.inside = card.link * _LINK_SHARE
+        self._outside = card.network * _LINK_SHARE
+
+    def rate(self, span: int, groups: int) -> float:
+        """Bytes per second of each device in a ring over `span` devices, of which every `groups`-th is in the ring:
+        those between are in rings of their own, and share the network."""
+        if span <= self._per_node:
+            return self.inside
+        return min(self.inside, self._outside * self._per_node / min(groups, self._per_node))
+
+
 def _exposed_communication(
     config: Config, fake: FakeModel, trace: ModelTrace, card: Card, work: StepWork, sharding: Sharding, nodes: int,
     computing: float,
 ) -> float:  # fmt: skip
     """Seconds that collectives take beyond the computation that hides them.
 
-    FSDP2 gathers each layer before both of its passes and reduces gradients in the last micro-batch, while the layer
-    before computes. Replicas add their gradients at the end of a step.
+    FSDP2 gathers each layer before both of its passes and reduces gradients in the last micro-batch, over shards and
+    replicas, while other layers compute. Without shards, replicas add their gradients at the end of a step.
     """
     if sharding.world == 1:
         return 0.0
-    size = training_size(config, fake)
-    per_node = max(1, sharding.world // nodes)
-    inside = card.link * _LINK_SHARE
-    outside = card.network * _LINK_SHARE
+    size, shard = training_size(config, fake), sharding.shard
+    links = _Links(card, max(1, sharding.world // nodes))
+    replicas = sharding.world // (shard * sharding.tensor)
     seconds = 0.0
-    shard = sharding.shard
     if shard > 1:
-        rate = inside if shard * sharding.tensor <= per_node else outside
-        all_trained = all(weight.requires_grad for weight in fake.root.parameters())
         weights = sum(
-            kind.count * (min(kind.weights, 2 * kind.parameters) if all_trained else kind.weights)
+            kind.count * (min(kind.weights, 2 * kind.parameters) if trains_all(fake) else kind.weights)
             for kind in trace.layers
         )
         root = size.weights - sum(kind.count * kind.weights for kind in trace.layers)
         received = (2 * weights + root) * work.micro_batches + 4 * size.trained
-        moving = received * (shard - 1) / shard / sharding.tensor / rate
-        seconds += max(0.0, moving - computing) + 0.05 * min(moving, computing)
-    replicas = sharding.world // (shard * sharding.tensor)
-    if replicas > 1:
-        rate = inside if sharding.world <= per_node else outside
-        seconds += 2 * 4 * size.trained / shard / sharding.tensor * (replicas - 1) / replicas / rate
+        moving = received * (shard - 1) / shard / sharding.tensor / links.rate(shard * sharding.tensor, 1)
+        collectives = 3 * sum(kind.count for kind in trace.layers) * work.micro_batches
+        moving += _HOP_S * (shard - 1) * collectives
+        reduced = 2 * 4 * size.trained / shard / sharding.tensor * (replicas - 1) / replicas
+        moving += reduced / links.rate(sharding.world, shard * sharding.tensor)
+        seconds += max(0.0, moving - computing) + _UNHIDDEN_SHARE * min(moving, computing)
+    elif replicas > 1:
+        reduced = 2 * size.gradients / sharding.tensor * (replicas - 1) / replicas
+        seconds += reduced / links.rate(sharding.world, sharding.tensor)
     if sharding.tensor > 1:  # four all-reduces of the hidden states in each layer
         layers = sum(kind.count * kind.hidden for kind in trace.layers)
-        seconds += 4 * 2 * layers * work.micro_batches * (sharding.tensor - 1) / sharding.tensor / inside
+        seconds += 4 * 2 * layers * work.micro_batches * (sharding.tensor - 1) / sharding.tensor / links.inside
     return seconds

@@ -1,0 +1,186 @@
+"""`whet fit --plan`: hardware by name, layouts, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.cli.fit import _fit_on_paper
+from whet.config import Config
+from whet.core.errors import WhetError
+from whet.fit.cards import CARDS, find_card
+from whet.fit.hardware import Hardware, parse_hardware
+from whet.fit.memory_parts import GIB
+from whet.fit.paper import DataFacts, PaperEstimate, estimate_on_paper
+from whet.fit.paper_text import as_json, reasons, verdict
+from whet.fit.published import published_speeds
+
+TINY = Path(__file__).parents[1] / "fixtures" / "tiny.yaml"
+
+
+def test_hardware_is_nodes_times_devices_times_card() -> None:
+    hardware = parse_hardware("24x8xMI250X")
+    assert (hardware.nodes, hardware.devices, hardware.world, hardware.card.name) == (24, 8, 192, "MI250X")
+    assert parse_hardware(" 1 × 8 × h200 ") == parse_hardware("1x8xH200")
+    assert parse_hardware("1x4xRTX 4090").card.name == "RTX4090"
+    assert parse_hardware("1X1Xa100-80GB").card.name == "A100"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("8xH200", "such as --plan 1x8xH200"),
+        ("H200", "such as --plan 1x1xH200"),
+        ("", "NODESxDEVICESxCARD"),
+        ("1x8x", "NODESxDEVICESxCARD"),
+        ("-1x8xH200", "NODESxDEVICESxCARD"),
+        ("1.5x8xH200", "NODESxDEVICESxCARD"),
+        ("0x8xH200", "0 nodes. Give at least 1"),
+        ("2x0xH200", "0 devices. Give at least 1"),
+        ("1x8xH20", "no card that whet knows. Known cards: H200"),
+        ("1x8xx", "no card that whet knows"),
+        ("999999999x8xH200", "more than 1,000,000 devices"),
+    ],
+)
+def test_other_hardware_is_refused_with_a_remedy(text: str, says: str) -> None:
+    with pytest.raises(WhetError, match=r"^--plan: ") as error:
+        parse_hardware(text)
+    assert says in str(error.value)
+
+
+@given(st.text("0123456789x×* H.-L4S\n", max_size=20))
+def test_any_text_is_hardware_or_an_error(text: str) -> None:
+    try:
+        hardware = parse_hardware(text)
+    except WhetError:
+        return
+    assert hardware.world >= 1
+    assert hardware.card in CARDS
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_card_has_its_rates(card: Any) -> None:
+    assert find_card(card.name) is card
+    assert card.peak("bf16")
+    assert card.peak("fp32")
+    assert Hardware(1, 1, card).usable_bytes > GIB
+
+
+def recipe(**sections: Any) -> Config:
+    """A tiny run whose settings leave one layout, unless a test sets others: each trace takes a moment."""
+    parts: dict[str, Any] = {
+        "run": {"name": "x", "dir": "unused"}, "model": {"path": "builtin:tiny"},
+        "data": {"sources": [{"path": "builtin:orders"}], "max_length": 256},
+        "train": {"batch": {"rows": 16}, "micro_rows": 2}, "parallel": {"recompute": "none"},
+    }  # fmt: skip
+    for name, section in sections.items():
+        parts[name] = {**parts.get(name, {}), **section} if isinstance(section, dict) else section
+    return Config.model_validate(parts)
+
+
+def facts(rows: int = 16, length: int = 256) -> DataFacts:
+    return DataFacts(100, rows, rows * length * 0.9, length * 0.5, length, np.full(4, length // 2), 2)
+
+
+def estimate(config: Config, hardware: Hardware, known: DataFacts | None = None) -> PaperEstimate:
+    found = estimate_on_paper(config, hardware, known or facts())
+    json.dumps(as_json(config, found))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_eight() -> PaperEstimate:
+    return estimate(recipe(), parse_hardware("1x8xH200"))
+
+
+def test_what_fits_is_not_sharded(on_eight: PaperEstimate) -> None:
+    best, config = on_eight.best, recipe()
+    assert best is not None
+    assert (best.shard, best.recompute, best.micro_rows, best.micro_batches) == (1, "none", 2, 1)
+    assert [each.shard for each in on_eight.candidates] == [1, 2, 4, 8]
+    assert "nothing needs to be sharded" in " ".join(reasons(config, on_eight))
+    assert verdict(config, on_eight)[1] == "fits"
+    assert best.settings(config) == {}
+    assert on_eight.hours == pytest.approx(100 * best.step.total / 3600)
+
+
+def test_too_large_a_model_is_sharded_with_its_reason_and_then_refused_with_remedies() -> None:
+    """SmolLM2's shape on cards with less and less memory for tensors."""
+    config, card = recipe(model={"path": "random:smollm-135m"}, train={"precision": "bf16"}), find_card("H200")
+
+    def on_cards_with(mib: float) -> PaperEstimate:
+        return estimate(config, Hardware(1, 8, replace(card, memory=int((1.5 * GIB + mib * 2**20) / 0.92))))
+
+    sharded = on_cards_with(1200)
+    assert sharded.candidates[0].memory.total > sharded.unsharded > 2 * GIB
+    assert sharded.best is not None
+    assert sharded.best.settings(config) == {"parallel.shard": 4}
+    assert "(parallel.shard=4, inside a node): with 1/2 on each, a device would need 1.4 GiB" in " ".join(
+        reasons(config, sharded)
+    )
+
+    refused = replace(on_cards_with(1), proposals=())
+    sign, title, text = verdict(config, refused)
+    assert (sign, title) == ("✗", "does not fit")
+    assert "Use more devices" in text
+
+
+def test_settings_of_the_configuration_are_kept() -> None:
+    config = recipe(parallel={"shard": 4, "recompute": "full"})
+    found = estimate(config, parse_hardware("1x8xH200"))
+    assert {(each.shard, each.recompute, each.micro_rows) for each in found.candidates} == {(4, "full", 2)}
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused() -> None:
+    with pytest.raises(WhetError, match=r"parallel\.shard=3 does not fit 8 processes"):
+        estimate(recipe(parallel={"shard": 3}), parse_hardware("1x8xH200"))
+
+
+def test_a_precision_that_the_card_lacks_is_refused() -> None:
+    with pytest.raises(WhetError, match=r"train\.precision: fp8: whet has no rate of it for MI250X"):
+        estimate(recipe(train={"precision": "fp8"}), parse_hardware("1x8xMI250X"))
+
+
+def test_what_the_numbers_do_not_know_is_said(on_eight: PaperEstimate) -> None:
+    config = recipe()
+    text = " ".join(reasons(config, replace(on_eight, hardware=parse_hardware("3x8xMI250X"))))
+    assert "16 rows for 24 devices, so 8 idle" in text
+    assert "not measured by whet" in text
+    assert "has not been measured on several GPUs" in " ".join(reasons(config, on_eight))
+    assert "measured" not in " ".join(reasons(config, replace(on_eight, hardware=parse_hardware("1x1xH200"))))
+
+
+def test_published_speeds_of_like_models_are_found() -> None:
+    tools = {each.tool for each in published_speeds(recipe(adapter={"rank": 16}), 8 * 10**9)}
+    assert {"whet", "TRL 1.16 + Liger", "NeMo Automodel"} <= tools
+    assert published_speeds(recipe(), 3 * 10**9) == []
+
+
+def test_the_command_estimates_for_its_own_data() -> None:
+    result = _fit_on_paper(TINY, ["train.micro_rows=1", "parallel.recompute=none"], "1x1xH200")
+    assert result["fits"]
+    assert result["exit_code"] == 0
+    assert result["steps"] == 12
+    assert result["hours"] > 0
+    with pytest.raises(WhetError, match="such as --plan 1x8xH200"):
+        _fit_on_paper(Path("no.yaml"), [], "8xH200")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "shard"), [("1x8xH200", 8), ("2x8xH200", 16)])
+def test_70b_is_sharded_over_all_devices(plan: str, shard: int) -> None:
+    config = recipe(
+        model={"path": "random:llama-70b", "dtype": "bf16"}, data={"max_length": 4096},
+        train={"precision": "bf16", "optimizer": {"name": "adamw16bit"}},
+    )  # fmt: skip
+    found = estimate(config, parse_hardware(plan), facts(length=4096))
+    assert found.best is not None
+    assert found.best.shard == shard
+    assert found.unsharded / GIB == pytest.approx(4 * 2 * 70.55e9 / GIB, rel=0.01)
