@@ -221,9 +221,7 @@ class _Moments:
         return scratch + (_OFFLOAD_CHUNK if self.offloads_states else 0)
 
 
-def predict_memory(
-    config: Config, device: torch.device, batch: BatchShape, typical_length: float
-) -> MemoryParts:
+def predict_memory(config: Config, device: torch.device, batch: BatchShape, typical_length: float) -> MemoryParts:
     """The memory of one step on a device of this machine, not sharded, for `whet fit` to compare with what it measures.
     `typical_length`: of the document that an average token is in; long ones get another attention."""
     precision = resolve_precision(config, device)
