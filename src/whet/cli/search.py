@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
+from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError, WhetError
 from whet.core.signals import StopRequested, raise_on_stop_signals
 
@@ -56,6 +57,8 @@ def search(
         raise UsageError(
             "--lr runs in one process: give it a job of its own, whet launch --on slurm -- search CONFIG --lr"
         )
+    if launch_env.world_size() > 1:
+        raise UsageError("whet search starts the processes of its trials by itself: start it once, without torchrun")
     try:
         with raise_on_stop_signals():
             if lr:
@@ -113,8 +116,9 @@ def _print_preview(planned: dict[str, Any], plan: SearchPlan, to_stdout: bool) -
         for number, bracket in enumerate(planned["brackets"])
         for index, rung in enumerate(bracket["rungs"])
     ]
+    ranges = len(plan.space.parameters)
     lines = [
-        f"{planned['method']}: {planned['trials']} trials of {len(plan.space.parameters)} parameters, by "
+        f"{planned['method']}: {planned['trials']} trials of {ranges} parameter{'s' * (ranges != 1)}, by "
         f"{plan.metric}; about {format_count(planned['tokens'])} tokens, {planned['share']:.0%} of as many full-length "
         "trials",
         *format_table(["bracket", "rung", unit, "trials", "tokens"], rows),

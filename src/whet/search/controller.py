@@ -115,7 +115,7 @@ class Controller:
         has_value = read_value(trial.config.folder, trial.steps[trial.reached], self._metric) is not None
         if has_value:
             self._advance(trial, place, bar, starts=not is_stopping)
-        elif end.exit_code == ExitCode.INPUT and trial.reached == 0:
+        elif end.exit_code == ExitCode.INPUT and read_progress(trial.config.folder)[0] == 0:
             self._reject(trial.number, f"invalid: {end.reason}")
         elif not (end.exit_code == ExitCode.STOPPED and is_stopping):
             missing = f"its evaluation has no {self._metric}"

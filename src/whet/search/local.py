@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ class _Running:
 class LocalPlace:
     """Starts trials through a server that has torch imported (trial_server.py), each on devices of its own."""
 
-    def __init__(self, logs: Path, concurrent: int | None, per_trial: int) -> None:
-        """`logs`: the folder for what trials print. `per_trial`: processes, and devices, of a trial."""
+    def __init__(self, logs: Path, concurrent: int | None, per_trial: int, modules: Sequence[str] = ()) -> None:
+        """`logs`: the folder for what trials print. `per_trial`: processes, and devices, of a trial. `modules`: to be
+        imported once for all."""
         logs.mkdir(parents=True, exist_ok=True)
         self._logs, self._per_trial = logs, per_trial
         self._running: dict[int, _Running] = {}
@@ -55,8 +57,8 @@ class LocalPlace:
         with (logs / "server.log").open("ab") as errors:
             # in a new session: Ctrl-C in a terminal is for the search, which stops the trials
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "whet.search.trial_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, env=env, start_new_session=True,
+                [sys.executable, "-m", "whet.search.trial_server", *modules],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True,
             )  # fmt: skip
         assert self._server.stdout is not None
         self._answers = self._server.stdout.fileno()

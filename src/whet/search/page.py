@@ -52,7 +52,7 @@ def _importance_section(result: SearchResult, names: dict[str, str]) -> Markup:
         return Markup("")
     ranked = sorted(result.importance.items(), key=lambda item: -item[1])
     rows = [(names.get(name, name), format_share(share)) for name, share in ranked]
-    note = "How much each parameter decides whether a complete trial is among the best (PED-ANOVA)."
+    note = "How much each parameter decides whether a trial is among the best (PED-ANOVA, by rank)."
     return html_section("Importance", html_table(("parameter", "share"), rows), note=note)
 
 

@@ -154,7 +154,11 @@ def make_place(plan: SearchPlan, on_slurm: bool) -> Place:
     if on_slurm:
         return SlurmPlace()
     launch = plan.config.launch
-    return LocalPlace(plan.folder / "logs", plan.settings.concurrent, launch.gpus or launch.processes or 1)
+    if launch.node_range()[1] > 1:
+        raise WhetError(f"launch.nodes: {launch.nodes}: a trial on this machine cannot use others. Remove it")
+    modules = ["peft.tuners.lora"] if any(key == "adapter" for key in plan.space.tree.plain()) else []
+    per_trial = launch.gpus or launch.processes or 1
+    return LocalPlace(plan.folder / "logs", plan.settings.concurrent, per_trial, modules)
 
 
 def run_search(plan: SearchPlan, place: Place, resume: bool) -> Any:

@@ -1,7 +1,7 @@
 """A process that starts the trials of this machine as forks of itself: it has torch and whet imported.
 
-`python -m whet train` spends four fifths of a short run on imports; a fork has none. It reads JSON lines on stdin and
-answers on stdout:
+`python -m whet train` spends four fifths of a short run on imports; a fork has none. Arguments are further modules to
+import. It reads JSON lines on stdin and answers on stdout:
 
     → {"start": 3, "argv": ["-m", "whet", "train", …], "env": {…}, "log": "FILE"}
     → {"signal": 15}                       to all trials
@@ -32,7 +32,7 @@ from whet.core.signals import terminate_with_parent
 
 _PRELOADED = (
     "whet.cli.app", "whet.run.lifecycle", "whet.run.trial", "whet.run.model_reference", "whet.report.html_report",
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "safetensors.torch", "peft.tuners.lora",
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "safetensors.torch",
     "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -91,7 +91,7 @@ def _preload() -> tuple[str, int]:
 
     found = torch.accelerator.current_accelerator(check_available=True)
     devices = 0 if found is None else torch.accelerator.device_count()
-    for name in () if devices else _PRELOADED:
+    for name in () if devices else (*_PRELOADED, *sys.argv[1:]):
         with contextlib.suppress(ImportError):  # of an extra
             importlib.import_module(name)
     gc.collect()
