@@ -100,6 +100,8 @@ class Config(Section):
             self._check_quantize(self.quantize)
         if self.parallel.tensor > 1:
             self._check_tensor_parallel()
+        if self.parallel.expert > 1:
+            self._check_expert_parallel()
         if self.parallel.offload == "weights":
             self._check_weight_offload()
         if self.shards_weights:
@@ -151,12 +153,23 @@ class Config(Section):
             "train.optimizer.name": self.train.optimizer.name == "adamw8bit"
             and "blocks of values that share a scale would be split",
         }
-        for key, reason in reasons.items():
+        self._reject_combination("parallel.tensor", self.parallel.tensor, reasons)
+
+    def _check_expert_parallel(self) -> None:
+        reasons = {
+            "quantize": self.quantize and "4-bit weights are not sharded",
+            "parallel.context": self.parallel.context > 1 and "a row would be split over processes that exchange tokens",
+            "parallel.tensor": self.parallel.tensor > 1 and "its plan splits each expert",
+            "train.optimizer.name": self.train.optimizer.name == "adamw8bit"
+            and "blocks of values that share a scale would be split",
+        }
+        self._reject_combination("parallel.expert", self.parallel.expert, reasons)
+
+    @staticmethod
+    def _reject_combination(key: str, value: int, reasons: dict[str, Any]) -> None:
+        for other, reason in reasons.items():
             if reason:
-                raise config_error(
-                    "parallel.tensor",
-                    f"{self.parallel.tensor} cannot be combined with {key}: {reason}. Remove one of them",
-                )
+                raise config_error(key, f"{value} cannot be combined with {other}: {reason}. Remove one of them")
 
     def _check_weight_offload(self) -> None:
         if self.parallel.shard is None:

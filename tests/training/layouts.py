@@ -32,6 +32,7 @@ from whet.data.render.chat_tokenizer import ChatTokenizer
 from whet.execution.transform import transform_layers
 from whet.model import attention
 from whet.model.config import AdapterConfig, ModelConfig
+from whet.model.experts.install import install_experts
 from whet.model.load.pretrained import load_model, prepare_float64_
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.fuse import fuse_lora_
@@ -76,6 +77,7 @@ class Layout:
     shard: int | None = None
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     optimizer: str = "adamw"
     family: str = "tiny"
     steps: int = STEPS
@@ -156,7 +158,7 @@ def used_model(family: str) -> nn.Module:
     if family == "llama":
         config: Any = LlamaConfig(**shape, mlp_bias=True, tie_word_embeddings=False)
     elif family == "mixtral":
-        experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "initializer_range": 0.2}
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "initializer_range": 0.2}
         config = MixtralConfig(**shape | experts)
     else:
         config = Qwen3Config(**shape | {"num_key_value_heads": 2}, tie_word_embeddings=True)
@@ -190,6 +192,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         shard=layout.shard,
         context=layout.context,
         tensor=layout.tensor,
+        expert=layout.expert,
         offload=layout.offload,
     )
     mesh = build_mesh(config, changed.pop("ranks", ALONE))
@@ -199,6 +202,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     if layout.adapter != "none":
         model = unwrap_peft(add_adapter(model, AdapterConfig(rank=4), seed=0).to(torch.float64))
     model.to(ranks.device)
+    install_experts(model)
     attention.install_backend(model, layout.attention)
     root = LossModel(model, router_aux_loss=layout.router_aux_loss)
     apply_ulysses(root, mesh)
@@ -299,7 +303,9 @@ DIVIDED = {
         Layout("best-fit", 1, padded=True, recompute="full", tensor=2, family="qwen3", steps=DIVIDED_STEPS),
         Layout("k-bin", 1, attention="eager", tensor=2, shard=1, family="llama", steps=DIVIDED_STEPS),
         Layout("none", 1, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
-        Layout("best-fit", 1, padded=True, shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, padded=True, expert=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("none", 2, shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("none", 1, recompute="full", expert=2, family="mixtral", adapter="peft", steps=DIVIDED_STEPS),
     ),
     4: (
         Layout("none", 1, shard=2, steps=DIVIDED_STEPS),
@@ -312,6 +318,10 @@ DIVIDED = {
         Layout("none", 1, shard=2, tensor=2, optimizer="muon", steps=DIVIDED_STEPS),
         Layout("none", 1, family="mixtral", router_aux_loss=0.5, context=2, steps=DIVIDED_STEPS),
         Layout("best-fit", 1, recompute="full", shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("none", 1, expert=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("best-fit", 1, padded=True, expert=2, shard=2, family="mixtral", steps=DIVIDED_STEPS),
+        Layout("none", 1, expert=2, shard=2, optimizer="muon", family="mixtral", steps=DIVIDED_STEPS),
+        Layout("none", 1, expert=4, family="mixtral", adapter="peft", steps=DIVIDED_STEPS),
     ),
 }
 """What so many processes run with weights or rows divided."""

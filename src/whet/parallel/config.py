@@ -17,7 +17,7 @@ class ParallelConfig(Section):
         default=None,
         ge=1,
         description="Replicas of the model; each computes its share of a step's rows (data parallelism). Defaults to "
-        "world size ÷ (shard × context × tensor).",
+        "world size ÷ (shard × context × tensor × expert).",
     )
     shard: int | None = Field(
         default=None,
@@ -36,6 +36,12 @@ class ParallelConfig(Section):
         ge=1,
         description="Processes that compute each layer together, each a part of the heads and of the MLP width (tensor "
         "parallelism), following the model's own plan: for layers too large for one device. Keep them on one machine.",
+    )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="Processes over which the experts of each layer of a mixture are distributed (expert parallelism): "
+        "tokens are sent to their experts and back. Each process computes its own rows.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
@@ -56,13 +62,13 @@ class ParallelConfig(Section):
 
     def replicas(self, processes: int) -> int:
         """The size of the axis `replicate` for so many processes; an error if the mesh does not fit them."""
-        fixed = (self.shard or 1) * self.context * self.tensor
+        fixed = (self.shard or 1) * self.context * self.tensor * self.expert
         replicate = self.replicate or max(1, processes // fixed)
         if replicate * fixed == processes:
             return replicate
         sizes = {
             "replicate": self.replicate, "shard": self.shard, "context": self.context if self.context > 1 else None,
-            "tensor": self.tensor if self.tensor > 1 else None,
+            "tensor": self.tensor if self.tensor > 1 else None, "expert": self.expert if self.expert > 1 else None,
         }  # fmt: skip
         product = " · ".join(f"parallel.{key}={value}" for key, value in sizes.items() if value is not None)
         raise WhetError(
@@ -74,6 +80,6 @@ class ParallelConfig(Section):
     @property
     def uses_fsdp(self) -> bool:
         """Sharding over one process would only copy every layer back and forth, except to offload weights."""
-        if self.tensor > 1:
+        if self.tensor > 1 or self.expert > 1:
             return True
         return self.shard is not None and (self.shard * self.context > 1 or self.offload == "weights")

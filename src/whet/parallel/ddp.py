@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from whet.core.distributed import Ranks
+from whet.core.heartbeat import PHASE
+from whet.parallel.dtensor import local_tensor
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -46,6 +49,18 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> No
         for number in unused:
             if not used[number]:
                 parameters[number].grad = None
+
+
+def all_reduce_in_group(weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Replace the gradients of these weights, or this process's shards of them, by their sum over a group ÷ `divisor`,
+    in buckets."""
+    for bucket in buckets([local_tensor(weight.grad) for weight in weights if weight.grad is not None]):
+        flat = flatten_dense_tensors(bucket)
+        PHASE.begin_wait()
+        dist.all_reduce(flat, group=group)
+        PHASE.end_wait()
+        for gradient, summed in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(summed if divisor == 1 else summed / divisor)
 
 
 def accumulate_in_fp32(model: nn.Module, enabled: bool = True) -> None:

@@ -23,6 +23,7 @@ from whet.model.load.placeholder import WeightSource, is_placeholder
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import decoder_layers
 from whet.parallel.dtensor import shard_like
+from whet.parallel.expert_parallel import apply_expert_parallel
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -49,6 +50,8 @@ def apply_fsdp(
     _placeholders_to_meta(root)
     if mesh.tensor_mesh is not None:  # first: FSDP2 shards what tensor parallelism leaves of each weight
         apply_tensor_parallel(root, mesh.tensor_mesh)
+    if mesh.expert_mesh is not None:
+        apply_expert_parallel(root, mesh.expert_mesh)
     for module in (*decoder_layers(root.language_model), root):
         param_dtype = None if module is root else gathered_dtype
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)

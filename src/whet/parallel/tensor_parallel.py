@@ -8,7 +8,7 @@ compute with the local shards. Embedding and head are replicated: the loss needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from whet.compat.torch_private import (
-    flatten_dense_tensors,
-    functional_all_reduce,
-    set_module_class,
-    unflatten_dense_tensors,
-)
+from whet.compat.torch_private import functional_all_reduce, set_module_class
 from whet.compat.transformers_private import tensor_parallel_plan
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError, describe_error
-from whet.core.heartbeat import PHASE
 from whet.model.attention import native_attention
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import eval_mode, model_body
-from whet.parallel.ddp import buckets
-from whet.parallel.dtensor import local_tensor
+from whet.parallel.ddp import all_reduce_in_group
 
 # The model's plan: transformers' models say which modules are colwise, rowwise, or replicated.
 
@@ -284,8 +277,8 @@ def sync_replicated_gradients(model: nn.Module) -> None:
     if state.replicated is None:
         state.replicated = _replicated_parameters(model, state)
     partial, whole = state.replicated
-    _all_reduce_gradients(partial, state.group, divisor=1)
-    _all_reduce_gradients(whole, state.group, divisor=state.group.size())
+    all_reduce_in_group(partial, state.group)
+    all_reduce_in_group(whole, state.group, divisor=state.group.size())
 
 
 def _replicated_parameters(
@@ -298,13 +291,3 @@ def _replicated_parameters(
         if weight.requires_grad and name not in state.sharded:
             (partial if name in state.all_reduced else whole).append(weight)
     return partial, whole
-
-
-def _all_reduce_gradients(weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int) -> None:
-    for bucket in buckets([local_tensor(weight.grad) for weight in weights if weight.grad is not None]):
-        flat = flatten_dense_tensors(bucket)
-        PHASE.begin_wait()
-        dist.all_reduce(flat, group=group)
-        PHASE.end_wait()
-        for gradient, summed in zip(bucket, unflatten_dense_tensors(flat, bucket), strict=True):
-            gradient.copy_(summed if divisor == 1 else summed / divisor)

@@ -27,7 +27,7 @@ from whet.run.assemble import assemble
 from whet.run.data import RunData, prepare_data
 from whet.run.export_run import ExportRequest, export_model
 from whet.run.memory_choice import choose_memory_settings
-from whet.run.model_builder import BackgroundModelLoader, require_tensor_parallel_plan, set_deterministic
+from whet.run.model_builder import BackgroundModelLoader, require_parallel_layers, set_deterministic
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
 from whet.run.resume import open_run_folder, recorded_data, write_run_inputs
 from whet.run.step_rows import require_rows
@@ -58,7 +58,7 @@ def run_training(
     trackers = check_trackers(config.track)
     if config.quantize is not None:
         require_bitsandbytes()
-    require_tensor_parallel_plan(config)
+    require_parallel_layers(config)
     if not resume:
         require_rows(config, *launch_env.process_layout())  # before data is prepared
     is_finished = resume and read_status(config.folder).get("state") == "finished"

@@ -39,6 +39,7 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
 from whet.model.randomness import is_stochastic, require_no_layer_drop
+from whet.parallel.expert_parallel import require_divisible_experts
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
@@ -236,11 +237,16 @@ class BackgroundModelLoader:
         return model
 
 
-def require_tensor_parallel_plan(config: Config) -> None:
-    """Refuse parallel.tensor for a model that has no tensor-parallel plan, before loading its weights.
+def require_parallel_layers(config: Config) -> None:
+    """Refuse parallel.tensor for a model that has no tensor-parallel plan, and parallel.expert for one whose experts
+    cannot be distributed, before loading its weights.
 
     With trust_remote_code the model's code runs only once, at loading, where such a model is refused.
     """
-    if config.parallel.tensor == 1 or config.model.trust_remote_code:
+    if config.parallel.tensor * config.parallel.expert == 1 or config.model.trust_remote_code:
         return
-    read_tensor_parallel_plan(build_meta_model(config.model, torch.float32), config.parallel.tensor)
+    model = build_meta_model(config.model, torch.float32)
+    if config.parallel.tensor > 1:
+        read_tensor_parallel_plan(model, config.parallel.tensor)
+    if config.parallel.expert > 1:
+        require_divisible_experts(model, config.parallel.expert)

@@ -74,7 +74,7 @@ def step_layout(config: Config, rows: int, nodes: int, devices: int, unpacked: b
     parallel = config.parallel
     return StepLayout(
         rows, 1 if unpacked else config.train.least_micro_rows, nodes, devices, parallel.context * parallel.tensor,
-        parallel.shard or 1,
+        (parallel.shard or 1) * parallel.expert,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients
 from whet.parallel.dtensor import local_tensor, replica_count
+from whet.parallel.expert_parallel import sum_gradients_over_expert_group
 from whet.parallel.fsdp import has_collectives_in_passes, reshard, set_gradient_sync
 from whet.parallel.tensor_parallel import sync_replicated_gradients
 from whet.training.optimizers.factory import apply_gradients, retract_step
@@ -53,6 +54,7 @@ def train_step(
     PHASE.enter("reducing gradients", forward.step + 1)
     all_reduce_gradients(parameters, ranks)
     sync_replicated_gradients(model)
+    sum_gradients_over_expert_group(model)
     if not ranks.is_tensor_main:
         sums[:2].zero_()
     sums[5] = squared_gradient_norm(parameters, ranks)

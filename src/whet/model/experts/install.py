@@ -7,6 +7,7 @@ outermost wrapper hands all adapters over at once, where peft would add their pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from whet.model.experts.operators import ExpertsShape, ExpertsWeights, LoraPair,
 from whet.model.lora.low_rank import autocast_dtype
 from whet.model.modules import add_mixin
 
+ExpertsFunction = Callable[[Tensor, Tensor, Tensor, ExpertsWeights], Tensor]
+
 IMPLEMENTATION = "whet"
-_ACTIVATION = "whet_activation"
+_ACTIVATION, _FUNCTION = "whet_activation", "whet_function"
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -49,6 +52,11 @@ def install_experts(model: nn.Module) -> int:
             if is_outermost and hasattr(module.get_base_layer(), _ACTIVATION) and not isinstance(module, _WithAdapters):
                 add_mixin(module, _WithAdapters)
     return len(found)
+
+
+def set_experts_function(module: nn.Module, function: ExpertsFunction) -> None:
+    """Compute a module by another function than `experts`, such as one that sends tokens to other processes."""
+    setattr(module, _FUNCTION, function)
 
 
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -97,7 +105,7 @@ def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tenso
     )
     mixed = autocast_dtype(x)
     tokens = x.reshape(-1, x.shape[-1])
-    y = experts(
+    y = getattr(module, _FUNCTION, experts)(
         tokens.to(mixed) if mixed else tokens,
         index,
         weights,
