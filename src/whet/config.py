@@ -158,7 +158,7 @@ class Config(Section):
     def _check_expert_parallel(self) -> None:
         reasons = {
             "quantize": self.quantize and "4-bit weights are not sharded",
-            "parallel.context": self.parallel.context > 1 and "a row would be split over processes that exchange tokens",
+            "parallel.context": self.parallel.context > 1 and "both exchange tokens between processes",
             "parallel.tensor": self.parallel.tensor > 1 and "its plan splits each expert",
             "train.optimizer.name": self.train.optimizer.name == "adamw8bit"
             and "blocks of values that share a scale would be split",

@@ -1,7 +1,7 @@
-"""Mixtures of experts from check to export, family by family: `pytest tests/run/test_expert_families.py` runs them all.
+"""Mixtures of experts from check to export: `WHET_TEST_ALL=1 pytest tests/run/test_expert_families.py` runs all.
 
 Each is a tiny random model with several experts: checked, trained with adapters and whole, stopped and resumed, by one
-process and by two, evaluated, exported as one model and as an adapter.
+process and by two, evaluated, exported as one model and as an adapter. `make test` takes two steps of each.
 """
 
 from __future__ import annotations
@@ -11,11 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from several_processes import torchrun
-from tiny_architectures import save_tiny_model
+from tiny_architectures import VOCABULARY, save_tiny_model, tiny_model
+from whet.core.distributed import Ranks
+from whet.data.loader import ReplayLoader, SavedDocument
+from whet.model import attention
+from whet.model.config import AdapterConfig
+from whet.model.experts.install import install_experts
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.model.loss.loss_model import LossModel
+from whet.model.modules import KeepFloat64
+from whet.model.packing_check import choose_packing
+from whet.training.config import OptimizerConfig
+from whet.training.optimizers.factory import build_optimizer
+from whet.training.step import ForwardPasses, train_step
 
 FAMILIES = (
     "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe", "qwen3_5_moe_text",
@@ -26,7 +39,43 @@ SHORT = [
     "train.steps=4", "train.precision=fp64", "data.max_length=256", "checkpoint.every=2", "export.at_end=none",
     "data.validation=null",
 ]  # fmt: skip
+ALONE = Ranks(0, 1, torch.device("cpu"))
 Steps = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_two_steps_of_a_family(kind: str) -> None:
+    """The first loss is the model's own, document by document; then it falls, and every adapter has a gradient."""
+    model: Any = tiny_model(kind)
+    documents = [
+        SavedDocument(torch.randint(3, VOCABULARY, (length,)).numpy(), np.array([0] + [1] * (length - 1), np.uint8))
+        for length in (5, 9, 7, 6)
+    ]
+    with torch.no_grad(), KeepFloat64():
+        own = [model(input_ids=ids[None], labels=ids[None]).loss.item() for ids in map(as_tensor, documents)]
+    weights = [len(document.ids) - 1 for document in documents]
+    model = unwrap_peft(add_adapter(model, AdapterConfig(rank=2), seed=0).double())
+    assert install_experts(model) >= 1
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model).train()
+    choose_packing(root, VOCABULARY, 9)
+    layout = [(0, [0, 1]), (1, [2, 3])] if not root.unpacked else [(row, [row]) for row in range(4)]
+    loader = ReplayLoader(documents, layout, 9, ())
+    optimizer = build_optimizer(root, OptimizerConfig(lr=1e-2), 0)
+    results = []
+    for _ in range(2):
+        forward = ForwardPasses(root, loader, 0, device=ALONE.device, seed=0, autocast=KeepFloat64(), loss_scale=1.0)
+        results.append(train_step(forward, optimizer, ranks=ALONE, clip_norm=1.0).wait())
+    assert results[0].loss == pytest.approx(np.average(own, weights=weights), rel=1e-9)
+    assert results[1].loss < results[0].loss
+    trained = {name: weight for name, weight in root.named_parameters() if weight.requires_grad}
+    assert any("experts" in name for name in trained)
+    assert not any("gate.lora" in name or "router" in name for name in trained)
+    assert [name for name, weight in trained.items() if weight.grad is None or not weight.grad.any()] == []
+
+
+def as_tensor(document: SavedDocument) -> torch.Tensor:
+    return torch.from_numpy(document.ids)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,4 +1,4 @@
-"""Runs whose experts are distributed over processes: equal to one process, continued and exported by any arrangement."""
+"""Runs whose experts are distributed over processes: equal to one process, continued and exported by any mesh."""
 
 from __future__ import annotations
 

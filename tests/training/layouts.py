@@ -302,10 +302,10 @@ DIVIDED = {
         Layout("none", 2, tensor=2, steps=DIVIDED_STEPS),
         Layout("best-fit", 1, padded=True, recompute="full", tensor=2, family="qwen3", steps=DIVIDED_STEPS),
         Layout("k-bin", 1, attention="eager", tensor=2, shard=1, family="llama", steps=DIVIDED_STEPS),
-        Layout("none", 1, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
         Layout("best-fit", 1, padded=True, expert=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
-        Layout("none", 2, shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
+        Layout("none", 1, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
         Layout("none", 1, recompute="full", expert=2, family="mixtral", adapter="peft", steps=DIVIDED_STEPS),
+        Layout("none", 2, shard=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
     ),
     4: (
         Layout("none", 1, shard=2, steps=DIVIDED_STEPS),

@@ -5,8 +5,8 @@ what it receives, and sends the results back (two all-to-alls forward, two backw
 over the expert axis, so that FSDP2 shards them further and checkpoints know their layout; all else is replicated over
 that axis. Adapters of experts are small and replicated, too: each process uses those of its experts.
 
-A process gets the whole gradient of its experts, from the tokens of all processes of its group, and of all other weights
-the part of its own rows, which is summed over the group.
+A process gets the whole gradient of its experts, from the tokens of all processes of its group, and of all other
+weights the part of its own rows, which is summed over the group.
 
 Shape letters: T tokens, K experts of a token, G experts, E hidden size, n processes, S rows received.
 """
@@ -33,21 +33,22 @@ _STATE_ATTRIBUTE = "_whet_expert_parallel"
 _MODEL_PREFIX = "language_model."
 
 
-def require_divisible_experts(model: nn.Module, processes: int) -> None:
-    """Refuse a model whose experts cannot be distributed evenly over so many processes."""
+def require_divisible_experts(model: nn.Module, processes: int) -> int:
+    """The number of experts in a layer; an error if they cannot be distributed evenly over so many processes."""
     found = experts_modules(model)
     if not found:
         raise WhetError(
             f"parallel.expert: {processes}, but {type(model).__name__} has no experts that whet can distribute. Remove "
             "parallel.expert; parallel.shard works with any model"
         )
-    for module in found.values():
-        count = len(next(module.parameters(recurse=False)))
+    counts = {len(next(module.parameters(recurse=False))) for module in found.values()}
+    for count in counts:
         if count % processes:
             raise WhetError(
                 f"parallel.expert: {processes}, but the model has {count} experts in a layer. Set it to a divisor of "
                 f"{count}"
             )
+    return max(counts)
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class ExpertParallelState:
     distributed: frozenset[str]
     """Parameters of which every process holds those of its experts."""
     others: list[nn.Parameter] = field(default_factory=list)
-    """Trainable parameters that are replicated over the group. Found in the first step, after FSDP2 has replaced them."""
+    """Trainable parameters that are replicated over the group. Found in the first step, after FSDP2 replaced them."""
 
 
 def apply_expert_parallel(root: LossModel, mesh: DeviceMesh) -> None:
@@ -96,7 +97,9 @@ def sum_gradients_over_expert_group(root: nn.Module) -> None:
 
 
 @torch.compiler.disable  # collectives with a process group are not traced
-def distributed_experts(group: dist.ProcessGroup, x: Tensor, index: Tensor, weights: Tensor, w: ExpertsWeights) -> Tensor:
+def distributed_experts(
+    group: dist.ProcessGroup, x: Tensor, index: Tensor, weights: Tensor, w: ExpertsWeights
+) -> Tensor:  # fmt: skip
     """`experts`, for x [T, E] of this process and experts of all processes of the group."""
     count, choices = w.shape.experts // group.size(), index.shape[1]
     chosen, order = torch.sort(index.reshape(-1), stable=True)

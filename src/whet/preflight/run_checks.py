@@ -56,6 +56,8 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         yield _adapter_finding(model, config.adapter.targets)
     if config.parallel.tensor > 1:
         yield _tensor_parallel_finding(model, config.parallel.tensor)
+    if config.parallel.expert > 1:
+        yield _expert_parallel_finding(model, config.parallel.expert)
     yield _vocabulary_finding(tokens, embedding_rows(model))
     try:
         longest = config.data.max_length if data is None else data.max_document_length
@@ -114,6 +116,19 @@ def _tensor_parallel_finding(model: nn.Module, processes: int) -> Finding:
         return Finding("tensor", "fault", str(error))
     layers = len(plan.colwise) + len(plan.rowwise)
     return Finding("tensor", "ok", f"{layers} linear layers are sharded over {processes} processes")
+
+
+def _expert_parallel_finding(model: nn.Module, processes: int) -> Finding:
+    from whet.model.lora.peft_adapters import unwrap_peft
+    from whet.parallel.expert_parallel import require_divisible_experts
+
+    try:
+        count = require_divisible_experts(unwrap_peft(model), processes)
+    except WhetError as error:
+        return Finding("expert", "fault", str(error))
+    return Finding(
+        "expert", "ok", f"of {count} experts in a layer, each of {processes} processes holds {count // processes}"
+    )
 
 
 def check_batch(config: Config, data: RunData | None, unpacked: bool) -> Iterator[Finding]:

@@ -74,7 +74,7 @@ _ROWS: Rows = {
                     "scaling_softmax scaling_softmax_factor scaling_softmax_bias s2_attention"),
     **no_equivalent("plugins of Axolotl", "plugins trainer_cls diffusion llmcompressor eta_min use_swanlab "
                     "swanlab_project"),
-    **no_equivalent("expert parallelism", "expert_parallel_size"),
+    **no_equivalent("parallel.expert, an axis of its own beside parallel.shard", "expert_parallel_size"),
     **no_equivalent("weights quantized by GPTQ", "gptq_groupsize gptq_model_v1 gptq_disable_exllama"),
     **no_equivalent("another configuration of the model", "model_config"),
     **not_needed(SPEED, "use_scattermoe use_sonicmoe liger_rms_norm_gated max_packed_sequence_len relora_cpu_offload"),
