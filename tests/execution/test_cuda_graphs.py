@@ -18,6 +18,7 @@ from whet.execution.cuda_graphs import (
     StaticGradients,
     compile_and_capture_count,
     enable_cuda_graphs,
+    max_gradient_bytes,
     release_cuda_graphs,
 )
 from whet.execution.transform import transform_layers
@@ -290,10 +291,7 @@ def test_graphs_are_not_used_where_impossible_or_useless(
     dropout = {"dropout": 0.1, "head only": None}.get(reason, 0.0)
     root = make_root(dropout=dropout, dtype=torch.float32, backend="eager")
     model: Any = root.language_model
-    if reason == "large":
-        monkeypatch.setattr(
-            cuda_graphs, "_MAX_GRADIENT_BYTES", sum(weight.nbytes for weight in root.trainable_parameters) - 1
-        )
+    room = sum(weight.nbytes for weight in root.trainable_parameters) - (reason == "large")
     if reason == "head only":
         model.model.requires_grad_(False)
     if reason == "tied":
@@ -302,5 +300,11 @@ def test_graphs_are_not_used_where_impossible_or_useless(
     if reason == "host":
         attention.install_backend(root.language_model, "sdpa")  # reads the edges on the host
     root.unpacked = reason == "unpacked"
-    assert not enable_cuda_graphs(root, tokens=4096, peak=1e6 if reason == "device" else 989e12)
+    assert not enable_cuda_graphs(root, 4096, 1e6 if reason == "device" else 989e12, room)
     assert not isinstance(root.hidden, GraphedHidden)
+
+
+def test_large_devices_have_room_for_more_gradients_unless_the_run_saves_memory() -> None:
+    assert max_gradient_bytes(24 * 2**30, saves_memory=False) == 2**30
+    assert max_gradient_bytes(128 * 2**30, saves_memory=False) == 4 * 2**30
+    assert max_gradient_bytes(128 * 2**30, saves_memory=True) == 2**30

@@ -34,7 +34,13 @@ def nf4_parts(weight: Any) -> list[Tensor]:
     return [weight.data, state.absmax, state.state2.absmax, state.state2.code, state.offset]
 
 
-def dequantize_nf4(parts: Any, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def set_unpacked_shape(weight: Any, shape: torch.Size) -> None:
+    """`ds_shape`: where peft looks for the shape of a parameter that does not have its own (made for DeepSpeed, whose
+    parameters are empty between uses)."""
+    weight.ds_shape = shape
+
+
+def dequantize_nf4(parts: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """`torch.ops.bitsandbytes.dequantize_blockwise` and `dequantize_4bit`: the weight that `nf4_parts` came from.
     bitsandbytes.functional.dequantize_4bit, which is public, takes a QuantState: not possible inside a custom op."""
     packed, scales, scales_of_scales, code, offset = parts

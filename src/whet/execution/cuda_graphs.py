@@ -30,8 +30,11 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 _LAUNCH_BOUND_S = 0.005
 """A layer whose two passes take longer than this at the device's peak FLOP/s is not launch-bound."""
-_MAX_GRADIENT_BYTES = 2**30
+MAX_GRADIENT_BYTES = 2**30
 """Gradients are allocated a second time for the graphs."""
+_MAX_GRADIENT_SHARE = 1 / 32
+"""Of a large device's memory, unless memory is scarce: adapters of all experts of Qwen3-30B-A3B have 2.4 GiB of
+gradients, and its layers take the host twice as long as an H200."""
 _MAX_SHAPES = 8
 """Batch shapes for which graphs are kept."""
 _not_capturable: WeakSet[LossModel] = WeakSet()
@@ -70,12 +73,19 @@ def root_cause(error: BaseException) -> str:
     return first_line(error)
 
 
-def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool:
+def max_gradient_bytes(device_bytes: int, saves_memory: bool) -> int:
+    """The gradients for which graphs are worth their memory; `saves_memory`: the run recomputes to need less of it."""
+    return MAX_GRADIENT_BYTES if saves_memory else max(MAX_GRADIENT_BYTES, int(device_bytes * _MAX_GRADIENT_SHARE))
+
+
+def enable_cuda_graphs(
+    root: LossModel, tokens: int, peak: float | None, max_gradients: int = MAX_GRADIENT_BYTES
+) -> bool:
     """Capture the hidden states of `root` from now on, if that is possible and worthwhile; returns whether it is.
 
     Possible: no dropout, no auxiliary loss of routers, attention that does not synchronize with the host, small
     gradients, no tied weights inside the layers. Worthwhile: the layers are launch-bound for a batch of `tokens` at
-    `peak` FLOP/s (None: unknown)."""
+    `peak` FLOP/s (None: unknown), and gradients take at most `max_gradients` bytes."""
     model = root.language_model
     if root in _not_capturable or root.unpacked or peak is None:
         return False
@@ -90,7 +100,7 @@ def enable_cuda_graphs(root: LossModel, tokens: int, peak: float | None) -> bool
     gradients = StaticGradients(root)
     if not gradients.weights or not gradients.are_untied:
         return False
-    if sum(weight.nbytes for weight in gradients.weights) > _MAX_GRADIENT_BYTES:
+    if sum(weight.nbytes for weight in gradients.weights) > max_gradients:
         return False
     if count_step_flops(model).per_token * tokens / len(layers) / peak > _LAUNCH_BOUND_S:
         return False

@@ -38,9 +38,9 @@ _MATMULS = {
 _LOW_RANK_RATIO = 8
 _ALWAYS_SAVED = (
     "scaled_dot_product", "varlen_attn", "flex_attention", "flash_attn", "flash_attention", "short_attention",
-    "whet::lora_linear", "whet::lora_mlp", GEMM_4BIT_OP, "_c10d_functional::all_reduce",
+    "whet::lora_linear", "whet::lora_mlp", "whet::experts", GEMM_4BIT_OP, "_c10d_functional::all_reduce",
 )  # fmt: skip
-"""Attention, layers fused with their adapters, products with 4-bit weights, tensor-parallel all-reduces."""
+"""Attention, layers fused with their adapters, experts, products with 4-bit weights, tensor-parallel all-reduces."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

@@ -11,6 +11,7 @@ from whet.execution.compile import compile_forward, set_activation_memory_budget
 from whet.execution.offload import with_activation_offload
 from whet.execution.recompute import has_dropout, with_recompute, with_recompute_in_eager
 from whet.model.attention import supports_fullgraph
+from whet.model.experts.install import experts_modules
 from whet.model.lora.fuse import use_low_memory_backward_
 from whet.model.modules import decoder_layers
 from whet.parallel.config import ParallelConfig
@@ -28,8 +29,9 @@ def transform_layers(
         return
     full = config.recompute == "full"
     # The compiler recomputes less than a whole layer, but only if the layer is one graph; with dropout it would draw
-    # other random numbers.
+    # other random numbers, and with experts it may round routers in another way, which can choose other experts.
     by_compiler = full and compile and supports_fullgraph(language_model) and not has_dropout(language_model)
+    by_compiler = by_compiler and not experts_modules(language_model)
     if compile:
         set_activation_memory_budget(full=by_compiler)
     if full or offload:

@@ -113,6 +113,7 @@ def require_mergeable(parts: Sequence[WeightedAdapter]) -> None:
             "DoRA": config.get("use_dora"),
             "modules_to_save": config.get("modules_to_save"),
             "trainable_token_indices": config.get("trainable_token_indices"),
+            "adapters of experts": config.get("target_parameters"),  # peft would mix the ranks of different experts
         }
         unweightable = next((name for name, value in features.items() if value), None)
         if unweightable and (len(parts) > 1 or part.weight != 1):

@@ -21,6 +21,7 @@ from whet.exporting.hf_folder import (
 )
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
+from whet.model.experts.install import install_experts
 from whet.model.load.pretrained import prepare_float64_
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
 from whet.model.quantize import quantize_
@@ -103,4 +104,6 @@ def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> 
     if vocabulary > embedding_rows(base):  # for added tokens; the adapter has their rows
         base.resize_token_embeddings(vocabulary)
     quantize_(base.requires_grad_(False), torch.device("cpu"))
-    return unwrap_peft(PeftModel.from_pretrained(base, folder))
+    model = unwrap_peft(PeftModel.from_pretrained(base, folder))
+    install_experts(model)  # peft cannot add its product to 4-bit experts
+    return model

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.bitsandbytes_private import quant_state
 from whet.compat.peft_private import adapted_parameter, modules_to_save_type, trainable_tokens_type, tuner_layer_type
 from whet.compat.torch_private import persistent_buffers
 from whet.model.attention import native_attention
@@ -20,7 +21,7 @@ from whet.model.load.placeholder import is_placeholder
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.lora.trained_weights import TrainedWeight
 from whet.model.modules import decoder_layers
-from whet.model.quantize import count_weights, dequantize_linear, is_quantized
+from whet.model.quantize import count_weights, dequantize_linear, dequantize_parameter, is_quantized, weight_shape
 
 ReadWeight = Callable[[str, torch.dtype], Tensor]
 """(name inside the language model, dtype) → weight."""
@@ -64,7 +65,7 @@ class TrainedModel:
     @property
     def is_quantized(self) -> bool:
         """Whether the base is in 4 bits."""
-        return any(map(is_quantized, self.model.modules()))
+        return any(quant_state(weight) is not None for weight in self.model.parameters())
 
     @property
     def num_parameters(self) -> int:
@@ -127,7 +128,7 @@ class TrainedModel:
             for key, tensor in _own_tensors(owner, deep=owner is not module):
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield MergedWeight(f"{name}.{key}".lstrip("."), tuple(tensor.shape), self._reader(tensor))
+                    yield MergedWeight(f"{name}.{key}".lstrip("."), tuple(weight_shape(tensor)), self._reader(tensor))
 
     def _reader(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: self.value(tensor).cpu()
@@ -143,13 +144,13 @@ class TrainedModel:
     def value(self, tensor: Tensor) -> Tensor:
         """A weight of the model, read if it is a placeholder."""
         if not is_placeholder(tensor):
-            return tensor.detach()
+            return dequantize_parameter(tensor).detach()
         assert self._read is not None, "a model with placeholder weights needs `read`"
         return self._read(self._names[id(tensor)], tensor.dtype)
 
     def _merged_layer(self, name: str, layer: Any) -> Iterator[MergedWeight]:
         base = layer.get_base_layer()
-        plain = [(key, tuple(tensor.shape)) for key, tensor in base.named_parameters()]
+        plain = [(key, tuple(weight_shape(tensor))) for key, tensor in base.named_parameters()]
         for key, shape in _dequantized_shapes(base) if is_quantized(base) else plain:
             yield MergedWeight(f"{name}.{key}", shape, self._merged_reader(layer, key))
 
@@ -173,8 +174,8 @@ class TrainedModel:
             )
             try:
                 for inner, tensor in before.items():
-                    dtype = torch.promote_types(tensor.dtype, torch.float32)
-                    value = self.value(tensor).to(device, dtype, copy=True)
+                    value = self.value(tensor)
+                    value = value.to(device, torch.promote_types(value.dtype, torch.float32), copy=True)
                     work.register_parameter(inner, nn.Parameter(value, requires_grad=False))
                 for each in merging:
                     each.merge()

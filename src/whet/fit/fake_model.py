@@ -24,7 +24,7 @@ from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.low_rank import autocast_dtype
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
-from whet.model.quantize import quantized_layers
+from whet.model.quantize import quantized_layers, quantized_stacks
 from whet.training.precision import PrecisionPolicy
 
 Gpu = Literal["nvidia", "amd"]
@@ -118,6 +118,7 @@ def build_fake_model(config: Config, precision: PrecisionPolicy, *, gpu: Gpu | N
     if config.quantize is not None:
         model.requires_grad_(False)
         four_bit = {model.get_submodule(name).weight for name in quantized_layers(model)}  # type: ignore[misc]
+        four_bit |= {model.get_parameter(name) for name in quantized_stacks(model)}
     if config.adapter is not None:
         with torch.device("meta"):  # peft would initialise the adapters on the host
             adapted = add_adapter(

@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from whet.compat.peft_private import adapted_parameter
+from whet.model.quantize import weight_shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,15 +91,16 @@ def _module_matrices(model: nn.Module, name: str) -> Iterator[MatrixCost]:
     parameters = [
         parameter
         for kind, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim in (2, 3) and not kind.endswith("bias")  # biases of fused experts are 2-D
+        if len(weight_shape(parameter)) in (2, 3) and not kind.endswith("bias")  # biases of fused experts are 2-D
     ]
     if isinstance(module, nn.Linear):  # by its features: a quantized weight is packed
         trained = module.weight.requires_grad
         yield MatrixCost(name, module.in_features * module.out_features, _expert_share(model, name), trained)
         return
     for parameter in parameters:
-        used = _active_expert_share(model, parameter.shape[0]) if parameter.ndim == 3 else 1.0
-        yield MatrixCost(name, parameter.numel(), used, parameter.requires_grad)
+        shape = weight_shape(parameter)
+        used = _active_expert_share(model, shape[0]) if len(shape) == 3 else 1.0
+        yield MatrixCost(name, shape.numel(), used, parameter.requires_grad)
 
 
 def _expert_share(model: nn.Module, name: str) -> float:
@@ -106,8 +108,8 @@ def _expert_share(model: nn.Module, name: str) -> float:
     matrix, of which a token uses those of its experts."""
     adapter = _ADAPTER_MATRIX.match(name)
     adapted = adapted_parameter(model.get_submodule(adapter[1])) if adapter else None
-    if adapted is not None and adapted.ndim == 3:
-        return _active_expert_share(model, adapted.shape[0])
+    if adapted is not None and len(weight_shape(adapted)) == 3:
+        return _active_expert_share(model, weight_shape(adapted)[0])
     expert = _EXPERT_NAME.match(name)
     return _active_expert_share(model, len(list(model.get_submodule(expert[1]).children()))) if expert else 1.0
 

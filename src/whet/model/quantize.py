@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.compat.bitsandbytes_private import NF4_BLOCK, disable_cpu_repacking, quant_state
+from whet.compat.bitsandbytes_private import (
+    NF4_BLOCK,
+    dequantize_nf4,
+    disable_cpu_repacking,
+    nf4_parts,
+    quant_state,
+    set_unpacked_shape,
+)
 from whet.core.errors import WhetError
+from whet.model.experts.install import experts_modules, install_experts
 from whet.model.frozen_weight import materialize_weight, weight_compute_dtype, weight_parts
 
 MIN_QUANTIZED_SHARE = 0.5
 """Below this share of 4-bit weights, whet warns that quantization saves little."""
+_MAX_WEIGHTS = 2**31 - 1
+"""In one tensor: bitsandbytes counts them in 32 bits."""
 
 
 def require_bitsandbytes() -> None:
@@ -28,20 +38,47 @@ def require_bitsandbytes() -> None:
 
 
 def quantize_(model: nn.Module, device: torch.device) -> None:
-    """Replace every frozen linear layer but the head by a 4-bit one on `device`, one after the other.
+    """Replace every frozen linear layer but the head by a 4-bit one on `device`, and the stacked weights of experts by
+    4-bit ones, one after the other.
 
     With `model` on the host, the device holds the 4-bit model and at most one 16-bit weight. Layers whose in_features
     are not a multiple of the block size stay as they are: bitsandbytes' CPU kernels dequantize them with scales of
     other rows (seen in 0.50.2: errors of 1.4 instead of 0.4).
     """
     require_bitsandbytes()
-    for name in quantized_layers(model):
-        try:
+    stacks = quantized_stacks(model)
+    try:
+        for name in quantized_layers(model):
             model.set_submodule(name, _to_linear_4bit(model.get_submodule(name), device))
-        except NotImplementedError:
-            raise WhetError(
-                f"quantize: nf4: bitsandbytes does not support {device.type} devices. Remove quantize"
-            ) from None
+        for name in stacks:
+            module, _, key = name.rpartition(".")
+            model.get_submodule(module).register_parameter(key, _to_4bit_stack(model.get_parameter(name), device))
+    except NotImplementedError:
+        raise WhetError(
+            f"quantize: nf4: bitsandbytes does not support {device.type} devices. Remove quantize"
+        ) from None
+    if stacks:
+        install_experts(model)  # transformers' own implementations multiply with 16-bit weights
+
+
+def quantized_stacks(model: nn.Module) -> list[str]:
+    """The names of the stacked expert weights [experts, …, …] that `quantize_` replaces; their last dimension is a
+    multiple of the block size."""
+    return [
+        f"{name}.{key}"
+        for name, module in experts_modules(model).items()
+        for key, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3 and not weight.requires_grad and weight.shape[2] % NF4_BLOCK == 0
+        and weight.numel() <= _MAX_WEIGHTS
+    ]  # fmt: skip
+
+
+def _to_4bit_stack(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
+    from bitsandbytes.nn import Params4bit
+
+    packed = Params4bit(weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+    set_unpacked_shape(packed, weight.shape)
+    return packed
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
@@ -93,6 +130,18 @@ def dequantize_linear(layer: Any) -> nn.Linear:
     plain.weight = nn.Parameter(dequantize_weight(layer), requires_grad=False)
     plain.bias = layer.bias
     return plain.train(layer.training)
+
+
+def weight_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a weight, whose 4-bit weights are packed."""
+    state = quant_state(parameter)
+    return parameter.shape if state is None else torch.Size(state.shape)
+
+
+def dequantize_parameter(parameter: Tensor) -> Tensor:
+    """A 4-bit weight in its original shape and dtype; any other as it is."""
+    state = quant_state(parameter)
+    return parameter if state is None else dequantize_nf4(nf4_parts(parameter), tuple(state.shape), state.dtype)
 
 
 def count_weights(parameter: Tensor) -> int:

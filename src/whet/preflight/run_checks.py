@@ -94,7 +94,7 @@ def _quantization_finding(model: nn.Module, kind: str) -> Finding:
     part, taken, plain = quantized_share(model), weight_bytes(model) / 2**20, dequantized_bytes(model) / 2**20
     text = f"{part:.0%} of the weights are in {kind}; the model takes {taken:,.1f} MiB instead of {plain:,.1f}"
     if part < MIN_QUANTIZED_SHARE:
-        return Finding("quantize", "warning", f"{text}. Embeddings and fused experts stay in 16 bits")
+        return Finding("quantize", "warning", f"{text}. Embeddings stay in 16 bits")
     return Finding("quantize", "ok", text)
 
 

@@ -76,10 +76,7 @@ def print_summary(run: Run) -> None:
     if config.train.router_aux_loss == 0 and outputs_router_logits(run.model) and router_remark is not None:
         warn(router_remark)
     if config.quantize is not None and (share := quantized_share(language_model)) < MIN_QUANTIZED_SHARE:
-        warn(
-            f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings, and experts "
-            "fused into one weight, cannot be in it"
-        )
+        warn(f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings cannot be in it")
     if config.adapter is not None and covered_share(coverage := adapter_coverage(language_model)) < MIN_COVERAGE:
         warn(describe_coverage(coverage, config.adapter.targets))
     if config.adapter is not None and (routers := frozen_routers(language_model)):

@@ -21,7 +21,7 @@ from whet.core.distributed import Ranks
 from whet.model.effect import WeightEffect
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
 from whet.model.loss.loss_model import LossModel
-from whet.model.quantize import dequantize_weight, is_quantized
+from whet.model.quantize import dequantize_parameter
 from whet.parallel.dtensor import local_tensor, replica_count, shard_like, unsharded
 from whet.parallel.fsdp import reshard
 from whet.training.optimizers.state import dequantize_blockwise
@@ -80,8 +80,7 @@ class EffectMeter:
             found[1] += share * _square(_by_expert(weight, before)).to(found)
             return
         found[0] += share * weight.product_norms(_whole).double().square().to(found)
-        owner = weight.layer.get_base_layer()
-        base = dequantize_weight(owner) if is_quantized(owner) else weight.base
+        base = dequantize_parameter(weight.base)
         values, first = _units(weight, base)
         found[1, first : first + len(values)] += _square(values).to(found) / replica_count(base, self._ranks)
 

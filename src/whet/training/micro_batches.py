@@ -9,7 +9,7 @@ import torch
 
 from whet.core.console import warn
 from whet.execution.compile import should_compile
-from whet.execution.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
+from whet.execution.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs, max_gradient_bytes
 from whet.model.peak_flops import device_peak_flops
 from whet.parallel.ddp import accumulate_in_fp32
 from whet.parallel.fsdp import is_sharded
@@ -33,7 +33,9 @@ def _set_cuda_graphs(run: Run, tokens: int) -> None:
     device, precision = run.ranks.device, run.precision
     compiles = should_compile(run.config.model.compile, device, precision.compute)
     if compiles and device.type == "cuda" and run.ranks.world_size == 1 and run.config.parallel.offload == "none":
-        enable_cuda_graphs(run.model, tokens, device_peak_flops(device, precision.name))
+        memory = torch.cuda.get_device_properties(device).total_memory
+        room = max_gradient_bytes(memory, run.config.parallel.recompute != "none")
+        enable_cuda_graphs(run.model, tokens, device_peak_flops(device, precision.name), room)
 
 
 def use_smaller_micro_batches(run: Run, rows: int, step: int) -> None:

@@ -37,6 +37,8 @@ class Inputs(NamedTuple):
     up0: Tensor
     d_h: Tensor
     y: Tensor
+    xa: Tensor | None
+    d_ha: Tensor | None
     up: Adapter | None
     down: Adapter | None
 
@@ -56,30 +58,35 @@ def draw(shape: tuple[Any, ...], dtype: torch.dtype) -> Inputs:
     rows, count = sort_by_expert(index.to(DEVICE), experts), tokens * choices
     return Inputs(
         rows, choices, drawn(tokens, hidden), drawn(tokens, hidden), drawn(tokens, choices).float(),
-        drawn(count, 2 * width), drawn(count, width), drawn(count, hidden), adapter(up_rank, hidden, 2 * width),
-        adapter(down_rank, width, hidden),
+        drawn(count, 2 * width), drawn(count, width), drawn(count, hidden),
+        drawn(count, up_rank) if up_rank else None, drawn(count, down_rank) if down_rank else None,
+        adapter(up_rank, hidden, 2 * width), adapter(down_rank, width, hidden),
     )  # fmt: skip
 
 
 def compute(steps: Any, each: Inputs, gated: GatedSilu) -> list[Tensor | None]:
     """Every function of `steps`, each with the same inputs."""
     activation, rows = Activation(gated, gated), each.rows
-    up_a, _ = each.up or (None, None)
+    up_a, up_b = each.up or (None, None)
     _, down_b = each.down or (None, None)
-    x_s, xa = steps.gather_rows(each.x, rows, each.choices, up_a)
-    _, d_ha = steps.gather_rows(each.d_out, rows, each.choices, down_b)
+    gathered = [
+        *steps.gather_rows(each.x, rows, each.choices, up_a), *steps.gather_rows(each.d_out, rows, each.choices, down_b)
+    ]  # fmt: skip
     weight = each.weights.reshape(-1)[rows.order]
-    given = [None if low is None else low.to(torch.float16).to(each.x.dtype) for low in (xa, d_ha)]
-    h, ha = steps.activate(each.up0, given[0], each.up, each.down, rows, activation)
+    h, ha = steps.activate(each.up0, each.xa, each.up, each.down, rows, activation)
     found = steps.activate_backward(
-        each.d_h, given[1], weight, each.up0, given[0], each.up, each.down, rows, activation
+        each.d_h, each.d_ha, weight, each.up0, each.xa, each.up, each.down, rows, activation
     )
     summed = [steps.sum_over_choices(each.y, weights, rows, each.choices) for weights in (None, each.weights)]
-    added = steps.add_low_rank_(each.y.clone(), given[0], up_a, rows)
-    outers: list[Tensor | None] = []
-    if given[0] is not None:
-        outers = [steps.low_rank_outer(given[0], *right) for right in ((each.x, rows, each.choices), (each.up0, rows))]
-    return [x_s, xa, h, ha, *found, *summed, added, *outers]
+    added = steps.add_low_rank_(each.y.clone(), each.xa, up_a, rows)
+    others: list[Tensor | None] = []
+    if each.xa is not None and up_b is not None:
+        others = [
+            steps.low_rank_outer(each.xa, each.x, rows, each.choices, 0.3),
+            steps.low_rank_outer(each.xa, each.up0, rows, None, is_b=True),
+            steps.cast_b(up_b.permute(2, 1, 0).flatten(1).contiguous(), len(rows.ends), up_b.dtype),
+        ]
+    return [*gathered, h, ha, *found, *summed, added, *others]
 
 
 def exact(each: Inputs) -> Inputs:

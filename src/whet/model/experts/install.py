@@ -7,11 +7,12 @@ outermost wrapper hands all adapters over at once, where peft would add their pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from whet.compat.bitsandbytes_private import nf4_parts, quant_state
 from whet.compat.peft_private import param_wrapper_type
 from whet.compat.transformers_private import is_experts_module, register_experts_implementation
 from whet.model.experts.activation import register_activation
@@ -98,10 +99,10 @@ def _layer_names(module: Any) -> tuple[str, str]:
 
 def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     up_name, down_name = _layer_names(module)
-    up, down = getattr(module, up_name), getattr(module, down_name)
+    (up_shape, up_parts), (down_shape, down_parts) = (_stack(getattr(module, name)) for name in (up_name, down_name))
     inputs, outputs = (1, 2) if module.is_transposed else (2, 1)
     shape = ExpertsShape(
-        up.shape[0], up.shape[inputs], up.shape[outputs], down.shape[inputs], int(module.is_transposed)
+        up_shape[0], up_shape[inputs], up_shape[outputs], down_shape[inputs], int(module.is_transposed)
     )
     mixed = autocast_dtype(x)
     tokens = x.reshape(-1, x.shape[-1])
@@ -110,8 +111,14 @@ def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tenso
         index,
         weights,
         ExpertsWeights(
-            shape, [up], [down], *(getattr(module, f"{name}_bias", None) for name in (up_name, down_name)),
+            shape, up_parts, down_parts, *(getattr(module, f"{name}_bias", None) for name in (up_name, down_name)),
             adapters.get(up_name), adapters.get(down_name), getattr(module, _ACTIVATION),
         ),
     )  # fmt: skip
     return y.view_as(x).to(x.dtype)
+
+
+def _stack(weight: Any) -> tuple[Sequence[int], list[Tensor]]:
+    """The shape of a stacked weight and its tensors: itself, or NF4 values with their scales."""
+    state = quant_state(weight)
+    return (weight.shape, [weight]) if state is None else (state.shape, nf4_parts(weight))

@@ -22,7 +22,8 @@ from whet.model.experts.steps import ActivationGradients, Adapter
 MAX_RANK = 128
 """For higher ranks the accumulators would not fit into registers."""
 _ROWS = 64
-_GATHER_COLUMNS, _ACTIVATE_COLUMNS, _LOW_RANK_COLUMNS, _SUM_COLUMNS = 128, 64, 128, 1024
+_GATHER_COLUMNS, _ACTIVATE_COLUMNS, _LOW_RANK_COLUMNS, _SUM_COLUMNS, _CAST_COLUMNS = 128, 64, 128, 1024, 16
+_OUTER_COLUMNS = 128
 
 
 @triton.jit
@@ -271,13 +272,22 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _outer_kernel(  # type: ignore[no-untyped-def]
-    left_ptr, right_ptr, order_ptr, ends_ptr, out_ptr, choices, columns, rank: tl.constexpr, block_rank: tl.constexpr,
-    gathered: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, stages: tl.constexpr,
+    left_ptr, right_ptr, order_ptr, ends_ptr, out_ptr, choices, factor, columns, experts,
+    expert_stride, rank_stride, column_stride, rank: tl.constexpr, block_rank: tl.constexpr, gathered: tl.constexpr,
+    block_experts: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """One program for some columns of one expert's matrix"""
-    expert = tl.program_id(1)
-    end = tl.load(ends_ptr + expert)
-    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    """One program for some columns of one expert's matrix. Experts with many rows come first: programs that start last
+    should be short."""
+    index = tl.arange(0, block_experts)
+    ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
+    starts = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
+    counts = tl.where(index < experts, ends - starts, -1)
+    is_before = (counts[None, :] > counts[:, None]) | (
+        (counts[None, :] == counts[:, None]) & (index[None, :] < index[:, None])
+    )
+    is_own = tl.sum(is_before.to(tl.int32), axis=1) == tl.program_id(1)
+    expert = tl.sum(tl.where(is_own, index, 0), 0)
+    begin, end = tl.sum(tl.where(is_own, starts, 0), 0), tl.sum(tl.where(is_own, ends, 0), 0)
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     total = tl.zeros((block_rank, block_columns), tl.float32)
     for start in tl.range(begin, end, block_rows, num_stages=stages):
@@ -289,9 +299,24 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
         mask = (row < end)[:, None] & (column < columns)[None, :]
         right = tl.load(right_ptr + taken[:, None] * columns + column[None, :], mask=mask, other=0.0)
         total = tl.dot(tl.trans(left), right, total)
-    index = tl.arange(0, block_rank)
-    offset = (expert.to(tl.int64) * rank + index)[:, None] * columns + column[None, :]
-    tl.store(out_ptr + offset, total, mask=(index < rank)[:, None] & (column < columns)[None, :])
+    ranks = tl.arange(0, block_rank)
+    offset = expert.to(tl.int64) * expert_stride + ranks[:, None] * rank_stride + column[None, :] * column_stride
+    tl.store(out_ptr + offset, total * factor, mask=(ranks < rank)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _cast_b_kernel(  # type: ignore[no-untyped-def]
+    b_ptr, out_ptr, columns, experts, rank, block_experts: tl.constexpr, block_columns: tl.constexpr
+):
+    """Some columns of one rank: [columns, rank, experts] → [experts, rank, columns]"""
+    column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    expert = tl.arange(0, block_experts)
+    mask = (column < columns)[:, None] & (expert < experts)[None, :]
+    tile = tl.load(
+        b_ptr + (column[:, None] * rank + tl.program_id(1)) * experts + expert[None, :], mask=mask, other=0.0
+    )
+    offset = (expert[:, None] * rank + tl.program_id(1)) * columns + column[None, :]
+    tl.store(out_ptr + offset, tl.trans(tile.to(out_ptr.dtype.element_ty)), mask=tl.trans(mask))
 
 
 # The functions of `steps.py`
@@ -304,7 +329,7 @@ def gather_rows(x: Tensor, rows: SortedRows, choices: int, right: Tensor | None)
     if count:
         _gather_kernel[(_tiles(rows),)](
             x, rows.order, rows.ends, _or(right, x), gathered, _or(low, x), choices, len(rows.ends), x.shape[1],
-            rank, _rank_block(rank), **_tile_options(rows, _GATHER_COLUMNS, 3), num_warps=4,
+            rank, _rank_block(rank), **_tile_options(rows, _GATHER_COLUMNS, 2), num_warps=4,
         )  # fmt: skip
     return gathered, low
 
@@ -340,7 +365,7 @@ def activate_backward(
             d_h, _or(d_ha, up0), weight, up0, _or(xa, up0), up0 if up is None else up.b,
             up0 if down is None else down.a, rows.ends, d_up, _or(d_xa, up0), h, _or(ha, up0), _or(weighted, up0),
             d_weight, len(rows.ends), h.shape[1], **_activation_options(activation, up, down),
-            **_tile_options(rows, _ACTIVATE_COLUMNS, 2), num_warps=4,
+            **_tile_options(rows, _ACTIVATE_COLUMNS, 3), num_warps=4,
         )  # fmt: skip
     return ActivationGradients(d_up, d_xa, h, ha, weighted, d_weight)
 
@@ -350,7 +375,7 @@ def add_low_rank_(y: Tensor, xa: Tensor | None, b: Tensor | None, rows: SortedRo
         rank = b.shape[1]
         _add_low_rank_kernel[(_tiles(rows),)](
             y, xa, b, rows.ends, len(rows.ends), y.shape[1], rank, _rank_block(rank),
-            **_tile_options(rows, _LOW_RANK_COLUMNS, 3), num_warps=4,
+            **_tile_options(rows, _LOW_RANK_COLUMNS, 2), num_warps=4,
         )  # fmt: skip
     return y
 
@@ -367,13 +392,28 @@ def sum_over_choices(y: Tensor, weights: Tensor | None, rows: SortedRows, choice
     return out
 
 
-def low_rank_outer(left: Tensor, right: Tensor, rows: SortedRows, choices: int | None = None) -> Tensor:
+def low_rank_outer(
+    left: Tensor, right: Tensor, rows: SortedRows, choices: int | None, factor: float = 1.0, is_b: bool = False
+) -> Tensor:
     right, experts, rank, columns = right.contiguous(), len(rows.ends), left.shape[1], right.shape[1]
-    out = left.new_empty(experts, rank, columns, dtype=torch.float32)
-    _outer_kernel[(triton.cdiv(columns, _LOW_RANK_COLUMNS), experts)](
-        left, right, rows.order, rows.ends, out, choices or 1, columns, rank, _rank_block(rank), choices is not None,
-        _ROWS, _LOW_RANK_COLUMNS, 3, num_warps=4,
+    sizes = (columns, rank, experts) if is_b else (experts, rank, columns)
+    out = left.new_empty(sizes, dtype=torch.float32)
+    out = out.permute(2, 1, 0) if is_b else out
+    block_rows, stages = (_ROWS, 3) if is_b else (2 * _ROWS, 2)
+    _outer_kernel[(triton.cdiv(columns, _OUTER_COLUMNS), experts)](
+        left, right, rows.order, rows.ends, out, choices or 1, factor, columns, experts, *out.stride(),
+        rank, _rank_block(rank), choices is not None, triton.next_power_of_2(experts), block_rows, _OUTER_COLUMNS,
+        stages, num_warps=4,
     )  # fmt: skip
+    return out
+
+
+def cast_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    columns, rank = len(b), b.shape[1] // experts
+    out = b.new_empty(experts, rank, columns, dtype=dtype)
+    _cast_b_kernel[(triton.cdiv(columns, _CAST_COLUMNS), rank)](
+        b, out, columns, experts, rank, triton.next_power_of_2(experts), _CAST_COLUMNS, num_warps=4
+    )
     return out
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from whet.compat.bitsandbytes_private import dequantize_nf4
 from whet.core.resources import has_triton
 from whet.model.experts import steps as by_torch
 from whet.model.experts.activation import activation as activation_of
@@ -118,10 +119,10 @@ def _up_forward(
     scales: Sequence[float], shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sorted rows, up0 [S, U] without its adapter, and xa [S, R]."""
-    sizes, steps = ExpertsShape(*shape), _steps(x, lora)
+    sizes, steps = ExpertsShape(*shape), _steps(x, shape, lora)
     with torch.autocast(x.device.type, enabled=False):
         rows = sort_by_expert(index, sizes.experts)
-        adapter = _adapter(lora, scales, sizes, x.dtype)
+        adapter = _adapter(lora, scales[0], sizes, x.dtype, steps) if lora else None
         x_s, xa = steps.gather_rows(x, rows, index.shape[1], adapter and adapter.a)
         up0 = grouped_product(x_s, _matrix(up, sizes.hidden, sizes.up, sizes, x.dtype), rows.ends)
         _add_bias_(up0, bias, rows)
@@ -152,9 +153,10 @@ def _down_forward(
 ) -> Tensor:  # fmt: skip
     """The output [T, E]."""
     sizes, rows, dtype = ExpertsShape(*shape), SortedRows(order, inverse, ends), up0.dtype
-    steps = _steps(up0, [*up_lora, *down_lora])
+    steps = _steps(up0, shape, up_lora, down_lora)
     with torch.autocast(up0.device.type, enabled=False):
-        up_adapter, down_adapter = _adapters(up_lora, down_lora, scales, sizes, dtype)
+        up_adapter = _adapter(up_lora, scales[0], sizes, dtype, steps) if up_lora else None
+        down_adapter = _adapter(down_lora, scales[-1], sizes, dtype, steps) if down_lora else None
         h, ha = steps.activate(up0, xa, up_adapter, down_adapter, rows, activation_of(activation))
         y = grouped_product(h, _matrix(down, sizes.intermediate, sizes.hidden, sizes, dtype), rows.ends)
         _add_bias_(y, bias, rows)
@@ -186,9 +188,10 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, of the router's weights, of up, down and their biases (empty if not needed), of the adapters."""
     sizes, rows, dtype = ExpertsShape(*shape), SortedRows(order, inverse, ends), x.dtype
-    choices, steps = weights.shape[1], _steps(x, [*up_lora, *down_lora])
+    choices, steps = weights.shape[1], _steps(x, shape, up_lora, down_lora)
     with torch.autocast(x.device.type, enabled=False):
-        up_adapter, down_adapter = _adapters(up_lora, down_lora, scales, sizes, dtype)
+        up_adapter = _adapter(up_lora, scales[0], sizes, dtype, steps) if up_lora else None
+        down_adapter = _adapter(down_lora, scales[-1], sizes, dtype, steps) if down_lora else None
         weight = weights.reshape(-1)[order].to(torch.promote_types(dtype, torch.float32))
         # of down's input, before it is multiplied by the router's weight
         d_s, d_ha = steps.gather_rows(d_out, rows, choices, down_adapter and down_adapter.b)
@@ -222,13 +225,13 @@ def _backward(
             del d_x_s
         d_lora: list[Tensor] = []
         if found.d_xa is not None:
-            d_a = steps.low_rank_outer(found.d_xa, x, rows, choices)
-            d_b = steps.low_rank_outer(xa, found.d_up, rows)
-            d_lora += _lora_gradients(d_a, d_b, up_lora, scales[0])
+            d_a = steps.low_rank_outer(found.d_xa, x, rows, choices, scales[0])
+            d_b = steps.low_rank_outer(xa, found.d_up, rows, None, is_b=True)
+            d_lora += _lora_gradients(d_a, d_b, up_lora)
         if found.ha is not None and found.d_ha is not None:
-            d_a = steps.low_rank_outer(found.d_ha, found.h, rows)
-            d_b = steps.low_rank_outer(found.ha, d_out, rows, choices)
-            d_lora += _lora_gradients(d_a, d_b, down_lora, scales[-1])
+            d_a = steps.low_rank_outer(found.d_ha, found.h, rows, None, scales[-1])
+            d_b = steps.low_rank_outer(found.ha, d_out, rows, choices, is_b=True)
+            d_lora += _lora_gradients(d_a, d_b, down_lora)
         return [d_x, d_weights.to(weights.dtype).view_as(weights), d_up, d_down, d_up_bias, d_down_bias, *d_lora]
 
 
@@ -247,10 +250,12 @@ def _(
     return [torch.empty_like(x) if needs_x else x.new_empty(0), torch.empty_like(weights), *needed, *lora]
 
 
-def _steps(x: Tensor, lora: Sequence[Tensor]) -> Any:
+def _steps(x: Tensor, shape: Sequence[int], *lora: Sequence[Tensor]) -> Any:
     """Kernels for 16-bit inputs on CUDA, torch otherwise."""
     kernels = _kernels() if x.is_cuda and x.dtype.itemsize == 2 else None
-    return by_torch if kernels is None else kernels
+    if kernels is None or any(pair and len(pair[0]) > kernels.MAX_RANK * shape[0] for pair in lora):
+        return by_torch
+    return kernels
 
 
 @functools.cache
@@ -271,32 +276,22 @@ def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[list[Tenso
     return tuple(parts)
 
 
-def _adapters(
-    up: Sequence[Tensor], down: Sequence[Tensor], scales: Sequence[float], shape: ExpertsShape, dtype: torch.dtype
-) -> tuple[Adapter | None, Adapter | None]:
-    return _adapter(up, scales, shape, dtype), _adapter(down, scales[-1:], shape, dtype)
-
-
-def _adapter(
-    lora: Sequence[Tensor], scales: Sequence[float], shape: ExpertsShape, dtype: torch.dtype
-) -> Adapter | None:
+def _adapter(lora: Sequence[Tensor], scale: float, shape: ExpertsShape, dtype: torch.dtype, steps: Any) -> Adapter:
     """From peft's layout, rounded once."""
-    if not lora:
-        return None
-    a = lora[0].new_empty(lora[0].shape, dtype=dtype).unflatten(0, (shape.experts, -1))
-    b = lora[1].unflatten(1, (-1, shape.experts)).permute(2, 1, 0)
-    torch.mul(lora[0].view_as(a), scales[0], out=a)
-    return Adapter(a, torch.empty(b.shape, dtype=dtype, device=b.device).copy_(b))
+    a = lora[0].new_empty(lora[0].shape, dtype=dtype)
+    torch.mul(lora[0], scale, out=a)
+    return Adapter(a.unflatten(0, (shape.experts, -1)), steps.cast_b(lora[1], shape.experts, dtype))
 
 
-def _lora_gradients(d_a: Tensor, d_b: Tensor, lora: Sequence[Tensor], scale: float) -> list[Tensor]:
+def _lora_gradients(d_a: Tensor, d_b: Tensor, lora: Sequence[Tensor]) -> list[Tensor]:
     """In peft's layout."""
-    return [(d_a * scale).flatten(0, 1).to(lora[0].dtype), d_b.permute(2, 1, 0).flatten(1).to(lora[1].dtype)]
+    return [d_a.flatten(0, 1).to(lora[0].dtype), d_b.permute(2, 1, 0).flatten(1).to(lora[1].dtype)]
 
 
 def _matrix(parts: Sequence[Tensor], inputs: int, outputs: int, shape: ExpertsShape, dtype: torch.dtype) -> Tensor:
-    """A weight as [G, in, out] in `dtype`."""
-    weight = parts[0].to(dtype)
+    """A weight as [G, in, out] in `dtype`; a 4-bit one is dequantized here, in each pass again."""
+    stored = (shape.experts, inputs, outputs) if shape.is_transposed else (shape.experts, outputs, inputs)
+    weight = parts[0].to(dtype) if len(parts) == 1 else dequantize_nf4(parts, stored, dtype)
     return weight if shape.is_transposed else weight.transpose(1, 2)
 
 

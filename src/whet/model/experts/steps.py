@@ -98,12 +98,19 @@ def sum_over_choices(y: Tensor, weights: Tensor | None, rows: SortedRows, choice
     return (by_token if weights is None else by_token * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)
 
 
-def low_rank_outer(left: Tensor, right: Tensor, rows: SortedRows, choices: int | None = None) -> Tensor:
-    """The sum over each expert's rows of left [S, R] ⊗ right → [G, R, I] in at least fp32. right is [S, I], or with
-    `choices` [T, I]: rows of tokens, which are gathered."""
+def low_rank_outer(
+    left: Tensor, right: Tensor, rows: SortedRows, choices: int | None, factor: float = 1.0, is_b: bool = False
+) -> Tensor:
+    """factor · the sum over each expert's rows of left [S, R] ⊗ right → [G, R, I] in at least fp32. right is [S, I], or
+    with `choices` [T, I]: rows of tokens, which are gathered. `is_b`: the result may be stored as peft stores B."""
     exact = torch.promote_types(left.dtype, torch.float32)
     taken = right if choices is None else right[rows.order // choices]
-    return grouped_outer(left.to(exact), taken.to(exact), rows.ends)
+    return grouped_outer(left.to(exact), taken.to(exact), rows.ends) * factor
+
+
+def cast_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """B in peft's layout [O, R · G] as [G, R, O] in `dtype`."""
+    return b.unflatten(1, (-1, experts)).permute(2, 1, 0).to(dtype).contiguous()
 
 
 def _with_adapter(up0: Tensor, xa: Tensor | None, up: Adapter | None, rows: SortedRows) -> Tensor:

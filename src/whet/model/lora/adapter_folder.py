@@ -13,6 +13,7 @@ from whet.core.checksums import read_hashed_json
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
 from whet.core.files import user_path
+from whet.model.experts.install import install_experts
 from whet.model.load.weight_files import require_certified_files
 from whet.registry.references import local_path
 
@@ -58,6 +59,7 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
             raise WhetError(
                 f"{folder}: this adapter does not fit {base} ({first[:200]}). Its base is {named}: give that as MODEL"
             ) from None
+    install_experts(adapted.get_base_model())
     return adapted.eval()
 
 

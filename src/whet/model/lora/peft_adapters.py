@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from whet.compat.bitsandbytes_private import quant_state
 from whet.compat.peft_private import adapted_parameter, is_lora_layer, modules_to_save_type, without_renamed_targets
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
 from whet.model.lora.targets import resolve_targets, router_names
-from whet.model.quantize import dequantize_linear, is_quantized
+from whet.model.quantize import dequantize_linear, dequantize_parameter, is_quantized
 
 
 def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequence[int] = ()) -> nn.Module:
@@ -196,7 +197,12 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     packed = [name for name, module in model.named_modules() if is_quantized(module)]
     for name in packed:
         model.set_submodule(name, dequantize_linear(model.get_submodule(name)).to("cpu"))
-    if packed:
+    stacks = [name for name, weight in model.named_parameters() if quant_state(weight) is not None]  # of experts
+    for name in stacks:
+        module, _, key = name.rpartition(".")
+        whole = dequantize_parameter(model.get_parameter(name)).to("cpu")
+        model.get_submodule(module).register_parameter(key, nn.Parameter(whole, requires_grad=False))
+    if packed or stacks:
         model = model.to("cpu")
     base: Any = unwrap_peft(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()

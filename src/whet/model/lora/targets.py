@@ -1,8 +1,8 @@
 """Which modules and which stacked expert weights adapter.targets names.
 
 transformers stacks the weights of a layer's experts into parameters of one module, which is no linear layer. peft
-adapts them as `target_parameters`. Whoever names the layers of one expert (gate_proj and up_proj, or w1 and w3) means the
-stacked weight that holds both. Routers are left alone unless they are named.
+adapts them as `target_parameters`. Whoever names the layers of one expert (gate_proj and up_proj, or w1 and w3) means
+the stacked weight that holds both. Routers are left alone unless they are named.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from whet.compat.transformers_private import is_experts_module
 from whet.core.errors import WhetError
+from whet.model.quantize import weight_shape
 
 _UP_NAMES = (("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of gate and up where the experts are separate modules, as in checkpoint files; w2 is down."""
@@ -75,7 +76,7 @@ def expert_stacks(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if is_experts_module(module) or "Experts" in type(module).__name__  # some classes are not in the registry
         for key, weight in module.named_parameters(recurse=False)
-        if weight.ndim == 3
+        if len(weight_shape(weight)) == 3
     ]
 
 
@@ -84,7 +85,7 @@ def router_names(model: nn.Module) -> list[str]:
     each expert, or are called router and have several."""
     found: dict[str, None] = {}
     for stack in expert_stacks(model):
-        experts = len(model.get_parameter(stack))
+        experts = weight_shape(model.get_parameter(stack))[0]
         block, _, own = stack.rpartition(".")[0].replace(".base_layer", "").rpartition(".")  # wrapped by peft or not
         for child, neighbour in model.get_submodule(block).named_children():
             if child == own:
@@ -93,7 +94,7 @@ def router_names(model: nn.Module) -> list[str]:
                 f"{block}.{child}.{name}".rstrip(".") for name, module in neighbour.named_modules() if _rows(module)
             ]
             rows = [_rows(model.get_submodule(name)) for name in inside]
-            if rows == [experts] or (rows and "router" in child):
+            if (rows == [experts] and experts > 1) or (rows and "router" in child):
                 found |= dict.fromkeys(inside)
     return list(found)
 

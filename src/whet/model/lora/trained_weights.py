@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.compat.bitsandbytes_private import quant_state
 from whet.compat.peft_private import LoraFactors, lora_factors
-from whet.model.quantize import dequantize_weight, is_quantized
+from whet.model.quantize import dequantize_parameter, weight_shape
 
 ValueOf = Callable[[Tensor], Tensor]
 """The whole value of a weight that may be a placeholder or sharded."""
@@ -42,9 +43,7 @@ class TrainedWeight:
         """The weight before training, at least in fp32; None if the model does not hold it."""
         if self.base is None:
             return None
-        owner = self.layer.get_base_layer() if self.layer is not None else None
-        value = dequantize_weight(owner) if owner is not None and is_quantized(owner) else value_of(self.base)
-        return _wide(value)
+        return _wide(value_of(self.base) if quant_state(self.base) is None else dequantize_parameter(self.base))
 
     def after(self, before: Tensor | None, value_of: ValueOf) -> Tensor:
         """The weight now, unrounded; computed without peft's merge, which is checked by it."""
@@ -120,9 +119,8 @@ def _lora_weight(name: str, layer: Any) -> Iterator[TrainedWeight]:
         else:
             continue
         key = getattr(layer, "parameter_name", "weight")  # of stacked experts, which are no linear layers
-        owner = layer.get_base_layer()
-        base = getattr(owner, key)
-        shape = (owner.out_features, owner.in_features) if is_quantized(owner) else tuple(base.shape)
+        base = getattr(layer.get_base_layer(), key)
+        shape = tuple(weight_shape(base))
         magnitudes = layer.lora_magnitude_vector
         extra = (magnitudes[adapter].weight,) if adapter in magnitudes else ()
         yield TrainedWeight(f"{name}.{key}", shape, shape[0] if len(shape) == 3 else None, (b, a, *extra), base, layer)
