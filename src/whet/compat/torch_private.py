@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Multi-tensor operations: one kernel launch for a list of tensors. torch.optim is built on them; torch has no public
 # names for them.
@@ -159,6 +161,33 @@ def load_as_fake(file: Any) -> Tensor:
 def fake_tensor_mode() -> Any:
     """`torch._subclasses.fake_tensor.FakeTensorMode`: tensors made inside have shapes and dtypes, and no memory."""
     return _fake_mode()()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """`UntypedStorage._cdata`: what tensors that share memory have in common, also if they are fake and have none."""
+    return tensor.untyped_storage()._cdata
+
+
+class OperationCount(TorchDispatchMode):
+    """`torch.utils._python_dispatch.TorchDispatchMode`: counts the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+"""`torch.utils._pytree.tree_flatten`: the leaves of nested lists, tuples and dicts, and what holds them."""
+tree_unflatten: Callable[[list[Any], Any], Any] = _pytree.tree_unflatten
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """`torch.utils._pytree.tree_map_only`: `function` of every tensor in nested lists, tuples and dicts."""
+    return _pytree.tree_map_only(Tensor, function, tree)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ the compiler decides to save. What runs eagerly saves what autograd asks to keep
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from whet.compat.torch_compiler import trace_passes
-from whet.compat.torch_private import replace_forward
+from whet.compat.torch_private import (
+    OperationCount,
+    map_tensors,
+    replace_forward,
+    storage_key,
+    tree_flatten,
+    tree_unflatten,
+)
 from whet.core.errors import WhetError, first_line
 from whet.execution.transform import transform_layers
 from whet.fit.fake_model import FakeModel
 from whet.fit.graph_cost import GraphCost, graph_cost, node_bytes, saved_nodes
 from whet.fit.operator_cost import Operation
-from whet.model.attention import document_kwargs
+from whet.model.attention import Documents, document_kwargs
 from whet.model.lora.fuse import use_low_memory_backward_
 from whet.model.modules import decoder_layers, model_body
 from whet.parallel.config import ParallelConfig
@@ -109,9 +116,11 @@ def trace_model(fake: FakeModel, tokens: int, recompute: Recompute, in_one_graph
     if recompute == "full":
         use_low_memory_backward_(fake.root.language_model)
     layers = decoder_layers(fake.root.language_model)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # failures are reported here
     calls, tracer = _LayerCalls(), _LayerTracer(fake, recompute == "full", in_one_graph)
     try:
         with fake.computing():
+            _refuse_loops_over_tokens(fake, layers)
             with _replaced_forwards(layers, calls.forward_of), _counting_saved(fake.root) as saved:
                 _run_body(fake, tokens)
             kinds = [tracer.trace(*call[:3], calls.counts[kind]) for kind, call in calls.calls.items()]
@@ -144,20 +153,33 @@ def _run_body(fake: FakeModel, tokens: int) -> Tensor:
     return hidden
 
 
+def _refuse_loops_over_tokens(fake: FakeModel, layers: list[nn.Module]) -> None:
+    """Recurrent models without their kernels compute token by token: the graph of a row would never be done."""
+    counts = []
+    for tokens in (16, 32):
+        with _replaced_forwards(layers, _LayerCalls().forward_of), OperationCount() as operations:
+            _run_body(fake, tokens)
+        counts.append(operations.count)
+    if counts[1] > 1.5 * counts[0]:
+        raise WhetError(
+            f"model.path: {type(fake.root.language_model).__name__} computes token by token without the kernels of its "
+            "own packages, so it cannot be estimated on paper. Measure it where it will train: whet fit CONFIG"
+        )
+
+
 class _SavedBytes:
     """Counts each storage once, and no weights."""
 
     def __init__(self, root: nn.Module) -> None:
         self.bytes = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in (*root.parameters(), *root.buffers())}
+        self._known = {storage_key(tensor) for tensor in (*root.parameters(), *root.buffers())}
         self._kept: list[Tensor] = []  # a freed storage's address would be used again
 
     def add(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
+        if storage_key(tensor) not in self._known:
+            self._known.add(storage_key(tensor))
             self._kept.append(tensor)
-            self.bytes += storage.nbytes()
+            self.bytes += tensor.untyped_storage().nbytes()
         return tensor
 
 
@@ -198,7 +220,7 @@ class _LayerCalls:
                 with torch.no_grad():
                     self.calls[kind] = layer, args, kwargs, forward(*args, **kwargs)
             # what follows must see a gradient, also behind frozen embeddings
-            return pytree.tree_map_only(Tensor, _with_gradient, self.calls[kind][3])
+            return map_tensors(_with_gradient, self.calls[kind][3])
 
         return run
 
@@ -289,11 +311,11 @@ class _LayerCall:
     """One call of a layer, as a function of tensors alone."""
 
     def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._layer, self._documents = layer, kwargs["documents"]
+        self._layer, self._documents = layer, kwargs.get("documents") or Documents(None, 0, (), None)  # type: ignore[arg-type]
         given = args[0] if args else kwargs["hidden_states"]
         self.hidden = _with_gradient(given)
         self.weights = list(layer.parameters())
-        leaves, self._structure = pytree.tree_flatten((dict(layer.named_parameters()), args, kwargs))
+        leaves, self._structure = tree_flatten((dict(layer.named_parameters()), args, kwargs))
         self._leaves = [self.hidden if leaf is given else leaf for leaf in leaves]
         bounds = (each for each in (self._documents.cu_seqlens, self._documents.spans) if each is not None)
         tensors = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
@@ -308,7 +330,7 @@ class _LayerCall:
         documents.cu_seqlens, documents.spans = (None if each is None else now[each] for each in bounds)
         try:
             filled = [now[leaf] if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-            named, *call = pytree.tree_unflatten(filled, self._structure)
+            named, *call = tree_unflatten(filled, self._structure)
             return torch.func.functional_call(self._layer, named, *call, tie_weights=False)
         finally:
             documents.cu_seqlens, documents.spans = bounds
