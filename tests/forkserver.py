@@ -200,7 +200,8 @@ def _preload() -> None:
 
     for module in pkgutil.walk_packages(whet.__path__, "whet."):
         if not any(word in module.name for word in ("kernel", "peers", "__main__", "sandbox_child", "torchrun_agent")):
-            importlib.import_module(module.name)
+            with contextlib.suppress(ImportError):  # of an extra
+                importlib.import_module(module.name)
 
 
 def _run(task: dict[str, object], descriptors: list[int]) -> None:

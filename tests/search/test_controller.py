@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from curves import BEST_RATE, CurvePlace, planted_loss
 
+pytest.importorskip("optuna")
+
+from whet.config import read_config
 from whet.core.errors import ExitCode, WhetError
 from whet.search.place import TrialEnd
 from whet.search.results import collect_results, write_results
@@ -23,8 +27,6 @@ RANGES = (
 @pytest.fixture
 def make_plan(tmp_path, recipe):
     def make(*settings: str):
-        from pathlib import Path
-
         length = [] if any(text.startswith("train.tokens") for text in settings) else ["train.steps=64"]
         return plan_search(Path(recipe), [*RANGES, f"run.dir={tmp_path / 'search'}", *length, *settings])
 
@@ -145,8 +147,6 @@ def test_the_best_recipe_is_ready_and_the_results_are_json(make_plan, whet):
     result = run(plan, CurvePlace())
     found = write_results(result, plan)
     assert json.loads((plan.folder / "search.json").read_text()) == json.loads(json.dumps(found))
-    from whet.config import read_config
-
     best = read_config(plan.folder / "best.yaml")
     assert best.train.optimizer.lr == result.best.values["train.optimizer.lr"]
     assert (best.search, best.run.name, best.run.dir, best.export.at_end) == (None, "tiny-best", None, "merged")

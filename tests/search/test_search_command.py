@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import statistics
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from forkserver import Popen, fork_of
+
+pytest.importorskip("optuna")
 from whet.core.files import read_json_lines
 from whet.core.run_folder import read_status
 
@@ -136,8 +137,7 @@ def test_the_shipped_search_finds_the_planted_decade(whet, tmp_path, method):
     ended = whet("search", SHIPPED, f"search.method={method}", f"run.dir={folder}", "--json")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
-    rate = found["best"]["values"]["train.optimizer.lr"]
-    assert abs(math.log10(rate / 1e-2)) <= 1
+    assert 1e-2 <= found["best"]["values"]["train.optimizer.lr"] * (1 + 1e-9) <= 1e-1 * (1 + 2e-9)
     assert max(found["importance"], key=found["importance"].get) == "train.optimizer.lr"
 
 

@@ -134,6 +134,8 @@ class LocalPlace:
 
     def close(self) -> None:
         """The server ends when its stdin does, after the trials that still run have saved."""
+        if self._slots is None:  # it is still importing torch, and has no trial
+            self._server.kill()
         self._selector.close()
         for stream in (self._server.stdin, self._server.stdout):
             if stream is not None:

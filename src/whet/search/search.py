@@ -155,7 +155,7 @@ def make_place(plan: SearchPlan, on_slurm: bool) -> Place:
         return SlurmPlace()
     launch = plan.config.launch
     if launch.node_range()[1] > 1:
-        raise WhetError(f"launch.nodes: {launch.nodes}: a trial on this machine cannot use others. Remove it")
+        raise WhetError(f"launch.nodes: {launch.nodes}: trials here use one machine. Add --on slurm, or remove it")
     modules = ["peft.tuners.lora"] if any(key == "adapter" for key in plan.space.tree.plain()) else []
     per_trial = launch.gpus or launch.processes or 1
     return LocalPlace(plan.folder / "logs", plan.settings.concurrent, per_trial, modules)
@@ -202,21 +202,27 @@ def open_search_folder(plan: SearchPlan, resume: bool) -> Iterator[None]:
         _require_same_search(plan, recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "search.lock").open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                raise WhetError(
-                    f"{folder}: in use by another whet search ({lock.readline().strip()}). Wait for it, or give this "
-                    "one another folder: run.dir=FOLDER"
-                ) from None
-            lock.truncate(0)
-            lock.write(f"{socket.gethostname()} pid {os.getpid()}\n")
-            lock.flush()
-            yield
+        lock = (folder / "search.lock").open("a+")
     except OSError as error:
-        raise os_error(error, "writing the search", folder) or error from None
+        raise os_error(error, "opening the search's folder", folder) or WhetError(
+            f"run.dir: {folder} cannot be used as a folder: {error.strerror}. Give another one: run.dir=FOLDER"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise WhetError(
+                f"{folder}: in use by another whet search ({lock.readline().strip()}). Wait for it, or give this one "
+                "another folder: run.dir=FOLDER"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{socket.gethostname()} pid {os.getpid()}\n")
+        lock.flush()
+        try:
+            yield
+        except OSError as error:
+            raise os_error(error, "writing the search", folder) or error from None
 
 
 _CHANGEABLE = ("run.dir", "run.project", "search.concurrent", "search.storage", "launch", "track")
