@@ -18,7 +18,7 @@ from whet.core.errors import WhetError
 from whet.fit.cards import CARDS, find_card
 from whet.fit.hardware import Hardware, parse_hardware
 from whet.fit.memory_parts import GIB
-from whet.fit.paper import DataFacts, PaperEstimate, estimate_on_paper
+from whet.fit.paper import DataFacts, PaperEstimate, _smaller_settings, _with_settings, estimate_on_paper
 from whet.fit.paper_text import as_json, reasons, verdict
 from whet.fit.published import published_speeds
 
@@ -111,14 +111,10 @@ def test_what_fits_is_not_sharded(on_eight: PaperEstimate) -> None:
     assert on_eight.hours == pytest.approx(100 * best.step.total / 3600)
 
 
-def test_too_large_a_model_is_sharded_with_its_reason_and_then_refused_with_remedies() -> None:
-    """SmolLM2's shape on cards with less and less memory for tensors."""
+def test_too_large_a_model_is_sharded_with_its_reason() -> None:
+    """SmolLM2's shape on cards with 1.17 GiB for tensors."""
     config, card = recipe(model={"path": "random:smollm-135m"}, train={"precision": "bf16"}), find_card("H200")
-
-    def on_cards_with(mib: float) -> PaperEstimate:
-        return estimate(config, Hardware(1, 8, replace(card, memory=int((1.5 * GIB + mib * 2**20) / 0.92))))
-
-    sharded = on_cards_with(1200)
+    sharded = estimate(config, Hardware(1, 8, replace(card, memory=int((1.5 + 1.17) * GIB / 0.92))))
     assert sharded.candidates[0].memory.total > sharded.unsharded > 2 * GIB
     assert sharded.best is not None
     assert sharded.best.settings(config) == {"parallel.shard": 4}
@@ -126,10 +122,29 @@ def test_too_large_a_model_is_sharded_with_its_reason_and_then_refused_with_reme
         reasons(config, sharded)
     )
 
-    refused = replace(on_cards_with(1), proposals=())
+
+def test_what_does_not_fit_is_said_with_remedies(on_eight: PaperEstimate) -> None:
+    config, refused = recipe(), replace(on_eight, best=None)
     sign, title, text = verdict(config, refused)
     assert (sign, title) == ("✗", "does not fit")
-    assert "Use more devices" in text
+    assert text.endswith("Use more devices, or cards with more memory")
+    assert as_json(config, refused)["fits"] is False
+    ways = [({"adapter.rank": 16, "quantize": "nf4"}, on_eight.smallest)]
+    assert "adapter.rank=16 quantize=nf4 (0.1 GiB" in verdict(config, replace(refused, proposals=tuple(ways)))[2]
+
+
+def test_smaller_settings_are_those_of_valid_configurations() -> None:
+    config = recipe()
+    tried = list(_smaller_settings(config))
+    assert [list(settings.values()) for settings in tried] == [
+        ["bf16", "adamw16bit"],
+        ["bf16", "adamw8bit"],
+        [16],
+        [16, "nf4"],
+    ]
+    for settings in tried:
+        smaller = _with_settings(config, settings)
+        assert Config.model_validate(smaller.model_dump()) == smaller
 
 
 def test_settings_of_the_configuration_are_kept() -> None:
