@@ -142,14 +142,15 @@ def test_trials_that_all_crash_are_an_error_that_names_one(make_plan):
         run(make_plan("search.max_trials=4"), place)
 
 
-def test_the_best_recipe_is_ready_and_the_results_are_json(make_plan, whet):
+def test_the_best_recipe_is_ready_and_the_results_are_json(make_plan):
     plan = make_plan("search.max_trials=5", "search.method=tpe")
     result = run(plan, CurvePlace())
     found = write_results(result, plan)
     assert json.loads((plan.folder / "search.json").read_text()) == json.loads(json.dumps(found))
     best = read_config(plan.folder / "best.yaml")
     assert best.train.optimizer.lr == result.best.values["train.optimizer.lr"]
-    assert (best.search, best.run.name, best.run.dir, best.export.at_end) == (None, "tiny-best", None, "merged")
+    assert (best.search, best.run.name, best.run.dir) == (None, "tiny-best", None)
+    assert (best.eval.at_start, best.checkpoint.keep_last) == (True, 2)  # which trials do without
 
 
 def test_rungs_in_tokens_are_steps_of_each_trial(make_plan):
