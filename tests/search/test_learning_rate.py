@@ -167,3 +167,37 @@ def test_only_the_learning_rate_may_be_a_range(whet: Any, recipe: str, tmp_path:
     assert short.code == 1
     assert "the run has 12 steps, too few for --lr" in short.err
     assert whet("search", recipe, "--lr", "data.validation=null").code == 1
+
+
+GRID = [10 ** (exponent / 2) for exponent in range(-6, -2)]
+"""Four rates of a full grid that spans the best; a tenth of its tokens is less than half a run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["orders", "spelling", "arithmetic", "spelling-bee"])
+def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
+    whet: Any, shipped_recipe: str, tmp_path: Path, task: str
+) -> None:
+    """Validation loss within 5 %, rate within a factor 3, tokens under a tenth of a grid with five rates."""
+    common = (
+        f"data.sources=[{{path: builtin:{task}, max_samples: 4000}}]", "train.steps=320", "eval.at_start=false",
+        f"data.validation.sources=[{{path: builtin:{task}, split: held-out, max_samples: 100}}]", "export.at_end=none",
+        "train.schedule.warmup=0.1", "run.seed=3", "checkpoint.every=400",
+    )  # fmt: skip
+    ended = whet("search", shipped_recipe, "--lr", *common, f"run.dir={tmp_path / 'run'}", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+
+    def loss(lr: float) -> float:
+        trained = whet(
+            "train", shipped_recipe, *common, f"train.optimizer.lr={lr}", f"run.dir={tmp_path / f'{lr:.3g}'}", "--json"
+        )
+        assert trained.code == 0, trained.err
+        lines = [json.loads(line) for line in (tmp_path / f"{lr:.3g}" / "metrics.jsonl").read_text().splitlines()]
+        return float(lines[-1]["val_loss"])
+
+    grid = {lr: loss(lr) for lr in GRID}
+    best = min(grid, key=lambda lr: grid[lr])
+    assert 1 / 3 < found["lr"] / best < 3, (found["reason"], grid)
+    assert loss(found["lr"]) < 1.05 * grid[best], (found["reason"], grid)
+    assert found["tokens"] < 0.1 * 5 * found["run_tokens"]

@@ -27,6 +27,7 @@ from whet.search.study import (
     CONTINUES,
     ERROR,
     FOLDER,
+    OWNER,
     UNCOUNTED,
     counts,
     find_duplicate,
@@ -54,14 +55,16 @@ class Controller:
 
     def __init__(
         self, space: Space, config: Config, settings: SearchConfig, metric: str, brackets: Sequence[Bracket],
-        study: Study, lengths: LengthTable,
+        study: Study, lengths: LengthTable, owner: str,
     ) -> None:  # fmt: skip
-        """`config`: of any trial, for what all have in common."""
+        """`config`: of any trial, for what all have in common. `owner`: marks the trials of this search, where several
+        share a study."""
         self._space, self._settings, self._metric = space, settings, metric
         self._folder, self._name = config.folder, config.run.name or ""
         self._seed = config.run.seed
         self._brackets, self._study, self._lengths = brackets, study, lengths
         self._running: dict[int, Trial] = {}
+        self._owner = owner
         self._rejected = 0  # in a row
         self._is_exhausted = False
 
@@ -180,12 +183,18 @@ class Controller:
                 started[min(int(frozen.user_attrs.get(BRACKET, 0)), len(started) - 1)] += 1
             bracket = choose_bracket(self._brackets, started)
             is_grid, number = self._settings.method == "grid", len(self._trials())
-            point = next(itertools.islice(self._space.grid(), number, None), None) if is_grid else None
-            if bracket is None or (is_grid and point is None):
+            if bracket is None or (is_grid and self._grid_point(number) is None):
                 return None
             handle = self._study.ask()
+            handle.set_user_attr(OWNER, self._owner)
             handle.set_user_attr(BRACKET, bracket)
-            total = sum(each.trials for each in self._brackets)
+            total, number = sum(each.trials for each in self._brackets), handle.number
+            point = self._grid_point(number) if is_grid else None
+            earlier = sum(counts(frozen) for frozen in self._trials() if frozen.number < number)
+            if earlier >= total or (is_grid and point is None):  # another search has asked at the same time
+                handle.set_user_attr(UNCOUNTED, "there were enough trials")
+                self._study.tell(number, state=TrialState.FAIL)
+                return None
             sampler = make_sampler(self._settings.method, self._seed, number, total, point)
             values = suggest_values(self._study, handle, self._space, sampler)
             twin = find_duplicate(self._study, handle.number, values)
@@ -201,6 +210,9 @@ class Controller:
             return trial
         return None
 
+    def _grid_point(self, number: int) -> Assignment | None:
+        return next(itertools.islice(self._space.grid(), number, None), None)
+
     def _make_trial(self, number: int, values: Assignment, bracket: int) -> Trial:
         recipe, config = write_trial_recipe(self._space, values, self._folder, number, self._name)
         rungs = self._brackets[bracket].rungs
@@ -214,11 +226,12 @@ class Controller:
         for frozen in self._trials():
             if frozen.state != TrialState.RUNNING:
                 continue
-            folder = frozen.user_attrs.get(FOLDER)
-            if folder is None:
+            folder, owner = (frozen.user_attrs.get(key) for key in (FOLDER, OWNER))
+            is_own = owner == self._owner or (not owner and Path(folder or ".").parent == self._folder.absolute())
+            if folder is None and (is_own or self._settings.storage is None):
                 self._handle(frozen.number).set_user_attr(UNCOUNTED, "the search was killed before it began")
                 self._study.tell(frozen.number, state=TrialState.FAIL)
-            elif Path(folder).parent == self._folder.absolute():  # others are of a search elsewhere
+            elif folder is not None and is_own:  # others are of a search elsewhere
                 trial = self._make_trial(frozen.number, frozen.params, int(frozen.user_attrs[BRACKET]))
                 trial.reached = sum(rung in frozen.intermediate_values for rung in trial.rungs)
                 last = frozen.intermediate_values[trial.rungs[trial.reached - 1]] if trial.reached else 0.0

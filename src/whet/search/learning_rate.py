@@ -122,15 +122,17 @@ def find_learning_rate(
     """Choose rates for probes around `start`, measure them, and propose one for a run of `steps`, within `limits`."""
     short, long = horizons(steps)
     measure = functools.cache(measure)
-    ladder = _climb(measure, validation, short, start, limits, wide=True)
+    ladder = _climb(measure, validation, short, start, limits)
     if _is_flat(ladder, validation):  # perhaps nothing was learned yet
-        ladder, short = _climb(measure, validation, long, start, limits, wide=True), long
+        ladder, short = _climb(measure, validation, long, start, limits), long
         if _is_flat(ladder, validation):
             return Finding(None, _why_flat(ladder, validation), _compare(ladder, validation))
     lowest = _lowest_point(ladder, validation, limits)
-    near = _climb(measure, validation, long, _clip(lowest * _shift(short, long), limits), limits, wide=False)
-    estimates = [(short, lowest), (long, _lowest_point(near, validation, limits))]
-    mean = math.prod(rate * _shift(length, steps) for length, rate in estimates) ** 0.5
+    near, estimates = ladder, [(short, lowest)]
+    if short < long:
+        near = _measure_around(measure, long, _clip(lowest * _shift(short, long), limits), limits, 1)
+        estimates.append((long, _lowest_point(near, validation, limits)))
+    mean = math.prod(rate * _shift(length, steps) for length, rate in estimates) ** (1 / len(estimates))
     lr = float(f"{_clip(mean, limits):.2g}")
     every = {(probe.lr, probe.steps): probe for probe in (*ladder, *near)}
     compared = _compare(list(every.values()), validation)
@@ -139,9 +141,10 @@ def find_learning_rate(
 
 def _climb(
     measure: Callable[[float, int], Probe], validation: Validation, steps: int, start: float,
-    limits: tuple[float, float], wide: bool,
+    limits: tuple[float, float],
 ) -> list[Probe]:  # fmt: skip
-    """Probes at half-decade steps around `start`, five or three, and further ones until the best is not at an end."""
+    """Five probes at half-decade steps around `start`, and further ones until the best is not at an end."""
+    probes = _measure_around(measure, steps, start, limits, 2)
 
     def add(index: int) -> bool:
         lr = _clip(start * _LADDER_STEP**index, limits)
@@ -151,11 +154,7 @@ def _climb(
         probes.sort(key=lambda probe: probe.lr)
         return True
 
-    probes: list[Probe] = []
-    reach = 2 if wide else 1
-    for index in range(-reach, reach + 1):
-        add(index)
-    low = high = reach
+    low = high = 2
     while True:
         losses = [validation.loss(probe) for probe in probes]
         best = losses.index(min(losses))
@@ -166,6 +165,14 @@ def _climb(
             high += 1
         else:
             return probes
+
+
+def _measure_around(
+    measure: Callable[[float, int], Probe], steps: int, middle: float, limits: tuple[float, float], reach: int
+) -> list[Probe]:
+    """Probes up to `reach` half-decade steps below and above a rate."""
+    lrs = {_clip(middle * _LADDER_STEP**index, limits) for index in range(-reach, reach + 1)}
+    return [measure(lr, steps) for lr in sorted(lrs)]
 
 
 def _is_flat(probes: list[Probe], validation: Validation) -> bool:
@@ -237,9 +244,8 @@ def _why(
     scaled = " and ".join(f"{rate * _shift(length, steps):.2g}" for length, rate in estimates)
     text = (
         f"after {best.steps} steps, {best.lr:.2g} is the best probe ({'; '.join(others)}). Interpolated, the best rate "
-        f"is {lowest}. It falls with the length of a run, by the power −{_LENGTH_POWER}: {scaled} for {steps} steps; "
-        "the proposal is their mean"
-    )
+        f"is {lowest}. It falls with the length of a run, by the power −{_LENGTH_POWER}: {scaled} for {steps} steps"
+    ) + ("; the proposal is their mean" if len(estimates) > 1 else "")
     if lr in (float(f"{limit:.2g}") for limit in limits):
         text += f". That is an end of the range {limits[0]:.2g} to {limits[1]:.2g}: better rates may be outside"
     return text

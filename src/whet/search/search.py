@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from whet.checkpoint.directory import lower_is_better
 from whet.config import Config
 from whet.core.config import read_tree
 from whet.core.errors import WhetError, os_error
-from whet.core.files import atomic_write
+from whet.core.files import atomic_write, hash_json
 from whet.core.yaml import Node, dump_yaml, parse_yaml, read_yaml
 from whet.search.brackets import Bracket, expected_at_rungs, make_brackets, rung_lengths
 from whet.search.config import SearchConfig
@@ -31,6 +32,8 @@ from whet.search.trials import LengthTable, length_unit, plain_recipe, require_m
 _DEFAULT_TRIALS = 16
 RECIPE = "search.yaml"
 """The recipe with its ranges, in the search's folder."""
+OWNER_FILE = "search.id"
+"""Which trials of a study that several searches share are those of this folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +171,14 @@ def run_search(plan: SearchPlan, place: Place, resume: bool) -> Any:
         (plan.folder / JOURNAL).unlink(missing_ok=True)
     study = open_study(
         plan.folder, plan.settings.storage, plan.config.run.name or "", plan.minimizes,
-        AshaPruner(plan.settings.divisor), resume and exists,
+        AshaPruner(plan.settings.divisor), _hash_recipe(plan), exists=exists, joins=resume,
     )  # fmt: skip
     if not exists:
+        atomic_write(plan.folder / OWNER_FILE, secrets.token_hex(8))
         atomic_write(plan.folder / RECIPE, dump_yaml(plain_recipe(plan.space.tree)))
+    owner = (plan.folder / OWNER_FILE).read_text() if (plan.folder / OWNER_FILE).exists() else ""
     controller = Controller(
-        plan.space, plan.config, plan.settings, plan.metric, plan.brackets, study, plan.lengths
+        plan.space, plan.config, plan.settings, plan.metric, plan.brackets, study, plan.lengths, owner
     )  # fmt: skip
     controller.run(place)
     return study
@@ -188,7 +193,7 @@ def open_search_folder(plan: SearchPlan, resume: bool) -> Iterator[None]:
     folder = plan.folder
     entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     recipe = folder / RECIPE
-    if entries and not recipe.exists() and set(entries) - {"search.lock", "logs", "journal.log", "recipes"}:
+    if entries and not recipe.exists() and set(entries) - {"search.lock", OWNER_FILE, "logs", JOURNAL, "recipes"}:
         raise WhetError(
             f"run.dir: {folder} holds files that are not of a search ({', '.join(entries[:3])}). Give an empty or new "
             "folder: run.dir=FOLDER"
@@ -226,6 +231,7 @@ def open_search_folder(plan: SearchPlan, resume: bool) -> Iterator[None]:
 
 
 _CHANGEABLE = ("run.dir", "run.project", "search.concurrent", "search.storage", "launch", "track")
+_CHANGEABLE_PREFIXES = tuple(f"{key}." for key in _CHANGEABLE)
 
 
 def _require_same_search(plan: SearchPlan, recipe: Path) -> None:
@@ -239,6 +245,13 @@ def _require_same_search(plan: SearchPlan, recipe: Path) -> None:
                 f"{plan.folder}: this search cannot be resumed with another recipe ({key}: {then.get(key)!r} then, "
                 f"{current.get(key)!r} now). Set it back, or start a new search: run.dir=FOLDER"
             )
+
+
+def _hash_recipe(plan: SearchPlan) -> str:
+    """Of what may not differ between the trials of a study."""
+    tree = _flatten(parse_yaml(dump_yaml(plain_recipe(plan.space.tree)), "now", expand="none"))
+    kept = {key: str(value) for key, value in tree.items() if not f"{key}.".startswith(_CHANGEABLE_PREFIXES)}
+    return hash_json(kept)
 
 
 def _flatten(node: Node, above: str = "") -> dict[str, Any]:

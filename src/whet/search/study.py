@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import optuna
+import sqlalchemy
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage, JournalStorage
@@ -29,9 +32,13 @@ from whet.search.brackets import continues
 from whet.search.space import Assignment, Parameter, Space, Value
 
 JOURNAL = "journal.log"
-BRACKET, CONTINUES, UNCOUNTED, ERROR, FOLDER = "bracket", "continues", "uncounted", "error", "folder"
+BRACKET, CONTINUES, UNCOUNTED, ERROR = "bracket", "continues", "uncounted", "error"
+FOLDER, OWNER = "folder", "owner"
 """Attributes of a trial: the number of its bracket; the number of rungs beyond which it may continue; why it does not
-count; why it crashed; its run folder."""
+count; why it crashed; its run folder; the search that runs it, of those that share a storage."""
+_CREATING_S = 0.5
+_RECIPE = "recipe"
+"""Attribute of the study: the hash of what all trials have in common."""
 
 
 class AshaPruner(BasePruner):
@@ -68,23 +75,34 @@ def worst_value(study: Study) -> float:
 
 
 def open_study(
-    folder: Path, storage: str | None, name: str, lower_is_better: bool, pruner: BasePruner, resume: bool
-) -> Study:
-    """Create the study of a new search, or load that of a search to resume."""
+    folder: Path, storage: str | None, name: str, lower_is_better: bool, pruner: BasePruner, recipe: str,
+    exists: bool, joins: bool,
+) -> Study:  # fmt: skip
+    """Create the study of a search, load it if the search `exists`, or join that of a search elsewhere. `recipe`: a
+    hash, which all searches of a study have in common."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     direction = "minimize" if lower_is_better else "maximize"
     try:
-        opened = _open_journal(folder / JOURNAL, resume) if storage is None else optuna.storages.get_storage(storage)
-        if resume:
+        opened = _open_journal(folder / JOURNAL, exists) if storage is None else _open_database(storage)
+        if exists:
             return optuna.load_study(study_name=name, storage=opened, pruner=pruner)
-        return optuna.create_study(study_name=name, storage=opened, direction=direction, pruner=pruner)
+        study = optuna.create_study(
+            study_name=name, storage=opened, direction=direction, pruner=pruner, load_if_exists=joins
+        )
+        if study.user_attrs.setdefault(_RECIPE, recipe) != recipe:
+            raise WhetError(
+                f"search.storage: its study {name} is a search with another recipe, so trials cannot be compared. Use "
+                "the same recipe and overrides, or give this search another name: run.name=NAME"
+            )
+        study.set_user_attr(_RECIPE, recipe)
+        return study
     except WhetError:
         raise
     except optuna.exceptions.DuplicatedStudyError:
         raise WhetError(
-            f"search.storage: it has a study named {name} already. Continue that with --resume from its folder, or "
-            "give this search another name: run.name=NAME"
+            f"search.storage: it has a study named {name} already. Continue it, or join it from another machine, with "
+            "--resume; or give this search another name: run.name=NAME"
         ) from None
     except Exception as error:  # of the database, its driver, or a damaged file
         where = f"search.storage: {mask_secrets(storage)}" if storage else str(folder / JOURNAL)
@@ -92,6 +110,22 @@ def open_study(
             f"{where}: the study {name} cannot be opened ({type(error).__name__}: {first_line(error)}). Check the URL "
             "and that the database is reachable and its driver is installed, or bring the file back"
         ) from None
+
+
+def _open_database(url: str, tries: int = 5) -> BaseStorage:
+    """PostgreSQL with psycopg 3, where that is installed; SQLAlchemy would take psycopg2."""
+    scheme, colon, rest = url.partition("://")
+    if scheme in ("postgresql", "postgres") and find_spec("psycopg") is not None:
+        scheme = "postgresql+psycopg"
+    while True:
+        try:
+            return optuna.storages.get_storage(f"{scheme}{colon}{rest}")
+        except (sqlalchemy.exc.IntegrityError, sqlalchemy.exc.ProgrammingError):
+            # another search creates the tables at this moment
+            tries -= 1
+            if not tries:
+                raise
+            time.sleep(_CREATING_S)
 
 
 def _open_journal(file: Path, resume: bool) -> BaseStorage:
