@@ -69,6 +69,15 @@ def test_flat_curves_give_no_rate() -> None:
     assert "4 conversations; give more" in too_few.reason
 
 
+def test_a_model_that_has_learned_all_gives_no_rate() -> None:
+    """Losses fall by half, which is nothing in absolute terms."""
+    tokens, before = np.full(60, 10), np.full(60, 0.004)
+    finding = find_learning_rate(
+        lambda lr, n: Probe(lr, n, n, before / 2 if lr < 1e-3 else before * 2), Validation(tokens, before), STEPS, 1e-3
+    )
+    assert finding.lr is None
+
+
 def test_all_rates_equally_good() -> None:
     tokens = np.full(60, 10)
     before = np.full(60, 40.0)

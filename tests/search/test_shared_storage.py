@@ -58,7 +58,7 @@ def test_a_search_with_another_recipe_cannot_join(recipe: str, tmp_path: Path) -
     searched(recipe, tmp_path / "a", storage, CurvePlace(), "search.method=random")
     with pytest.raises(WhetError, match="another recipe"):
         searched(
-            recipe, tmp_path / "b", storage, CurvePlace(), "search.method=random", "data.max_length=128", resume=True
+            recipe, tmp_path / "b", storage, CurvePlace(), "search.method=random", "train.clip_norm=0.5", resume=True
         )
     with pytest.raises(WhetError, match="it has a study named shared already"):
         searched(recipe, tmp_path / "c", storage, CurvePlace(), "search.method=random")

@@ -35,8 +35,8 @@ _LADDER_STEP = math.sqrt(10)
 _MAX_RATES = 16
 _SIGNIFICANCE = 0.01
 """Stricter than usual: about ten pairs are compared."""
-_MATERIAL = 0.01
-"""Of the loss: rates whose losses differ by less are equally good."""
+_MATERIAL, _MATERIAL_NATS = 0.01, 0.002
+"""Of the loss, and per token: rates whose losses differ by less are equally good."""
 _UNTOUCHED = 0.001
 """Of the loss: a rate that changes it by less is too low; lower ones need no probe."""
 
@@ -97,9 +97,14 @@ class Validation:
             return True
         return abs(float(probe.nats.sum() - self.nats.sum())) > _UNTOUCHED * float(self.nats.sum())
 
+    @property
+    def material(self) -> float:
+        """A difference between losses that matters."""
+        return max(_MATERIAL * self.before, _MATERIAL_NATS)
+
     def is_worse(self, one: Probe | None, other: Probe, by: float = 0.0) -> bool:
         """Whether the loss of `one` (None: of the untrained model) is significantly higher than that of `other`, and
-        higher by this share of it."""
+        higher by so much."""
         if other.nats is None:
             return False
         if one is not None and one.nats is None:
@@ -107,7 +112,7 @@ class Validation:
         nats = self.nats if one is None else one.nats
         assert nats is not None
         found = paired_loss_difference(nats, other.nats, self.tokens)
-        return found.p < _SIGNIFICANCE and found.mean > by * float(other.nats.sum() / self.tokens.sum())
+        return found.p < _SIGNIFICANCE and found.mean > by
 
 
 def horizons(steps: int) -> tuple[int, int]:
@@ -179,8 +184,8 @@ def _is_flat(probes: list[Probe], validation: Validation) -> bool:
     """Whether the best rate is hardly better than the untrained model, or than every rate that did not diverge."""
     best = min(probes, key=validation.loss)
     others = [probe for probe in probes if probe.nats is not None and probe is not best]
-    learns = validation.is_worse(None, best, _MATERIAL)
-    return not (learns and any(validation.is_worse(probe, best, _MATERIAL) for probe in others))
+    learns = validation.is_worse(None, best, validation.material)
+    return not (learns and any(validation.is_worse(probe, best, validation.material) for probe in others))
 
 
 def _lowest_point(probes: list[Probe], validation: Validation, limits: tuple[float, float]) -> float:
@@ -254,10 +259,12 @@ def _why(
 def _why_flat(probes: list[Probe], validation: Validation) -> str:
     lrs = f"{probes[0].lr:.2g} to {probes[-1].lr:.2g}"
     best = min(probes, key=validation.loss)
-    gain = 1 - validation.loss(best) / validation.before
-    if not validation.is_worse(None, best, _MATERIAL):
+    gain = validation.before - validation.loss(best)
+    if not validation.is_worse(None, best, validation.material):
         found = f"in {best.steps} steps no rate from {lrs} lowers the validation loss ({validation.before:.4g}) "
-        found += f"by more than {_MATERIAL:.0%}" if gain < _MATERIAL else "by more than chance would"
+        found += (
+            f"by more than {validation.material:.2g}" if gain < validation.material else "by more than chance would"
+        )
     else:
         found = f"after {best.steps} steps the rates from {lrs} that do not diverge are equally good"
     count = len(validation.tokens)

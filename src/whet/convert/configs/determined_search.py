@@ -165,7 +165,7 @@ def _range(parameter: Hyperparameter, points: list[Node], values: list[Any], is_
     """The range of a setting that has these `values` at the `points` of a hyperparameter."""
     if parameter.kind == "categorical":
         return None if None in values else {"search": "choice", "values": values}
-    given = [point.value for point in points]
+    given: list[Any] = [point.value for point in points]
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
     if not numbers or any(not math.isclose(a * given[-1], b * values[-1]) for a, b in zip(values, given, strict=True)):
         return None

@@ -173,8 +173,9 @@ def _validate(tree: Node) -> list[str]:
 def _with_values(node: Node, end: int) -> Node:
     """The recipe with the first or last value of each range that is searched."""
     if is_search_range(node) and isinstance(node.value, dict):
-        values = node.value.get("values", Node([], "")).value or [node.value.get("low"), node.value.get("high")]
-        return values[end]  # type: ignore[index,return-value]
+        inside = node.value
+        values = inside["values"].value if "values" in inside else [inside[k] for k in ("low", "high") if k in inside]
+        return values[end] if isinstance(values, list) and values else node
     if isinstance(node.value, dict):
         return Node({key: _with_values(inner, end) for key, inner in node.value.items()}, node.place)
     if isinstance(node.value, list):
