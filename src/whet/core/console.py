@@ -235,6 +235,8 @@ def silence_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|transformers|peft")
+    # peft looks for them among modules alone, not among stacked experts; whet refuses patterns that match nothing
+    warnings.filterwarnings("ignore", category=RuntimeWarning, message=r"The following \w+_pattern keys did not match")
 
 
 class ExponentialAverage:

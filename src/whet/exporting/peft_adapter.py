@@ -23,6 +23,7 @@ from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.model.experts.install import install_experts
 from whet.model.load.pretrained import prepare_float64_
+from whet.model.lora.adapter_folder import load_adapter
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
 from whet.model.quantize import quantize_
 
@@ -96,7 +97,7 @@ def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> 
 
         model = unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **options))
         return prepare_float64_(model, trained.weight_dtype)
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **options)
@@ -104,6 +105,6 @@ def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> 
     if vocabulary > embedding_rows(base):  # for added tokens; the adapter has their rows
         base.resize_token_embeddings(vocabulary)
     quantize_(base.requires_grad_(False), torch.device("cpu"))
-    model = unwrap_peft(PeftModel.from_pretrained(base, folder))
+    model = unwrap_peft(load_adapter(base, folder))
     install_experts(model)  # peft cannot add its product to 4-bit experts
     return model

@@ -87,7 +87,7 @@ class AdapterConfig(Section):
     targets: list[str] | str = Field(
         default="all-linear",
         description="Names of the layers with an adapter, or a regular expression that matches full names; all-linear: "
-        "all linear layers but the output head.",
+        "all linear layers and experts, but neither the output head nor routers.",
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs.")
     also_train: list[str] = Field(

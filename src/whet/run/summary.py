@@ -79,8 +79,8 @@ def print_summary(run: Run) -> None:
         warn(f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings cannot be in it")
     if config.adapter is not None and covered_share(coverage := adapter_coverage(language_model)) < MIN_COVERAGE:
         warn(describe_coverage(coverage, config.adapter.targets))
-    if config.adapter is not None and (routers := frozen_routers(language_model)):
-        info(f"the weights of {len(routers)} routers are frozen: adapters change experts, not which tokens they get")
+    if config.adapter is not None and frozen_routers(language_model):
+        info("the routers' weights are frozen: adapters change what experts compute, not which tokens they get")
     fp8_layers = count_fp8_layers(run.model)
     if fp8_layers:
         info(f"{fp8_layers} layers multiply in fp8; evaluation and export do not")

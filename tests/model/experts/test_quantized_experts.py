@@ -24,7 +24,7 @@ IDS = torch.arange(3, 40)[None]
 
 def model_of(kind: str) -> nn.Module:
     """Its hidden sizes are multiples of the block size of NF4."""
-    from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, Qwen3MoeConfig
 
     sizes = {
         "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -39,6 +39,9 @@ def model_of(kind: str) -> nn.Module:
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
     }
+    shapes["glm4_moe"] = lambda: Glm4MoeConfig(
+        **sizes, n_routed_experts=4, moe_intermediate_size=64, intermediate_size=128, first_k_dense_replace=1
+    )
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(shapes[kind]()).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -94,7 +97,7 @@ def test_they_are_exported(kind: str, tmp_path: Path) -> None:
     from whet.model.config import ModelConfig
     from whet.model.load.tokenizer import load_tokenizer
 
-    base = model_of("qwen3_moe")
+    base = model_of("glm4_moe")  # it has dense layers, too, which peft takes for experts by their names
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     base.resize_token_embeddings(len(tokenizer))  # type: ignore[operator]
     base.save_pretrained(tmp_path / "base")  # type: ignore[operator]

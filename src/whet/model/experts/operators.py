@@ -61,6 +61,7 @@ class ExpertsWeights(NamedTuple):
 
 def experts(x: Tensor, index: Tensor, weights: Tensor, w: ExpertsWeights) -> Tensor:
     """Σ_k weights[t, k] · expert index[t, k] (x[t]), for x [T, E]; computed in the dtype of x."""
+    assert weights.shape == index.shape, "the router gives one weight for each expert that it chose"
     pairs = [pair for pair in (w.up_lora, w.down_lora) if pair is not None]
     counts = [len(w.up), len(w.down), int(w.up_lora is not None), int(w.down_lora is not None)]
     result: Tensor = _Experts.apply(

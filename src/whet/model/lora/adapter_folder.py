@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from whet.compat.peft_private import without_renamed_targets
 from whet.core.checksums import read_hashed_json
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
@@ -37,8 +38,6 @@ def base_model_of(folder: Path) -> str:
 
 def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> Any:
     """A PeftModel with the adapters loaded, by name."""
-    from peft import PeftModel
-
     adapted: Any = None
     for number, (name, folder) in enumerate(adapters.items()):
         if not (folder / _CONFIG_FILE).exists():
@@ -49,7 +48,7 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
             warn(f"{folder}: trained on {named}, not {base}; on another model its output is unpredictable")
         try:
             if number == 0:
-                adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+                adapted = load_adapter(model, folder, name)
             else:
                 adapted.load_adapter(str(folder), adapter_name=name)
         except Exception as error:  # a damaged or forged file can raise almost anything
@@ -61,6 +60,26 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
             ) from None
     install_experts(adapted.get_base_model())
     return adapted.eval()
+
+
+def load_adapter(model: nn.Module, folder: Path, name: str = "default") -> Any:
+    """`PeftModel.from_pretrained`, with adapters of linear layers that the folder names by their weights (see
+    `exporting/peft_adapter.py`) on the layers themselves: peft cannot adapt a 4-bit weight as a parameter."""
+    from peft import PeftConfig, PeftModel
+
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    linear = [module for module, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    dense = {
+        parameter
+        for parameter in getattr(config, "target_parameters", None) or []
+        if any(f".{module}.weight".endswith(f".{parameter}") for module in linear)
+    }
+    if not dense:
+        return PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+    config.target_modules = {*config.target_modules, *(parameter.removesuffix(".weight") for parameter in dense)}
+    config.target_parameters = [each for each in config.target_parameters if each not in dense]
+    with without_renamed_targets():
+        return PeftModel.from_pretrained(model, str(folder), adapter_name=name, config=config)
 
 
 def has_embedding_rows(folder: Path, tokens: int) -> bool:
