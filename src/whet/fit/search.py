@@ -85,7 +85,8 @@ def _entry(measured: Measurement) -> dict[str, Any]:
 
 def fit(config: Config, metric: Metric) -> FitResult:
     """Measure steps of a run with its real model and worst batch, and keep the best choice where the run finds it."""
-    if not device_memory.has_own_memory(get_local_device(config.launch.share_gpu)):
+    device = get_local_device(config.launch.share_gpu)
+    if not device_memory.has_own_memory(device):
         raise WhetError(
             "this machine has no GPU whose memory could be measured; on a CPU train.micro_rows: auto is 1. Run `whet "
             "fit` where the run will train, or estimate another machine: whet fit CONFIG --plan 1x1xH200"
@@ -106,6 +107,7 @@ def fit(config: Config, metric: Metric) -> FitResult:
     finally:
         if is_main:
             delete_trial(trial.folder)
+    device_memory.free_cached(device, after_failure=True)  # this process may train next
     if is_main:
         _write_into_plan(config, results[0])
     return results[0]

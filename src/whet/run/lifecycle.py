@@ -103,11 +103,12 @@ def run_training(
                         if measure is not None:
                             measure(run)
                             return
+                        startup.end_phase("load_s")
                         choose_memory_settings(run, config)
+                        startup.end_phase("fit_s")
                         if folder is not None:
                             write_hashed_json(folder.path / "plan.json", describe_run(run))
                         print_summary(run)
-                        startup.end_phase("fit_s")
                         train(run)
                         run.output.write_effect(run.step, run.effect.measure(run.optimizer))
                 hang_detector.close()

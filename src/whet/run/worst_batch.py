@@ -69,6 +69,7 @@ def _compute_worst_batch(run: Run) -> None:
     model, device = run.model, run.ranks.device
     reshard(model)
     model.train()
+    reserved = _allocate_optimizer_state(run)
     batch = run.loader.worst_batch().to(device)
     keeps_gradients = run.loader.max_rank_rows > run.loader.micro_rows or starts_early(run)
     passes = 2 if keeps_gradients or uses_cuda_graphs(model) else 1
@@ -81,21 +82,33 @@ def _compute_worst_batch(run: Run) -> None:
         loss.objective.backward()
         del loss
     run_skipped_update(run)
+    del reserved
+
+
+def _allocate_optimizer_state(run: Run) -> torch.Tensor | None:
+    """torch's AdamW would allocate its state in the first step, and every later forward pass runs beside it. Where the
+    update can be skipped it is allocated now, filled with zeros; elsewhere the result has as many bytes."""
+    optimizer, device = run.optimizer, run.ranks.device
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    without = [weight for weight in weights if not optimizer.state.get(weight)]
+    if not without or getattr(optimizer, "steps_in_chunks", False) or run.config.parallel.offload == "weights":
+        return None
+    if not decides_on_device(optimizer):
+        needed = sum(2 * local_tensor(weight).nbytes for weight in without)
+        return torch.empty(needed, dtype=torch.uint8, device=device)
+    for weight in without:
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    run_skipped_update(run)
+    _drop_gradients(run)
+    return None
 
 
 def run_skipped_update(run: Run) -> None:
-    """An optimizer step that changes no weight, where its kernel can skip it; else allocate what its state needs."""
-    optimizer, device = run.optimizer, run.ranks.device
-    if decides_on_device(optimizer):
-        one, zero = (torch.full((), value, dtype=torch.float64, device=device) for value in (1.0, 0.0))
-        apply_gradients(optimizer, one, is_sound=zero)
-        retract_step(optimizer)
-        return
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    on_device = not getattr(optimizer, "steps_in_chunks", False) and run.config.parallel.offload != "weights"
-    missing = sum(2 * local_tensor(weight).nbytes for weight in weights if weight not in optimizer.state)
-    if on_device:
-        torch.empty(missing, dtype=torch.uint8, device=device)
+    """An optimizer step that changes no weight, where its kernel can skip it."""
+    if decides_on_device(run.optimizer):
+        one, zero = (torch.full((), value, dtype=torch.float64, device=run.ranks.device) for value in (1.0, 0.0))
+        apply_gradients(run.optimizer, one, is_sound=zero)
+        retract_step(run.optimizer)
 
 
 def _drop_gradients(run: Run) -> None:

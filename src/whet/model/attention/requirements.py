@@ -40,11 +40,11 @@ def inspect_attention(model: nn.Module) -> list[LayerAttention]:
     """The attention of each layer, in order; if the forward pass fails, those of the layers before."""
     layers: list[LayerAttention] = []
     masks: list[int | str | None] = []
+    device = next(model.parameters()).device  # the registry keeps the functions below, which must not keep the model
 
     def record_mask(q_length: Any = None, mask_function: Any = None, local_size: int | None = None, **_: Any) -> Tensor:
         # every element holds the mask's index, so that it survives slicing by the model
         masks.append(_classify_mask(mask_function, local_size))
-        device = next(model.parameters()).device
         return torch.full((1, 1, _PROBE_TOKENS, _PROBE_TOKENS), len(masks) - 1, dtype=torch.float64, device=device)
 
     def record_call(
@@ -63,7 +63,7 @@ def inspect_attention(model: nn.Module) -> list[LayerAttention]:
     AttentionInterface.register(_RECORDER_NAME, record_call)
     AttentionMaskInterface.register(_RECORDER_NAME, record_mask)
     before = attention_implementation(model)
-    tokens = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(_PROBE_TOKENS, device=device)[None]
     # force_eager: compiled layers would be compiled for this pass alone
     with torch.no_grad(), eval_mode(model), torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):
         model.set_attn_implementation(_RECORDER_NAME)  # type: ignore[operator]
