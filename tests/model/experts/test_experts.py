@@ -231,3 +231,23 @@ def test_full_fine_tuning_gives_every_weight_the_gradient_of_transformers() -> N
         each(input_ids=ids).logits.double().log_softmax(-1)[..., 3].sum().backward()
     for (name, mine), other in zip(own.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_a_block_compiles_to_one_graph_for_all_layers() -> None:
+    """With router and adapters, under autocast as training is; what is compiled gives the same bits."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    plain: Any = unwrap_peft(noisy(add_adapter(tiny_model("qwen3_moe", torch.float32), AdapterConfig(rank=2), seed=0)))
+    install_experts(plain.float())
+    compiled = copy.deepcopy(plain)
+    backend = CompileCounterWithBackend("aot_eager")
+    for layer in compiled.model.layers:
+        layer.mlp.forward = torch.compile(layer.mlp.forward, backend=backend, fullgraph=True, dynamic=False)
+    results = []
+    for each in (plain, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = each(input_ids=torch.arange(3, 30)[None], use_cache=False).logits
+        logits.float().log_softmax(-1)[..., 3].sum().backward()
+        results.append([logits, *(p.grad for p in each.parameters() if p.requires_grad)])
+    assert backend.frame_count == 1
+    assert all(torch.equal(own, other) for own, other in zip(*results, strict=True))

@@ -87,6 +87,7 @@ class _Experts(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weights, down_bias, order, inverse, ends, up0, xa, *tensors)
         ctx.shape, ctx.activation, ctx.counts, ctx.scales = shape, activation, counts, scales
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (up_bias, down_bias)]
         return y
 
     @staticmethod
@@ -103,9 +104,10 @@ class _Experts(torch.autograd.Function):
         d_x, d_weights, d_up, d_down, d_up_bias, d_down_bias, *d_lora = found
         return (
             d_x if needs[0] else None, None, d_weights if needs[2] else None,
-            d_up_bias if needs[3] else None, d_down_bias if needs[4] else None, None, None, None, None,
-            d_up if trained[0] else None, *[None] * (len(up) - 1),
-            d_down if trained[1] else None, *[None] * (len(down) - 1), *d_lora,
+            d_up_bias.to(ctx.bias_dtypes[0]) if needs[3] else None,
+            d_down_bias.to(ctx.bias_dtypes[1]) if needs[4] else None, None, None, None, None,
+            d_up.to(up[0].dtype) if trained[0] else None, *[None] * (len(up) - 1),
+            d_down.to(down[0].dtype) if trained[1] else None, *[None] * (len(down) - 1), *d_lora,
         )  # fmt: skip
 
 
