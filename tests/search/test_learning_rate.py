@@ -39,7 +39,7 @@ def made_curve(
     return find_learning_rate(measure, Validation(tokens, hard * tokens), STEPS, start, limits), measured
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(best=st.floats(-5, -1), off=st.floats(-1.5, 1.5), headroom=st.floats(0.6, 3))
 def test_planted_rate_is_found(best: float, off: float, headroom: float) -> None:
     planted = 10**best
@@ -189,7 +189,7 @@ def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
 ) -> None:
     """Validation loss within 5 %, rate within a factor 3, tokens under a tenth of a grid with five rates."""
     common = (
-        f"data.sources=[{{path: builtin:{task}, max_samples: 4000}}]", "train.steps=320", "eval.at_start=false",
+        f"data.sources=[{{path: builtin:{task}, max_samples: 8000}}]", "train.steps=320", "eval.at_start=false",
         f"data.validation.sources=[{{path: builtin:{task}, split: held-out, max_samples: 100}}]", "export.at_end=none",
         "train.schedule.warmup=0.1", "run.seed=3", "checkpoint.every=400",
     )  # fmt: skip

@@ -49,15 +49,16 @@ def search(
     there is the recipe of the best trial. Ctrl-C stops trials with checkpoints; --resume continues.
 
     With --lr, no range is needed: several learning rates are trained for a short time from one checkpoint, compared on
-    the same conversations, and one is proposed, unless the difference is too small to tell.
+    the same conversations, and one is proposed, unless the difference is too small to tell. torchrun can start it, as
+    it can start `whet train`.
     """
     if lr and preview:
         raise UsageError("--lr prints how long its probes are before it trains them: remove --preview")
     if lr and on is SearchTarget.SLURM:
         raise UsageError(
-            "--lr runs in one process: give it a job of its own, whet launch --on slurm -- search CONFIG --lr"
+            "--lr has no trials for --on: give it a job of its own, whet launch --on slurm -- search CONFIG --lr"
         )
-    if launch_env.world_size() > 1:
+    if launch_env.world_size() > 1 and not lr:
         raise UsageError("whet search starts the processes of its trials by itself: start it once, without torchrun")
     try:
         with raise_on_stop_signals():
