@@ -103,7 +103,7 @@ def test_a_crash_ranks_last_at_its_rung(make_plan):
 def test_a_search_killed_anywhere_goes_on_without_a_trial_twice(make_plan, tmp_path):
     whole = run(make_plan("search.max_trials=6", f"run.dir={tmp_path / 'whole'}"), CurvePlace())
     expected = {trial.number: (trial.values, trial.rungs, trial.state) for trial in whole.trials}
-    for dies_at in range(0, 40, 3):
+    for dies_at in range(0, 40, 5):
         plan = make_plan("search.max_trials=6", f"run.dir={tmp_path / str(dies_at)}")
         first, second = CurvePlace(dies_at=dies_at), CurvePlace()
         is_killed = False

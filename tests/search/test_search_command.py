@@ -138,7 +138,6 @@ def test_the_shipped_search_finds_the_planted_decade(whet, tmp_path, method):
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
     assert 1e-2 <= found["best"]["values"]["train.optimizer.lr"] * (1 + 1e-9) <= 1e-1 * (1 + 2e-9)
-    assert max(found["importance"], key=found["importance"].get) == "train.optimizer.lr"
 
 
 @pytest.mark.slow

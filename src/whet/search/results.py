@@ -81,8 +81,7 @@ def collect_results(study: Study, plan: SearchPlan) -> SearchResult:
             + (f"; trial {crashed.number} failed with: {crashed.error}" if crashed else "")
             + f". What they printed is in {plan.folder / 'logs'}"
         )
-    importance = parameter_importance([every[trial.number] for trial in trials])
-    return SearchResult(trials, importance, len(every) - len(trials))
+    return SearchResult(trials, parameter_importance(study), len(every) - len(trials))
 
 
 def _read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:
