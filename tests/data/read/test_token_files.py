@@ -150,9 +150,9 @@ def test_opening_a_large_file_does_not_read_it(tmp_path: Path) -> None:
         file.seek(-8, 2)
         file.write(struct.pack("<q", number))
     (tmp_path / "a.bin").touch()
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(TokenFile("a", tmp_path / "a")) == number
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
 
 
 # Pretokenized sources
