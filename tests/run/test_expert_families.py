@@ -37,7 +37,7 @@ FULL = ["train.optimizer.lr=3e-3"]
 LORA = ["adapter={rank: 4}", "train.optimizer.lr=1e-2"]
 SHORT = [
     "train.steps=4", "train.precision=fp64", "data.max_length=256", "checkpoint.every=2", "export.at_end=none",
-    "data.validation=null",
+    "data.validation=null", "train.micro_rows=1",
 ]  # fmt: skip
 ALONE = Ranks(0, 1, torch.device("cpu"))
 Steps = Callable[[Path], list[dict[str, Any]]]

@@ -16,7 +16,10 @@ from several_processes import on_gpu
 from tiny_architectures import save_tiny_model
 
 Steps = Callable[[Path], list[dict[str, Any]]]
-SHORT = ["train.precision=fp64", "train.steps=8", "checkpoint.every=2", "eval.tasks=[orders]", "eval.examples=2"]
+SHORT = [
+    "train.precision=fp64", "train.steps=8", "checkpoint.every=2", "eval.tasks=[orders]", "eval.examples=2",
+    "data.packing=none", "train.micro_rows=1",
+]  # fmt: skip
 WAYS = {
     "all weights": ["train.router_aux_loss=0.1"],
     "adapter": ["adapter={rank: 4}", "train.optimizer.lr=2e-2"],
