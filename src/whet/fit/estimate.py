@@ -121,17 +121,20 @@ def loss_bytes(fake: FakeModel, batch: BatchShape) -> LossBytes:
 
 
 def estimate_memory(
-    config: Config, fake: FakeModel, trace: ModelTrace, batch: BatchShape, sharding: Sharding | None = None
-) -> MemoryParts:
-    """The memory of one device at the highest moment of a step."""
-    moments = _Moments(config, fake, trace, batch, sharding or Sharding())
+    config: Config, fake: FakeModel, trace: ModelTrace, batch: BatchShape, sharding: Sharding | None = None,
+    captured: bool = False,
+) -> MemoryParts:  # fmt: skip
+    """The memory of one device at the highest moment of a step. `captured`: layers run as CUDA graphs, which hold their
+    gradients from step to step."""
+    moments = _Moments(config, fake, trace, batch, sharding or Sharding(), captured)
     return max(moments.all(), key=lambda parts: parts.total)
 
 
 class _Moments:
     def __init__(
-        self, config: Config, fake: FakeModel, trace: ModelTrace, batch: BatchShape, sharding: Sharding
+        self, config: Config, fake: FakeModel, trace: ModelTrace, batch: BatchShape, sharding: Sharding, captured: bool
     ) -> None:
+        self.captured = captured
         self.config, self.fake, self.trace, self.batch, self.sharding = config, fake, trace, batch, sharding
         self.is_sharded = sharding.shard > 1 or config.parallel.offload == "weights"
         self.size = training_size(config, fake, batch.micro_batches)
@@ -183,6 +186,8 @@ class _Moments:
         if self.batch.micro_batches > 1:
             # FSDP2 reduces after the last micro-batch alone: before it, each device sums all gradients itself
             return size.trained * _REDUCE_ITEMSIZE // self.sharding.tensor if self.is_sharded else size.gradients
+        if self.captured:
+            return size.gradients
         overlaps = size.gradients <= _OVERLAPPING_GRADIENTS and not self.is_sharded and self.fake.gpu is not None
         return size.gradients if overlaps and self.sharding.tensor == 1 else 0
 

@@ -24,7 +24,7 @@ from whet.fit.fake_model import FakeModel, build_fake_model
 from whet.fit.hardware import Hardware
 from whet.fit.memory_parts import MemoryParts
 from whet.fit.model_trace import ModelTrace
-from whet.fit.throughput import StepTime, StepWork, estimate_step_time
+from whet.fit.throughput import StepTime, StepWork, estimate_step_time, runs_as_cuda_graphs
 from whet.model.config import AdapterConfig
 from whet.run.data import RunData
 from whet.run.step_rows import typical_rows
@@ -232,7 +232,9 @@ class _LayoutSearch:
         facts, world = self.facts, self.hardware.world
         sharding = Sharding(shard, parallel.tensor, world)
         supervised = min(tokens, -(-micro_rows * facts.most_supervised // parallel.context))
-        memory = estimate_memory(config, self.fake, trace, BatchShape(tokens, supervised, micro_batches), sharding)
+        captured = runs_as_cuda_graphs(config, self.fake, trace, self.hardware.card, sharding)
+        batch = BatchShape(tokens, supervised, micro_batches)
+        memory = estimate_memory(config, self.fake, trace, batch, sharding, captured)
         share = micro_rows / facts.sampled_rows / parallel.context
         work = StepWork(micro_batches, facts.supervised * micro_rows / parallel.context, facts.lengths, share)
         step = estimate_step_time(config, self.fake, trace, self.hardware.card, work, sharding, self.hardware.nodes)

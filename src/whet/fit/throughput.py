@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whet.config import Config
+from whet.execution.cuda_graphs import max_gradient_bytes
 from whet.fit.cards import Card
 from whet.fit.estimate import Sharding, training_size, trains_all
 from whet.fit.fake_model import FakeModel
@@ -32,8 +33,8 @@ _KERNEL_S = 4e-6
 _LAUNCH_S = 1.1e-4
 """What the host needs to launch a kernel without a CUDA graph: 4 ms for both passes of a compiled layer, 9 ms for one
 with adapters, 13 ms in fp8 (LOG.md, 2026-11-16). If the device needs less, it waits for the host."""
-_LAUNCH_BOUND_S, _MAX_GRAPH_GRADIENTS = 0.005, 2**30
-"""When CUDA graphs are used (execution/cuda_graphs.py)."""
+_LAUNCH_BOUND_S = 0.005
+"""Layers whose two passes take less than this at the peak FLOP/s run as CUDA graphs (execution/cuda_graphs.py)."""
 _IDLE_SHARE = 0.01
 """Of a step: between steps, and kernels that are not counted."""
 _LINK_SHARE = 0.75
@@ -102,7 +103,7 @@ def estimate_step_time(
     head = rates.head(fake, work)
     computing = (products + memory + attention + head) * count
     waiting = 0.0
-    if not _uses_cuda_graphs(config, fake, trace, rates, sharding):
+    if not runs_as_cuda_graphs(config, fake, trace, card, sharding):
         waiting = max(0.0, _LAUNCH_S * sum(each.kernels for each in layers) * work.micro_batches - computing)
     optimizer = rates.optimizer(config, fake, sharding)
     communication = _exposed_communication(config, fake, trace, card, work, sharding, nodes, computing)
@@ -172,15 +173,17 @@ _HOST_LINK = 25e9
 """Bytes per second between device and host, as LOG.md has them for copies that wait for each other."""
 
 
-def _uses_cuda_graphs(config: Config, fake: FakeModel, trace: ModelTrace, rates: _Rates, sharding: Sharding) -> bool:
-    """As `enable_cuda_graphs` decides."""
+def runs_as_cuda_graphs(config: Config, fake: FakeModel, trace: ModelTrace, card: Card, sharding: Sharding) -> bool:
+    """As `enable_cuda_graphs` decides: one device, small gradients, and layers that the host cannot launch in time."""
+    if sharding.world > 1 or not fake.compiles or config.parallel.offload != "none":
+        return False
+    if training_size(config, fake).gradients > max_gradient_bytes(card.memory, config.parallel.recompute != "none"):
+        return False
     flops = sum(
         kind.count * operation.flops
         for kind in trace.layers for operation in kind.forward.operations + kind.backward.operations
     ) / sum(kind.count for kind in trace.layers)  # fmt: skip
-    is_possible = sharding.world == 1 and fake.compiles and config.parallel.offload == "none"
-    are_small = training_size(config, fake).gradients <= _MAX_GRAPH_GRADIENTS
-    return is_possible and are_small and flops / (rates.card.peak(fake.precision.name) or rates.peak) <= _LAUNCH_BOUND_S
+    return flops / (card.peak(fake.precision.name) or card.peak("bf16") or 1.0) <= _LAUNCH_BOUND_S
 
 
 class _Links:
