@@ -152,7 +152,7 @@ class _Moments:
             activations = trace.ends + trace.shared + 2 * last.saved
         base = MemoryParts(
             self._share(size.weights), held, 0 if self.offloads_states else self._share(size.optimizer), activations, 0,
-            _LIBRARY_WORKSPACE + self._gathered(),
+            _LIBRARY_WORKSPACE + self._gathered() + self.fake.once("dequantized", lambda: self.fake.dequantized),
         )  # fmt: skip
         yield replace(base, activations=activations - trace.ends, workspace=base.workspace + last.forward_scratch)
         yield replace(base, loss=self.loss.peak)

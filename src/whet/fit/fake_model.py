@@ -103,6 +103,12 @@ class FakeModel:
         return -(-weight.numel() // 2) + blocks + 4 * -(-blocks // NF4_SCALE_BLOCK)
 
     @property
+    def dequantized(self) -> int:
+        """Bytes of the largest 4-bit weight in 16 bits: products dequantize one at a time."""
+        sizes = (weight.numel() for weight in self.root.parameters() if id(weight) in self.four_bit)
+        return max(sizes, default=0) * self.precision.compute.itemsize
+
+    @property
     def weights(self) -> int:
         """Bytes of all parameters and buffers."""
         return sum(map(self.weight_bytes, (*self.root.parameters(), *self.root.buffers())))
@@ -120,8 +126,8 @@ def build_fake_model(config: Config, precision: PrecisionPolicy, *, gpu: Gpu | N
     four_bit: set[Tensor] = set()
     if config.quantize is not None:
         model.requires_grad_(False)
-        four_bit = {model.get_submodule(name).weight for name in quantized_layers(model)}  # type: ignore[misc]
-        four_bit |= {model.get_parameter(name) for name in quantized_stacks(model)}
+        names = [*(f"{name}.weight" for name in quantized_layers(model)), *quantized_stacks(model)]
+        four_bit = set(map(model.get_parameter, names))
     if config.adapter is not None:
         with torch.device("meta"):  # peft would initialise the adapters on the host
             adapted = add_adapter(
