@@ -328,6 +328,26 @@ def test_any_layout_of_any_batch_covers_each_step(
         assert sorted(found) == sorted(plan.documents_of(step).tolist())
 
 
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    world=st.integers(1, 3), micro_rows=st.integers(1, 5), batch=st.integers(1, 12), seed=st.integers(0, 3),
+    padded=st.booleans(), lengths=st.sampled_from([1, 4]), packing=st.sampled_from(["best-fit", "none"]),
+)  # fmt: skip
+def test_no_micro_batch_is_larger_than_the_worst(
+    store: Store, world: int, micro_rows: int, batch: int, seed: int, padded: bool, lengths: int, packing: str
+) -> None:
+    plan = plan_by_conversations(store, batch, RunLength(epochs=1), packing, seed)
+    padded_to = ROW if padded else None
+    for rank in range(world):
+        with contextlib.closing(Loader(store, plan, micro_rows, rank, world, padded_to, lengths)) as loader:
+            worst = loader.worst_batch()
+            every = [one for step in range(len(plan)) for _, one in loader.micro_batches(step)]
+            assert len(worst.tokens) >= max(len(one.tokens) for one in every)
+            assert len(worst.supervised_at) >= max(len(one.supervised_at) for one in every)
+            assert (worst.labels != -100).nonzero().flatten().tolist() == worst.supervised_at.tolist()
+            assert loader.with_micro_rows(2).layout(0) == Loader(store, plan, 2, rank, world).layout(0)
+
+
 @pytest.mark.parametrize("plan_rows", [plan_by_conversations, plan_by_rows])
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
 def test_an_unpacked_plan_has_the_same_steps_with_one_document_a_row(

@@ -26,7 +26,7 @@ from whet.training.micro_batches import micro_row_sizes
 ROW = 128
 OPTIONS = (
     "train.precision=fp64", "train.steps=3", f"data.max_length={ROW}", "train.batch={conversations: 8}",
-    "train.micro_rows=auto",
+    "train.micro_rows=auto", "data.validation=null", "checkpoint.every=null",
 )  # fmt: skip
 
 
@@ -197,6 +197,7 @@ def test_a_shard_that_runs_out_of_memory_ends_the_run_for_all(tmp_path: Path, re
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 3
 
 
+@pytest.mark.slow
 def test_an_optimizer_state_without_room_is_offloaded(
     tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,13 +143,14 @@ class Loader:
         return shape_buckets(BatchShape(self._padded_to * rows, self._plan.stats.fullest * rows), self._lengths)
 
     def worst_batch(self) -> PackedBatch:
-        """A micro-batch that needs at least as much memory as any of the plan: its most expensive rows, with as many
-        supervised positions as the rows have that have most."""
+        """A micro-batch that needs at least as much memory as any of the plan: its longest rows, of equally long ones
+        those with the longest documents, and as many supervised positions as the rows have that have most."""
         plan, rows = self._plan, self._micro_rows
-        starts = plan.rows[:-1]
-        costs = np.add.reduceat(document_cost(self._store.lengths[plan.documents]), starts)
+        starts, lengths = plan.rows[:-1], self._store.lengths[plan.documents]
+        tokens = np.add.reduceat(lengths.astype(np.int64), starts)
+        costs = np.add.reduceat(document_cost(lengths), starts)
         supervised = np.add.reduceat(self._store.targets[plan.documents].astype(np.int64), starts)
-        longest = np.argsort(-costs, kind="stable")[:rows]
+        longest = np.lexsort((-costs, -tokens))[:rows]
         batch = self._pack(np.concatenate([plan.documents[plan.rows[row] : plan.rows[row + 1]] for row in longest]))
         most = min(int(np.sort(supervised)[-rows:].sum()), len(batch.tokens))
         labels = torch.full_like(batch.labels, IGNORE_INDEX)

@@ -84,7 +84,10 @@ def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> 
     if known is None and is_auto and use_cache:
         known = _read_cache(run, config)
     if known is not None and _verify(run, known):
+        info(f"train.micro_rows: auto is {known.micro_rows}, as chosen before on this card")
         return
+    if known is not None:
+        info(f"{known} was chosen before on this card and does not fit now: the micro-batch is measured again")
     can_save_more = is_auto and not has_collectives_in_passes(run.model, run.ranks)
     for parallel in saving_settings(run.config.parallel) if can_save_more else [run.config.parallel]:
         apply_settings(run, parallel)
@@ -208,6 +211,9 @@ def _report(run: Run, config: Config, is_auto: bool) -> None:
             "train.micro_rows: auto is 1, because the model draws random numbers that depend on it. Set "
             "train.micro_rows to use more"
         )
+    elif is_auto:
+        tokens = choice.micro_rows * config.row_length
+        info(f"train.micro_rows: auto is {choice.micro_rows}: up to {tokens:,} tokens at once, the worst batch fits")
     if is_auto and (choice.recompute, choice.offload) != (config.parallel.recompute, config.parallel.offload):
         info(f"one row needs more memory than this device has: {choice} makes it fit, slower, with the same loss")
 

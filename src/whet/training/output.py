@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
+from whet.core.errors import WhetError
 from whet.core.files import JsonLinesWriter, write_json
 from whet.core.run_folder import RunFolder
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
@@ -99,7 +101,8 @@ class FolderOutput(RunOutput):
 
     def update_plan(self, changes: dict[str, Any]) -> None:
         file = self._folder.path / "plan.json"
-        write_hashed_json(file, read_hashed_json(file) | changes)
+        with contextlib.suppress(WhetError):  # deleted or damaged meanwhile: no step depends on it
+            write_hashed_json(file, read_hashed_json(file) | changes)
 
     def write_effect(self, step: int, effects: Sequence[WeightEffect]) -> None:
         summary = effect_summary(effects)

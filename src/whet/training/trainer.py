@@ -59,6 +59,7 @@ def train(run: Run) -> None:
                         if result.ran_out_of_memory:
                             overlap.discard()
                             use_smaller_micro_batches(run, pending.micro_rows, number)
+                            overlap = Overlap(run)  # which may have found no memory to start early
                 if line is None:
                     if stop:
                         raise StoppedError(
