@@ -100,14 +100,14 @@ def effect_warnings(effects: Sequence[WeightEffect]) -> list[str]:
             f"{len(names):,} of {len(effects):,} trained weights got a gradient and did not move: {listed(names)}. "
             "Raise train.optimizer.lr"
         )
-    if names := [
-        f"{each.module} ({_list_experts(each.untouched_experts)})" for each in effects if each.untouched_experts
-    ]:
+    idle = [each for each in effects if each.untouched_experts]
+    if names := [f"{each.module} ({list_experts(each.untouched_experts)})" for each in idle]:
         found.append(f"experts got no token in training, and so did not change: {listed(names)}")
     return found
 
 
-def _list_experts(experts: Sequence[int]) -> str:
+def list_experts(experts: Sequence[int]) -> str:
+    """The first few numbers."""
     more = len(experts) - _MAX_NUMBERS
     return ", ".join(map(str, experts[:_MAX_NUMBERS])) + (f" and {more} more" if more > 0 else "")
 

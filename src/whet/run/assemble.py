@@ -27,6 +27,8 @@ from whet.execution import device_memory
 from whet.execution.compile import should_compile
 from whet.execution.offload import offload_optimizer_state
 from whet.execution.transform import transform_layers
+from whet.model.experts.install import experts_modules
+from whet.model.experts.load import ExpertLoad
 from whet.model.flops import count_step_flops
 from whet.model.loss.loss_model import LossModel
 from whet.model.peak_flops import device_peak_flops
@@ -173,6 +175,8 @@ def _build_training_model(
         model = build_loss_model(config, base, precision, device, tokens, longest)
     else:
         model = build_sharded_loss_model(config, base, precision, mesh, tokens, longest, typical, loading.source)
+    if experts_modules(model.language_model):
+        model.expert_load = ExpertLoad(model.language_model, device)
     compiles = should_compile(config.model.compile, device, precision.compute)
     apply_ulysses(model, mesh)
     transform_layers(model.language_model, config.parallel, compiles)  # after the packing check and its short rows

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from whet.data.loader import StepTotals
+from whet.model.experts.load import StepLoad
 from whet.model.flops import StepFlops
 from whet.training.step import StepResult
 from whet.training.timing import StepTime
@@ -68,6 +69,7 @@ def step_metrics(
         "accuracy": finite_or_none(result.accuracy),
         "grad_norm": finite_or_none(result.grad_norm),
         **({} if math.isnan(result.router_aux_loss) else {"router_aux_loss": result.router_aux_loss}),
+        **_load_metrics(result.expert_load),
         **rates,
         **asdict(totals),
         "tokens_per_s": speed.rate(batch.tokens),
@@ -78,6 +80,10 @@ def step_metrics(
         "step_s": speed.time.seconds,
         "data_s": result.data_s,
     }
+
+
+def _load_metrics(load: StepLoad | None) -> dict[str, Any]:
+    return {} if load is None else {"expert_load_max": load.max_load, "experts_idle": int(load.idle)}
 
 
 def excluded_step_metrics(

@@ -18,6 +18,7 @@ from whet.core.heartbeat import PHASE
 from whet.data.loader import Loader, ReplayLoader
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.execution.device_memory import free_cached
+from whet.model.experts.load import StepLoad
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients
@@ -67,6 +68,8 @@ def train_step(
     gradient_scale = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     is_sound = (mean_loss.isfinite() & norm.isfinite() & (mean_loss <= spike_limit)).double()
     numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, *sums[2:5], is_sound, router_aux_loss])
+    if model.expert_load is not None:
+        numbers = torch.cat([numbers, model.expert_load.finish_step(ranks.all_reduce_)])
     pending = PendingStep(numbers, forward, optimizer)  # the copy to the host starts before the optimizer
 
     # Optimizer
@@ -192,6 +195,8 @@ class StepResult:
     """Whether the optimizer changed the weights."""
     router_aux_loss: float = math.nan
     """Of the whole step, without its coefficient; NaN without train.router_aux_loss."""
+    expert_load: StepLoad | None = None
+    """None for models without experts."""
     ran_out_of_memory: bool = False
     """Whether any rank had to repeat the step in smaller micro-batches."""
 
@@ -217,7 +222,9 @@ class PendingStep:
         PHASE.enter("waiting for the device", self._forward.step + 1)
         if self.copied is not None:
             self.copied.synchronize()
-        loss, accuracy, norm, scale, stop, save, out_of_memory, is_sound, router_aux_loss = self._numbers.tolist()
+        loss, accuracy, norm, scale, stop, save, out_of_memory, is_sound, router_aux_loss, *load = (
+            self._numbers.tolist()
+        )
         if self._optimizer is not None and not is_sound:
             retract_step(self._optimizer)
         if not self._forward.supervised:  # an empty step has no loss, and its gradient means nothing
@@ -233,6 +240,7 @@ class PendingStep:
             save > 0,
             updated,
             router_aux_loss,
+            StepLoad(*load) if load else None,
             out_of_memory > 0,
         )
 

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from whet.core.console import ExponentialAverage, info, progress
+from whet.core.console import ExponentialAverage, info, progress, warn
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
+from whet.model.effect import list_experts, listed
+from whet.model.experts.load import StepLoad
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
 from whet.training.metrics import RunTotals, StepSpeed, excluded_step_metrics, progress_note, step_metrics
@@ -21,6 +23,9 @@ from whet.training.run_state import Run
 from whet.training.schedule import Position, end_position, lr_factor
 from whet.training.step import StepResult, train_step
 from whet.training.timing import StepTime, startup_summary
+
+_STEPS_UNTIL_IDLE = 100
+"""An expert without a token in so many steps is idle."""
 
 
 def train(run: Run) -> None:
@@ -105,8 +110,23 @@ def finish_step(
     line = step_metrics(run.step + 1, result, rates, totals, batch, per_epoch, speed, run.ranks.device)
     if verdict.action == "skip":
         line["skipped"] = verdict.kind
+    if result.expert_load is not None:
+        _warn_of_idle_experts(run, result.expert_load)
     _end_step(run, totals, line)
     return line
+
+
+def _warn_of_idle_experts(run: Run, load: StepLoad) -> None:
+    """Once, after enough steps to be sure; at its end the run lists them again (training/effect.py)."""
+    counted = run.model.expert_load
+    assert counted is not None
+    counted.steps += 1
+    if counted.steps == _STEPS_UNTIL_IDLE and load.idle_so_far and run.step + 1 < run.intervals.last:
+        idle = [f"{name} ({list_experts(experts)})" for name, experts in counted.idle_experts().items()]
+        warn(
+            f"after {counted.steps} steps, {int(load.idle_so_far):,} of {counted.experts:,} experts have got no token: "
+            f"{listed(idle)}"
+        )
 
 
 def exclude_step(run: Run) -> dict[str, Any]:

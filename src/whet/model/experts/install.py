@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from whet.compat.bitsandbytes_private import nf4_parts, quant_state
@@ -23,6 +24,8 @@ from whet.model.modules import add_mixin
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, ExpertsWeights], Tensor]
 
 IMPLEMENTATION = "whet"
+TOKEN_COUNTS = "whet_token_counts"
+"""An attribute of experts modules whose tokens are counted (load.py): [experts] int64."""
 _ACTIVATION, _FUNCTION = "whet_activation", "whet_function"
 
 
@@ -98,6 +101,8 @@ def _layer_names(module: Any) -> tuple[str, str]:
 
 
 def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    if module.training and hasattr(module, TOKEN_COUNTS) and torch.is_grad_enabled():
+        count_tokens(getattr(module, TOKEN_COUNTS), index)
     up_name, down_name = _layer_names(module)
     (up_shape, up_parts), (down_shape, down_parts) = (_stack(getattr(module, name)) for name in (up_name, down_name))
     inputs, outputs = (1, 2) if module.is_transposed else (2, 1)
@@ -122,3 +127,13 @@ def _stack(weight: Any) -> tuple[Sequence[int], list[Tensor]]:
     """The shape of a stacked weight and its tensors: itself, or NF4 values with their scales."""
     state = quant_state(weight)
     return (weight.shape, [weight]) if state is None else (state.shape, nf4_parts(weight))
+
+
+@torch.library.custom_op("whet::count_tokens", mutates_args=("counts",))
+def count_tokens(counts: Tensor, index: Tensor) -> None:
+    """Add the tokens of each expert to `counts`; `index` [T, K] holds the experts of each token."""
+    chosen = index.reshape(-1).long()
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+count_tokens.register_fake(lambda counts, index: None)

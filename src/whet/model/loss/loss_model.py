@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from whet.model.attention import document_kwargs, needs_document_spans
+from whet.model.experts.load import ExpertLoad
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
 from whet.model.loss.output_head import read_output_head
 from whet.model.loss.router_aux_loss import RouterAuxLoss
@@ -28,6 +29,8 @@ class LossModel(nn.Module):
         self.smoothing = smoothing
         self.z_loss = z_loss
         self.router_aux_loss = RouterAuxLoss(language_model, router_aux_loss) if router_aux_loss else None
+        self.expert_load: ExpertLoad | None = None
+        """Counts the tokens of experts in training."""
         self.unpacked = ""
         """Why each batch is one document and the model uses its native attention; empty if documents are packed."""
         self.is_stochastic = False
