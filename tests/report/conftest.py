@@ -73,6 +73,13 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             ],
             "samples": [sample(0, "p1", False), sample(0, "p2", False), sample(3, "p1", True), sample(3, "p2", False)],
             "certificate": {"kind": "merged", "verified": True, "max_logit_difference": 1e-5, "same_next_token": 1.0},
+            "effect": {
+                "step": 3, "modules": [
+                    {"module": f"model.layers.{layer}.mlp.experts.down_proj", "shape": [4, 8, 8],
+                     "change": 0.01 * (layer + 1), "moved": True, "gradient": True, "experts": 4, "untouched_experts": [3] * layer}
+                    for layer in (0, 1)
+                ],
+            },
         } | replaced  # fmt: skip
         (folder / "exports/merged").mkdir(parents=True)
         for name, value in content.items():

@@ -20,7 +20,15 @@ from whet.report.summary import result_json, summarize_run
 from whet.report.terminal_report import before_after_table, draw_loss_curve, score_line
 
 MakeRun = Callable[..., Path]
-FILES = ("status.json", "ledger.json", "plan.json", "metrics.jsonl", "samples.jsonl", "exports/merged/certificate.json")
+FILES = (
+    "status.json",
+    "ledger.json",
+    "plan.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "effect.json",
+    "exports/merged/certificate.json",
+)
 
 
 def show_everything(folder: Path) -> RunView:

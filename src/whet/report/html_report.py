@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -24,7 +25,16 @@ from whet.report.formatting import (
     format_share,
     format_time,
 )
-from whet.report.run_view import LoggedSample, RunView, SamplePair, Series, SourceCounts, select_pairs
+from whet.report.run_view import (
+    LoggedSample,
+    RunView,
+    SamplePair,
+    Series,
+    SourceCounts,
+    as_dict,
+    as_list,
+    select_pairs,
+)
 from whet.report.summary import summarize_run
 
 
@@ -293,7 +303,10 @@ def exports_section(run: RunView) -> Markup:
     """The exports and their certificates."""
     if not run.certificates:
         return _EMPTY
-    head = ("export", "verified", "largest logit difference", "same next token", "conversations compared")
+    head = (
+        "export", "verified", "largest logit difference", "same next token", "conversations compared",
+        "trained weights in it", "lost to rounding",
+    )  # fmt: skip
     rows = [
         (
             certificate.get("kind"),
@@ -303,11 +316,49 @@ def exports_section(run: RunView) -> Markup:
             format_number(finite_number(certificate.get("max_logit_difference"))),
             format_share(finite_number(certificate.get("same_next_token"))),
             format_count(finite_number(certificate.get("conversations"))),
+            _exported_cell(as_dict(certificate.get("effect"))),
+            format_share(finite_number(as_dict(certificate.get("effect")).get("lost_to_rounding"))),
         )
         for certificate in run.certificates
     ]
     return html_section(
         "Exports", html_table(head, rows), note="Every export is loaded again and compared with the trained model."
+    )
+
+
+def _exported_cell(effect: dict[str, Any]) -> str:
+    exported, weights = (finite_number(effect.get(key)) for key in ("exported", "weights"))
+    return DASH if exported is None else f"{format_count(exported)} of {format_count(weights)}"
+
+
+def effect_section(run: RunView) -> Markup:
+    """What training changed, by kind of weight: those of all layers together."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for each in map(as_dict, as_list(run.effect.get("modules"))):
+        kinds.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", str(each.get("module"))), []).append(each)
+    if not kinds:
+        return _EMPTY
+    rows = []
+    for name, weights in kinds.items():
+        changes = [change for each in weights if (change := finite_number(each.get("change"))) is not None]
+        experts = sum(finite_number(each.get("experts")) or 0 for each in weights)
+        idle = sum(len(as_list(each.get("untouched_experts"))) for each in weights)
+        rows.append(
+            (
+                name,
+                format_count(len(weights)),
+                *(_all_of([each.get(key) is True for each in weights]) for key in ("gradient", "moved")),
+                f"{min(changes):.1e} to {max(changes):.1e}" if changes else DASH,
+                f"{format_count(idle)} of {format_count(experts)}" if experts else DASH,
+            )
+        )
+    head = ("weight", "number", "got a gradient", "moved", "‖ΔW‖ ÷ ‖W‖", "experts without a token")
+    return html_section("Effect", html_table(head, rows), note="What training changed; each weight is in effect.json.")
+
+
+def _all_of(found: list[bool]) -> Markup:
+    return element(
+        "span", "all" if all(found) else f"{sum(found)} of {len(found)}", class_="good" if all(found) else "bad"
     )
 
 
@@ -364,6 +415,7 @@ _SECTIONS = (
     validation_section,
     samples_section,
     ledger_section,
+    effect_section,
     exports_section,
     plan_section,
     config_section,

@@ -46,7 +46,7 @@ class SourceCounts:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> SourceCounts:
         """From an entry of `sources` in `ledger.json`."""
-        conversations = _as_dict(record.get("conversations"))
+        conversations = as_dict(record.get("conversations"))
         return cls(
             name=str(record.get("source", "")),
             use=str(record.get("use", "")),
@@ -56,11 +56,11 @@ class SourceCounts:
             truncated=finite_number(conversations.get("truncated")),
             split=finite_number(conversations.get("split")),
             duplicates=finite_number(record.get("duplicates")),
-            kept_with={str(note): finite_number(n) for note, n in _as_dict(record.get("notes")).items()},
-            reasons={str(reason): finite_number(n) for reason, n in _as_dict(record.get("reasons")).items()},
+            kept_with={str(note): finite_number(n) for note, n in as_dict(record.get("notes")).items()},
+            reasons={str(reason): finite_number(n) for reason, n in as_dict(record.get("reasons")).items()},
             first={
-                str(reason): [str(place) for place in _as_list(places)]
-                for reason, places in _as_dict(record.get("first")).items()
+                str(reason): [str(place) for place in as_list(places)]
+                for reason, places in as_dict(record.get("first")).items()
             },
             tokens=finite_number(record.get("tokens")),
             supervised_tokens=finite_number(record.get("supervised_tokens")),
@@ -216,6 +216,8 @@ class RunView:
     samples: tuple[LoggedSample, ...]
     events: tuple[dict[str, Any], ...]
     certificates: tuple[dict[str, Any], ...]
+    effect: dict[str, Any]
+    """effect.json: what training changed."""
     damage: tuple[str, ...]
     """One sentence for each file that is damaged."""
 
@@ -242,7 +244,7 @@ class RunView:
             config_text=config.read_text(),
             status=RunStatus.from_json(status),
             plan=_read_object(folder / "plan.json", damage),
-            sources=tuple(SourceCounts.from_json(_as_dict(record)) for record in _as_list(ledger.get("sources"))),
+            sources=tuple(SourceCounts.from_json(as_dict(record)) for record in as_list(ledger.get("sources"))),
             metrics=tuple(
                 line
                 for line in _read_lines(folder / "metrics.jsonl", damage)
@@ -254,6 +256,7 @@ class RunView:
                 _read_object(path, damage) | {"kind": path.parent.name}
                 for path in sorted(folder.glob("exports/*/certificate.json"))
             ),
+            effect=_read_object(folder / "effect.json", damage),
             damage=tuple(damage),
         )
 
@@ -388,17 +391,17 @@ def _int_or_none(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
 
 
-def _as_dict(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _as_list(value: object) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
 def _checked_event(event: dict[str, Any]) -> dict[str, Any]:
     """A line of `events.jsonl` whose step is a number and whose conversations are objects."""
-    conversations = [each for each in _as_list(event.get("conversations")) if isinstance(each, dict)]
+    conversations = [each for each in as_list(event.get("conversations")) if isinstance(each, dict)]
     return {**event, "step": finite_number(event.get("step")), "conversations": conversations}
 
 

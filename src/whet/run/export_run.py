@@ -17,7 +17,7 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import read_json, resolve_path
+from whet.core.files import resolve_path
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
@@ -153,7 +153,7 @@ def _build_spec(
 def _read_effect(folder: Path, step: int) -> dict[str, Any]:
     """What effect.json of the run says of each weight after this step; nothing if it is of another step or damaged."""
     try:
-        found = read_json(folder / EFFECT_FILE)
+        found = read_hashed_json(folder / EFFECT_FILE)
         return {each["module"]: each for each in found["modules"]} if found["step"] == step else {}
     except (WhetError, OSError, KeyError, TypeError):
         return {}

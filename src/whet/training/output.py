@@ -10,7 +10,7 @@ from typing import Any
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import WhetError
-from whet.core.files import JsonLinesWriter, write_json
+from whet.core.files import JsonLinesWriter
 from whet.core.run_folder import RunFolder
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
 from whet.inference.tasks.task import AnsweredExample
@@ -107,7 +107,7 @@ class FolderOutput(RunOutput):
     def write_effect(self, step: int, effects: Sequence[WeightEffect]) -> None:
         summary = effect_summary(effects)
         modules = [each.as_dict() for each in effects]
-        write_json(self._folder.path / EFFECT_FILE, {"step": step, **summary, "modules": modules})
+        write_hashed_json(self._folder.path / EFFECT_FILE, {"step": step, **summary, "modules": modules})
         info(describe_effect(summary))
         for problem in effect_warnings(effects):
             warn(problem)
