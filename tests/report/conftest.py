@@ -76,7 +76,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             "effect": {
                 "step": 3, "modules": [
                     {"module": f"model.layers.{layer}.mlp.experts.down_proj", "shape": [4, 8, 8],
-                     "change": 0.01 * (layer + 1), "moved": True, "gradient": True, "experts": 4, "untouched_experts": [3] * layer}
+                     "change": 0.01 * (layer + 1), "moved": True, "gradient": True,
+                     "experts": 4, "untouched_experts": [3] * layer}
                     for layer in (0, 1)
                 ],
             },

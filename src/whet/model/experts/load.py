@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.model.experts.install import TOKEN_COUNTS, experts_modules
+from whet.model.quantize import weight_shape
 
 
 class StepLoad(NamedTuple):
@@ -27,7 +28,7 @@ class ExpertLoad:
 
     def __init__(self, language_model: nn.Module, device: torch.device) -> None:
         modules: dict[str, Any] = experts_modules(language_model)
-        sizes = [next(len(weight) for weight in module.parameters() if weight.ndim == 3) for module in modules.values()]
+        sizes = [next(weight_shape(weight)[0] for weight in module.parameters()) for module in modules.values()]
         self.names = list(modules)
         self.experts = sum(sizes)
         self.steps = 0
