@@ -56,6 +56,7 @@ def pack() -> Callable[[Sequence[Tensor]], SimpleNamespace]:
             edges.append(edges[-1] + len(document))
         labels = torch.cat([torch.cat([document[1:], torch.tensor([-100])]) for document in documents])
         return SimpleNamespace(
+            documents=np.arange(len(documents)),
             tokens=torch.cat(list(documents)),
             labels=labels,
             positions=torch.cat([torch.arange(len(document)) for document in documents]),

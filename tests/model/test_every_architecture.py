@@ -48,7 +48,7 @@ def test_a_step_equals_a_plain_loop_or_is_refused(kind: str, make_documents: Any
             return
         choose_packing(root, VOCABULARY, 23)
         is_stochastic(root, VOCABULARY)
-        batches = [pack([document]) for document in documents] if root.unpacked else [pack(documents)]
+        batches = [pack(documents)]  # packed, or each in a row of a padded batch
         with NarrowedOperations() as narrowed:
             ours = gradients(model, [root(batch).objective for batch in batches])
         attention.use_native_attention(model)

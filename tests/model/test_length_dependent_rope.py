@@ -66,6 +66,20 @@ def test_unpacked_a_document_gets_the_rope_of_its_own_length(
     assert torch.equal(root(plain).nll, root(padded).nll)
 
 
+def test_documents_on_both_sides_of_the_original_length_share_no_padded_batch(
+    make_model: Callable[..., nn.Module], make_documents: Any, pack: Any
+) -> None:
+    model = make_model("Phi3", rope_parameters=_LONG, max_position_embeddings=128, original_max_position_embeddings=32)
+    root = LossModel(model)
+    choose_packing(root, 64, longest=60)
+    assert (root.pads, root.rope_switch) == (True, 32)
+    documents = make_documents(60, 40, 32, 7, 50)
+    alone = sum(root(pack([document])).nll.sum() for document in documents)
+    assert root(pack(documents)).nll.sum().item() == pytest.approx(alone.item(), rel=1e-12)
+    root.rope_switch = None  # planted: short documents would get the rope of long ones
+    assert root(pack(documents)).nll.sum().item() != pytest.approx(alone.item(), rel=1e-8)
+
+
 def test_dynamic_rope_is_an_error_even_unpacked(make_model: Callable[..., nn.Module]) -> None:
     model = make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
     with pytest.raises(WhetError, match="would not be reproducible"):

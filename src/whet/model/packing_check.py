@@ -1,8 +1,8 @@
 """Checks before the first step: packed documents do not influence each other, and whet's logits are the model's own.
 
 Some architectures carry state from token to token or have custom attention, so that packed documents would leak into
-each other: they are trained unpacked, one document at a time. Some transform their logits in ways that their
-configuration does not show: they are refused. Training them would look healthy and be wrong.
+each other: they are trained unpacked, documents of like length in a padded batch. Some transform their logits in ways
+that their configuration does not show: they are refused. Training them would look healthy and be wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,16 @@ from whet.model.loss.output_head import OutputHead, read_output_head
 from whet.model.modules import eval_mode
 
 
-def length_dependent_rope(model: nn.Module, longest: int) -> str | None:
-    """The rope type, if its frequencies depend on length for documents of up to `longest` tokens; None otherwise.
+@dataclass(frozen=True, slots=True)
+class LengthDependentRope:
+    """A rotary embedding with other frequencies for documents that are longer than `switch`."""
+
+    kind: str
+    switch: int
+
+
+def length_dependent_rope(model: nn.Module, longest: int) -> LengthDependentRope | None:
+    """The rotary embedding, if its frequencies depend on length for documents of up to `longest` tokens.
 
     transformers takes the largest position of a whole row, so that one long document would change the embeddings of the
     short ones beside it. Up to the original context length, all documents have the same frequencies.
@@ -35,8 +44,8 @@ def length_dependent_rope(model: nn.Module, longest: int) -> str | None:
         first = settings.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if kind in ("dynamic", "longrope") and longest > (first or config.max_position_embeddings):
-            return str(kind)
+        if kind in ("dynamic", "longrope") and longest > (switch := first or config.max_position_embeddings):
+            return LengthDependentRope(kind, switch)
     return None
 
 
@@ -69,6 +78,11 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
         root.unpacked = f"its code fails on packed conversations ({describe_error(error)})"
     use_native_attention(root.language_model)
     root.with_full_weights(functools.partial(_check_unpacked, root, vocabulary, longest))
+    rope = length_dependent_rope(root.language_model, longest)
+    root.rope_switch = None if rope is None else rope.switch
+    counts_by_batch = rope is not None and root.router_aux_loss is not None
+    if not counts_by_batch and not _selects_tokens(root.language_model, longest):
+        root.pads = root.with_full_weights(functools.partial(_pads_exactly, root, vocabulary, longest))
 
 
 def _raise_if_not_the_model(error: Exception) -> None:
@@ -83,8 +97,8 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
     rope = length_dependent_rope(model, longest)
     if rope is not None:  # the documents below are too short to show it
         raise PackingError(
-            f"its rotary embedding ({rope}) depends on the longest conversation of a row, here {longest:,} tokens. "
-            "With data.max_length at its original context length it can be packed"
+            f"its rotary embedding ({rope.kind}) depends on the longest conversation of a row, here {longest:,} "
+            "tokens. With data.max_length at its original context length it can be packed"
         )
     reason = unsupported_attention(model)
     if reason is not None:  # the documents below are too short to show windows
@@ -114,7 +128,8 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
     """Compare the logits of one document with the model's own, and look whether a token changes those before it."""
     model = root.language_model
     name = type(model).__name__
-    if length_dependent_rope(model, longest) == "dynamic":
+    rope = length_dependent_rope(model, longest)
+    if rope is not None and rope.kind == "dynamic":
         raise WhetError(
             "model.path: this model's rotary embedding (dynamic) depends on the documents before, so runs would not be "
             f"reproducible. Lower data.max_length (the longest conversation has {longest:,} tokens)"
@@ -123,8 +138,8 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
     with eval_mode(root):
         try:
             head = read_output_head(model)
-            hidden = root.hidden_unpacked(tokens)
-            other = root.hidden_unpacked(torch.cat([tokens[:7], tokens[:1]]))
+            hidden = root.hidden_unpacked([tokens])
+            other = root.hidden_unpacked([torch.cat([tokens[:7], tokens[:1]])])
             largest = _largest_logit(head, hidden)
             own = {scale: _reference_logits(model, tokens, scale, 1) for scale in (1.0, _LARGE_LOGIT / largest)}
         except _PROBE_FAILURES as error:
@@ -145,6 +160,36 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
             f"model.path: whet's logits differ from those of {name} itself by {difference:.3g}: it transforms its "
             "logits in a way that whet does not support, and would be trained wrongly. Use another model"
         )
+
+
+def _selects_tokens(model: nn.Module, longest: int) -> bool:
+    """Whether the model attends to some tokens of a document alone, which it may choose among padding too: sparse
+    attention, as in DeepSeek-V3.2 and GLM-5. The documents of the probe are too short to show it."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    chosen = getattr(config, "index_topk", None)
+    return chosen is not None and longest > chosen
+
+
+_PROBED_LENGTHS = (200, 73)
+"""More than the chunks of state-space layers, and no multiples of them; less where training has no such documents."""
+
+
+@torch.no_grad()
+def _pads_exactly(root: LossModel, vocabulary: int, longest: int) -> bool:
+    """Whether documents in a padded batch have the hidden states that each has alone."""
+    device = next(root.parameters()).device
+    share = min(1.0, min(longest, root.rope_switch or longest) / _PROBED_LENGTHS[0])
+    documents = [torch.arange(max(1, int(n * share)), device=device) * 7919 % vocabulary for n in _PROBED_LENGTHS]
+    with eval_mode(root):
+        alone = torch.cat([root.hidden_unpacked([document]) for document in documents])
+        try:
+            together = root.hidden_unpacked(documents)
+        except _PROBE_FAILURES as error:
+            _raise_if_not_the_model(error)
+            return False
+    is_coarse = torch.is_autocast_enabled(alone.device.type) or alone.dtype.itemsize < 4
+    largest, difference = alone.abs().max().item(), (together - alone).abs().max().item()
+    return difference <= (3e-2 if is_coarse else 1e-4) * largest
 
 
 @torch.no_grad()

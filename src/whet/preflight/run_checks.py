@@ -63,7 +63,8 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         longest = config.data.max_length if data is None else data.max_document_length
         root = build_loss_model(config, model, precision, device, tokens, longest)
         if root.unpacked:
-            text = f"this model is trained unpacked, one conversation at a time, which is slower: {root.unpacked}"
+            how = "in padded batches" if root.pads else "one conversation at a time"
+            text = f"this model is trained unpacked, {how}, which is slower: {root.unpacked}"
             yield Finding("leak", "warning", text)
         else:
             yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")

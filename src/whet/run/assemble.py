@@ -122,7 +122,7 @@ def assemble(
             trackers_ = open_trackers(trackers, folder.path, step)
             output = FolderOutput(folder, step, len(plan), restored.prefixes, trackers_)
         stack.enter_context(contextlib.closing(output))
-        loader = make_loader(config, data.train.store, plan, ranks, bool(model.unpacked))
+        loader = make_loader(config, data.train.store, plan, ranks, model)
         stack.callback(lambda: run.loader.close())
         run = Run(
             config=config,

@@ -54,7 +54,7 @@ def evaluate_validation(
     )  # fmt: skip
     if root.unpacked:
         plan = plan.unpacked(data.validation.lengths)
-    with contextlib.closing(make_loader(config, data.validation, plan, ranks, bool(root.unpacked))) as loader:
+    with contextlib.closing(make_loader(config, data.validation, plan, ranks, root)) as loader:
         result = validation_loss(root, loader, ranks, autocast, _validation_metadata(data, root))
     if len(plan.documents) < len(data.validation_documents):
         result.metrics["val_part"] = len(plan.documents) / len(data.validation_documents)

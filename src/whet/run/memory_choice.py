@@ -107,7 +107,7 @@ def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> 
 
 def row_sizes(run: Run, config: Config) -> list[int]:
     """The numbers of rows to choose from, ascending."""
-    if run.model.unpacked:
+    if run.model.unpacked and not run.model.pads:
         return [1]
     if config.train.micro_rows != "auto":
         return micro_row_sizes(config.train.micro_rows, config.train.micro_rows)

@@ -52,13 +52,17 @@ class VocabularyError(WhetError):
     """The tokenizer has more tokens than the model."""
 
 
-def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks, unpacked: bool) -> Loader:
-    """This rank's loader of a plan; `unpacked`: one row a micro-batch. Rows are padded to a constant length where
-    kernels are compiled for it: one length for packed rows, which are full, and a few for single conversations.
+def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks, root: LossModel) -> Loader:
+    """This rank's loader of a plan. Rows are padded to a constant length where kernels are compiled for it: one length
+    for packed rows, which are full, and a few for single conversations.
     """
     padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
-    lengths = _PADDED_LENGTHS if unpacked or config.data.packing == "none" else 1
-    micro_rows = 1 if unpacked else config.train.least_micro_rows
+    lengths = _PADDED_LENGTHS if root.unpacked or config.data.packing == "none" else 1
+    micro_rows = config.train.least_micro_rows
+    if root.unpacked and not root.pads:
+        micro_rows = 1
+    elif root.unpacked and config.train.micro_rows == "auto" and len(plan.documents):  # as many as fill a packed row
+        micro_rows = max(1, int(config.row_length // store.lengths[plan.documents].mean()))
     return Loader(
         store, plan, micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
         (ranks.context_rank, ranks.context_size),

@@ -69,7 +69,8 @@ def print_summary(run: Run) -> None:
     if is_random_model(config.model.path):
         warn(f"model.path: {config.model.path}: the weights are random; the run measures speed and learns nothing")
     if run.model.unpacked:
-        warn(f"this model is trained unpacked, one conversation at a time, which is slower: {run.model.unpacked}")
+        how = "in padded batches" if run.model.pads else "one conversation at a time"
+        warn(f"this model is trained unpacked, {how}, which is slower: {run.model.unpacked}")
     for remark in randomness_remarks(run.model):
         info(remark)
     router_remark = router_aux_loss_remark(config, run.model)

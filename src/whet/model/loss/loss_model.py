@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from whet.model.attention import document_kwargs, needs_document_spans
@@ -32,7 +34,11 @@ class LossModel(nn.Module):
         self.expert_load: ExpertLoad | None = None
         """Counts the tokens of experts in training."""
         self.unpacked = ""
-        """Why each batch is one document and the model uses its native attention; empty if documents are packed."""
+        """Why each row is one document and the model uses its native attention; empty if documents are packed."""
+        self.pads = False
+        """Of an unpacked model: whether documents share a batch, padded on the right; otherwise each is a batch."""
+        self.rope_switch: int | None = None
+        """Longer documents have another rotary embedding, so that they share no batch with shorter ones."""
         self.is_stochastic = False
         """Whether training draws random numbers, as for dropout."""
 
@@ -52,12 +58,21 @@ class LossModel(nn.Module):
 
     def hidden_of_batch(self, batch: Any) -> Tensor:
         """Last hidden states [T, E] of a PackedBatch; of an unpacked model, without the padding."""
-        length = batch.cu_seqlens_host[1] if self.unpacked else len(batch.tokens)
+        if self.unpacked:
+            return self._hidden_of_documents(batch)
         if self.router_aux_loss is not None:
-            self.router_aux_loss.select_tokens(batch.is_document()[:length])
-        if self.unpacked:  # without padding, whose positions could change the rotary embedding
-            return self.hidden_unpacked(batch.tokens[:length])
+            self.router_aux_loss.select_tokens(batch.is_document())
         return self.hidden(batch.tokens, batch.positions, batch.cu_seqlens, batch.max_seqlen, batch.cu_seqlens_host)
+
+    def _hidden_of_documents(self, batch: Any) -> Tensor:
+        ends = batch.cu_seqlens_host[1 : max(1, len(batch.documents)) + 1]
+        lengths = [end - start for start, end in itertools.pairwise((0, *ends))]
+        parts = batch.tokens[: ends[-1]].split(lengths)
+        if not self.pads:
+            return torch.cat([self.hidden_unpacked([part]) for part in parts])
+        switch = self.rope_switch or ends[-1]
+        groups = [list(group) for _, group in itertools.groupby(parts, key=lambda part: len(part) > switch)]
+        return torch.cat([self.hidden_unpacked(group) for group in groups])
 
     def with_full_weights(self, compute: Callable[[], _T]) -> _T:
         """Call `compute`. Under FSDP the root's own weights are unsharded inside this method, as in forward."""
@@ -75,7 +90,12 @@ class LossModel(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
 
-    def hidden_unpacked(self, tokens: Tensor) -> Tensor:
-        """Last hidden states [T, E] of one document, with the model's native attention."""
-        hidden: Tensor = model_body(self.language_model)(input_ids=tokens[None], use_cache=False).last_hidden_state
-        return hidden[0]
+    def hidden_unpacked(self, documents: Sequence[Tensor]) -> Tensor:
+        """Last hidden states [T, E] of documents, with the model's native attention. Shorter ones are padded on the
+        right, which changes nothing in a causal model: no token depends on those after it."""
+        padded = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+        if self.router_aux_loss is not None:
+            ones = [torch.ones_like(document, dtype=torch.bool) for document in documents]
+            self.router_aux_loss.select_tokens(nn.utils.rnn.pad_sequence(ones, batch_first=True).flatten())
+        hidden: Tensor = model_body(self.language_model)(input_ids=padded, use_cache=False).last_hidden_state
+        return torch.cat([row[: len(document)] for row, document in zip(hidden, documents, strict=True)])
