@@ -86,6 +86,15 @@ def copy_module_without_children(module: nn.Module, children: dict[str, Any]) ->
     return small
 
 
+def copy_module_without_weights(module: nn.Module) -> Any:
+    """A shallow copy of `module` without `Module._parameters` and `_buffers`, with those submodules that have none, so
+    that the copy keeps no weight alive."""
+    children = {name: child for name, child in module.named_children() if not any(True for _ in child.parameters())}
+    small = copy_module_without_children(module, children)
+    small.__dict__["_parameters"], small.__dict__["_buffers"] = {}, {}
+    return small
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """`Module._forward_hooks`: a CUDA graph would not call them."""
     return bool(module._forward_hooks)

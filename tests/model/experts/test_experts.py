@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -163,6 +165,15 @@ def test_one_compilation_serves_all_layers_of_a_kind() -> None:
     first, second = PlainExperts(True, False), PlainExperts(True, False)
     assert register_activation(first) == register_activation(second)
     assert register_activation(PlainExperts(True, True)) != register_activation(first)
+
+
+def test_no_weight_outlives_its_model() -> None:
+    module = tiny_model("mixtral", torch.float32).get_submodule("model.layers.0.mlp.experts")
+    register_activation(module)
+    weight = weakref.ref(module.gate_up_proj)
+    del module
+    gc.collect()
+    assert weight() is None
 
 
 def noisy(model: nn.Module) -> nn.Module:

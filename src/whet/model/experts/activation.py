@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from whet.compat.torch_private import copy_module_without_weights
+
 _PROBE = 64
 
 
@@ -40,8 +42,10 @@ class Activation:
 
 
 # An operator takes no Python function, so it gets the activation's number. Layers whose modules have the same class and
-# the same plain attributes share one: torch.compile would compile each number separately.
+# the same plain attributes share one: torch.compile would compile each number separately. What is registered stays for
+# the process, so it holds no weights.
 
+_WITHOUT_EFFECT = ("training", "layer_idx", "whet_activation")
 _ACTIVATIONS: list[Activation] = []
 _NUMBERS: dict[Any, int] = {}
 
@@ -49,13 +53,18 @@ _NUMBERS: dict[Any, int] = {}
 def register_activation(module: Any) -> int:
     """The number of a module's activation."""
     plain = tuple(
-        sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
+        sorted(
+            (name, value)
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and name not in _WITHOUT_EFFECT
+        )
     )
     act_fn = getattr(module, "act_fn", None)
     act = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
     key = type(module), act, plain
     if key not in _NUMBERS:
-        function = module._apply_gate if module.has_gate else module.act_fn
+        bare = copy_module_without_weights(module)
+        function = bare._apply_gate if module.has_gate else module.act_fn
         _NUMBERS[key] = len(_ACTIVATIONS)
         _ACTIVATIONS.append(Activation(function, _as_gated_silu(function, module)))
     return _NUMBERS[key]

@@ -30,11 +30,12 @@ _ACTIVATION, _FUNCTION = "whet_activation", "whet_function"
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of a model, by name, but those with a norm behind each expert."""
+    """The experts modules of a model, by name, but those with weights of other kinds, such as a norm behind each
+    expert."""
     return {
         name: module
         for name, module in model.named_modules()
-        if is_experts_module(module) and not getattr(module, "has_post_expert_norm", False)
+        if is_experts_module(module) and not any(True for child in module.children() for _ in child.parameters())
     }
 
 
