@@ -61,6 +61,8 @@ LOG = {"type": "log", "base": 10, "minval": -5, "maxval": -3}
          {"search": "choice", "values": [2, 4]}),
         ("gradient_accumulation_steps", {"type": "int", "minval": 1, "maxval": 4}, "train.batch.rows",
          {"search": "choice", "values": [8, 16, 24]}),
+        ("num_train_epochs", {"type": "int", "minval": 1, "maxval": 4}, "train.epochs",
+         {"search": "choice", "values": [1.0, 2.0, 3.0]}),
         ("learning_rate", {"type": "const", "val": 3e-4}, "train.optimizer.lr", 3e-4),
         ("learning_rate", "2e-4", "train.optimizer.lr", 2e-4),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -47,6 +48,6 @@ def postgresql(programs: Path) -> Iterator[str]:
             time.sleep(0.05)
         yield f"postgresql://whet@127.0.0.1:{port}/postgres"
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # at once: SIGTERM would wait for every client to disconnect
         server.wait()
         shutil.rmtree(folder, ignore_errors=True)

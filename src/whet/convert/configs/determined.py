@@ -226,13 +226,13 @@ def put_search(draft: Draft) -> None:
         draft.note("decide", "hyperparameters", "ranges without a searcher: set search.method")
 
 
-def _import_with(draft: Draft, path: tuple[str, ...], value: Node) -> dict[str, Any]:
-    """The settings of the same file with another value for one hyperparameter."""
+def _import_with(draft: Draft, path: tuple[str, ...], value: Node) -> Draft:
+    """The same file with another value for one hyperparameter."""
     other = Draft(draft.kind, _replace(draft.given, ("hyperparameters", *path), value), draft.world, draft.target)
     for rule in _RULES:
         rule(other)
     other.finish()
-    return {to: node.plain() for to, node in other.settings.items()}
+    return other
 
 
 def _replace(node: Node, path: tuple[str, ...], value: Node) -> Node:

@@ -18,6 +18,7 @@ from whet.core.yaml import Node
 RANGES = ("const", "int", "double", "log", "categorical")
 Path = tuple[str, ...]
 _MICRO_ROWS = "train.micro_rows"
+_MAX_CHOICES = 100
 
 _METHODS = {
     "adaptive_asha": "asha", "async_halving": "asha", "asha": "asha", "random": "random", "grid": "grid",
@@ -126,8 +127,8 @@ def _power(parameter: Hyperparameter, base: float, exponent: float) -> float:
 # Ranges
 
 
-Import = Callable[[Path, Node], dict[str, Any]]
-"""The settings of the file with another value for the hyperparameter at a path."""
+Import = Callable[[Path, Node], Draft]
+"""The file with another value for the hyperparameter at a path."""
 
 
 def put_ranges(draft: Draft, searched: Mapping[str, Hyperparameter], import_with: Import, is_grid: bool) -> int:
@@ -136,7 +137,15 @@ def put_ranges(draft: Draft, searched: Mapping[str, Hyperparameter], import_with
     written = 0
     for argument, parameter in searched.items():
         points = values_of(parameter)
-        found = [import_with(parameter.path, value) for value in points]
+        if all(point.plain() == points[0].plain() for point in points):
+            continue
+        drafts = [import_with(parameter.path, value) for value in points]
+        found = [{to: node.plain() for to, node in other.settings.items()} for other in drafts]
+        known = {(note.key, note.text) for note in drafts[0].notes}  # its first value is the one that was imported
+        draft.notes += [
+            note for other in drafts[1:] for note in other.notes
+            if note.category in ("decide", "different", "no equivalent") and (note.key, note.text) not in known
+        ]  # fmt: skip
         keys = {key for each in found for key in each if any(other.get(key) != each[key] for other in found)}
         if _MICRO_ROWS in keys and len(keys) > 1:  # memory alone: enough for every trial
             keys.remove(_MICRO_ROWS)
@@ -164,29 +173,31 @@ def put_ranges(draft: Draft, searched: Mapping[str, Hyperparameter], import_with
 def _range(parameter: Hyperparameter, points: list[Node], values: list[Any], is_grid: bool) -> dict[str, Any] | None:
     """The range of a setting that has these `values` at the `points` of a hyperparameter."""
     if parameter.kind == "categorical":
-        return None if None in values else {"search": "choice", "values": values}
+        different = [value for index, value in enumerate(values) if value not in values[:index]]
+        return None if None in values else {"search": "choice", "values": different}
     given: list[Any] = [point.value for point in points]
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
     if not numbers or any(not math.isclose(a * given[-1], b * values[-1]) for a, b in zip(values, given, strict=True)):
         return None
+    count = None
+    if isinstance(parameter.node.value, dict) and "count" in parameter.node.value:
+        count = convert(parameter.node.value["count"], f"{parameter.key}.count", "integer")
     low, high = values[0], values[-1]
-    if parameter.kind == "int" and not is_grid:  # Determined draws integers below maxval
-        high = values[-1] / given[-1] * (given[-1] - 1)
-        high = int(high) if isinstance(low, int) and high == int(high) else high
-    if parameter.kind == "int" and isinstance(low, int) and isinstance(high, int):
-        if given[-1] and values[-1] != given[-1] and not is_grid:  # multiples, which a range of integers does not have
-            step = values[-1] // given[-1]
-            return {"search": "choice", "values": list(range(low, high + 1, step))} if step and high > low else None
-        kind = "int"
-    else:
-        kind = "log" if parameter.kind == "log" else "float"
+    if parameter.kind == "int":
+        last = given[-1] if is_grid else max(given[0], given[-1] - 1)  # Determined draws integers below maxval
+        ratio = high / given[-1] if given[-1] else 1
+        high = last
+        if ratio != 1 or not isinstance(low, int):  # multiples, which a range does not have
+            integers = range(given[0], last + 1)
+            convert_back = type(low)
+            return None if len(integers) > _MAX_CHOICES else {
+                "search": "choice", "values": [convert_back(ratio * integer) for integer in integers],
+            }  # fmt: skip
     if low == high:
         return {"search": "choice", "values": [low]}
+    kind = {"int": "int", "double": "float", "log": "log"}[parameter.kind]
     found: dict[str, Any] = {"search": kind, "low": min(low, high), "high": max(low, high)}
-    inside = parameter.node.value
-    if isinstance(inside, dict) and "count" in inside:
-        found["count"] = convert(inside["count"], f"{parameter.key}.count", "integer")
-    return found
+    return found if count is None else {**found, "count": count}
 
 
 # Searcher
