@@ -190,7 +190,8 @@ def _build_training_model(
 def _build_optimizer(config: Config, model: LossModel, ranks: Ranks) -> tuple[Config, torch.optim.Optimizer]:
     """The optimizer, and the configuration with which it was built: with `micro_rows: auto`, a state for which a device
     has no room is offloaded."""
-    is_offloaded, optimizer = config.parallel.offload in ("optimizer", "both"), None
+    optimizer: torch.optim.Optimizer | None = None
+    is_offloaded = config.parallel.offload in ("optimizer", "both")
     is_movable = config.parallel.offload in ("none", "activations")
     can_offload = is_movable and config.train.micro_rows == "auto" and device_memory.has_own_memory(ranks.device)
     try:
