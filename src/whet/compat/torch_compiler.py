@@ -80,8 +80,8 @@ def trace_passes(
         found.append((forward.graph, backward.graph, num_fwd_outputs))
         return forward, backward
 
-    def keep(graph_module: Any, example_inputs: Any) -> Any:
-        return graph_module
+    def keep(gm: Any, example_inputs: Any) -> Any:
+        return gm
 
     traced = aot_function(
         function, fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()

@@ -102,7 +102,7 @@ class LossBytes:
 
 def loss_bytes(fake: FakeModel, batch: BatchShape) -> LossBytes:
     """The loss of one micro-batch. Only NVIDIA's GPUs multiply the head's 16-bit matrices into fp32 sums."""
-    head: Tensor = fake.root.language_model.get_output_embeddings().weight  # type: ignore[operator, union-attr]
+    head: Tensor = fake.root.language_model.get_output_embeddings().weight  # type: ignore[operator]
     vocabulary, width = head.shape
     hidden = max(head.element_size(), fake.precision.compute.itemsize)
     in_fp32 = fake.gpu != "nvidia"
@@ -170,7 +170,7 @@ class _Moments:
             base, activations=min(activations, trace.shared + first.saved), gradients=gradients,
             workspace=base.workspace + first.backward_scratch + reducing,
         )  # fmt: skip
-        embedding: Tensor = self.fake.root.language_model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+        embedding: Tensor = self.fake.root.language_model.get_input_embeddings().weight  # type: ignore[operator]
         table = embedding.numel() * embedding.element_size() if embedding.requires_grad else 0
         yield replace(base, activations=0, gradients=gradients, workspace=base.workspace + table)
         sharded = 0 if self.on_host else self._share(size.gradients)

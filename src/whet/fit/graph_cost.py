@@ -6,7 +6,6 @@ by one, and everything between two of them is fused into kernels that write only
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -28,10 +27,11 @@ class GraphCost(NamedTuple):
         """This cost, plus `factor` times what a longer micro-batch costs more."""
         operations = (
             short._replace(
-                flops=_affine(short.flops, long.flops, factor), bytes=_affine(short.bytes, long.bytes, factor)
+                flops=_affine(short.flops, long.flops, factor), bytes=_affine(short.bytes, long.bytes, factor),
+                inner=_affine(short.inner, long.inner, factor),
             )
             for short, long in zip(self.operations, longer.operations, strict=True)
-        )
+        )  # fmt: skip
         return GraphCost(_affine(self.peak, longer.peak, factor), tuple(operations))
 
 
@@ -73,7 +73,7 @@ def graph_cost(graph: fx.Graph, resident: Collection[str] = ()) -> GraphCost:
             if node.target is operator.getitem:
                 pass
             elif _is_fusible(node):
-                read = sum(min(_bytes_of(each), _read_limit(node)) for each in sources if each not in fresh)
+                read = sum(_read_bytes(node, each) for each in sources if each not in fresh)
                 is_scalar = _bytes_of(node) <= 8  # computed by its neighbours' kernels
                 operations.append(Operation("memory", 0, read + _bytes_of(node), kernels=0 if is_scalar else 1))
                 fresh.update(sources, (node,))
@@ -177,9 +177,10 @@ def _bytes_of(node: fx.Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def _read_limit(node: fx.Node) -> float:
+def _read_bytes(node: fx.Node, source: fx.Node) -> int:
     """Gathering reads the rows that it returns, not the whole table."""
-    return _bytes_of(node) if _name(node) in ("index", "index_select", "gather", "embedding") else math.inf
+    gathers = _name(node) in ("index", "index_select", "gather", "embedding")
+    return min(_bytes_of(source), _bytes_of(node)) if gathers else _bytes_of(source)
 
 
 # Operators that are not fused

@@ -258,7 +258,8 @@ class _LayerTracer:
         assert stand_in is not None
 
         def before(*tensors: Tensor) -> Any:
-            stand_in.inputs = states = []
+            states: list[Tensor] = []
+            stand_in.inputs = states
             call.compute(*tensors)
             stand_in.inputs = None
             return states

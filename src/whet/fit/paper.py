@@ -174,6 +174,11 @@ def _best_of_each_shard(candidates: list[Candidate], usable: int) -> Iterator[Ca
 
 class _LayoutSearch:
     def __init__(self, config: Config, hardware: Hardware, facts: DataFacts) -> None:
+        if config.parallel.expert > 1:
+            raise WhetError(
+                f"parallel.expert: {config.parallel.expert}: whet fit --plan does not estimate expert parallelism. "
+                "Remove it to see the run without"
+            )
         self.config, self.hardware, self.facts = config, hardware, facts
         self.precision = paper_precision(config, hardware.card)
         compiles = config.model.compile is not False and self.precision.compute.itemsize <= 4

@@ -57,7 +57,7 @@ class StepTime:
     head: float
     optimizer: float
     communication: float
-    """What is not hidden behind computation."""
+    """Between devices, and with the host for offloaded activations: what is not hidden behind computation."""
     idle: float
 
     @property
@@ -107,6 +107,9 @@ def estimate_step_time(
         waiting = max(0.0, _LAUNCH_S * sum(each.kernels for each in layers) * work.micro_batches - computing)
     optimizer = rates.optimizer(config, fake, sharding)
     communication = _exposed_communication(config, fake, trace, card, work, sharding, nodes, computing)
+    if config.parallel.offload in ("activations", "both"):
+        saved = sum(kind.count * kind.saved for kind in trace.layers)
+        communication += 2 * saved * work.micro_batches / _HOST_LINK
     idle = waiting + _IDLE_SHARE * (computing + optimizer)
     return StepTime(products * count, attention * count, memory * count, head * count, optimizer, communication, idle)
 
@@ -151,7 +154,7 @@ class _Rates:
 
     def head(self, fake: FakeModel, work: StepWork) -> float:
         """Products at supervised positions, and the logits, which are written once and read three times."""
-        weight = fake.root.language_model.get_output_embeddings().weight  # type: ignore[operator, union-attr]
+        weight = fake.root.language_model.get_output_embeddings().weight  # type: ignore[operator]
         trains = fake.once("trains", lambda: first_trained_module(fake.root.language_model) is not None)
         products = 1 + weight.requires_grad + trains
         flops = 2 * weight.numel() * work.supervised * products
@@ -169,8 +172,9 @@ class _Rates:
         return seconds
 
 
-_HOST_LINK = 25e9
-"""Bytes per second between device and host, as LOG.md has them for copies that wait for each other."""
+_HOST_LINK = 45e9
+"""Bytes per second between device and host: 1B with both kinds of offload takes 1.75 s more for 77 GB (LOG.md,
+2026-11-15)."""
 
 
 def runs_as_cuda_graphs(config: Config, fake: FakeModel, trace: ModelTrace, card: Card, sharding: Sharding) -> bool:
