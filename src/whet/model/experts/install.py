@@ -112,7 +112,8 @@ def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tenso
     )
     mixed = autocast_dtype(x)
     tokens = x.reshape(-1, x.shape[-1])
-    y = getattr(module, _FUNCTION, experts)(
+    function: ExpertsFunction = getattr(module, _FUNCTION, experts)
+    y = function(
         tokens.to(mixed) if mixed else tokens,
         index,
         weights,
