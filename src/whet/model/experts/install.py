@@ -50,12 +50,12 @@ def install_experts(model: nn.Module) -> int:
     for module in found.values():
         setattr(module, _ACTIVATION, register_activation(module))
     if any(hasattr(module, "parameter_name") for module in model.modules()):
-        wrapper = param_wrapper_type()
-        inner = {module.base_layer for module in model.modules() if isinstance(module, wrapper)}
-        for module in list(model.modules()):
-            is_outermost = isinstance(module, wrapper) and module not in inner
-            if is_outermost and hasattr(module.get_base_layer(), _ACTIVATION) and not isinstance(module, _WithAdapters):
-                add_mixin(module, _WithAdapters)
+        wrappers: list[Any] = [module for module in model.modules() if isinstance(module, param_wrapper_type())]
+        inner = {wrapper.base_layer for wrapper in wrappers}
+        for wrapper in wrappers:
+            is_of_experts = wrapper not in inner and hasattr(wrapper.get_base_layer(), _ACTIVATION)
+            if is_of_experts and not isinstance(wrapper, _WithAdapters):
+                add_mixin(wrapper, _WithAdapters)
     return len(found)
 
 
@@ -118,8 +118,9 @@ def _compute(module: Any, adapters: dict[str, LoraPair], x: Tensor, index: Tenso
         index,
         weights,
         ExpertsWeights(
-            shape, up_parts, down_parts, *(getattr(module, f"{name}_bias", None) for name in (up_name, down_name)),
-            adapters.get(up_name), adapters.get(down_name), getattr(module, _ACTIVATION),
+            shape, up_parts, down_parts, getattr(module, f"{up_name}_bias", None),
+            getattr(module, f"{down_name}_bias", None), adapters.get(up_name), adapters.get(down_name),
+            getattr(module, _ACTIVATION),
         ),
     )  # fmt: skip
     return y.view_as(x).to(x.dtype)
