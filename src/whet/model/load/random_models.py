@@ -78,8 +78,9 @@ def random_model_config(path: str, trust_remote_code: bool = False) -> PreTraine
     if name in MODEL_SHAPES:
         kind, settings = MODEL_SHAPES[name]
         return AutoConfig.for_model(kind, **settings)
+    file = _config_file(path)
     try:
-        config = AutoConfig.from_pretrained(_config_file(path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many kinds
         first = first_line(error)
         raise WhetError(f"model.path: {path}: transformers rejects this configuration: {first}") from None
