@@ -142,6 +142,21 @@ def model_body(language_model: nn.Module) -> nn.Module:
     return body
 
 
+def other_modalities(model: Any) -> list[str]:
+    """The names of the largest modules of a multimodal model that are no part of its language model: vision and audio
+    towers, projectors. Training on text does not reach them."""
+    if model.config.get_text_config() is model.config:
+        return []
+    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+    used = {weight for module in text for weight in module.parameters()}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        weights = set(module.parameters())
+        if weights and not weights & used and not any(name.startswith(f"{other}.") for other in found):
+            found.append(name)
+    return found
+
+
 def decoder_layers(language_model: nn.Module) -> list[nn.Module]:
     """The decoder layers in order: the ModuleList with the most weights.
 

@@ -36,6 +36,7 @@ from whet.model.load.resize_embeddings import trainable_token_ids
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
+from whet.model.modules import other_modalities
 from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
 from whet.model.randomness import is_stochastic, require_no_layer_drop
@@ -147,6 +148,8 @@ def build_model(
             f"model.path: {config.model.path}: the tokenizer knows {vocabulary:,} tokens and the model only {room:,}. "
             "They do not belong together: use the tokenizer that came with the model"
         )
+    for name in other_modalities(model):
+        model.get_submodule(name).requires_grad_(False)
     if config.quantize is not None:
         quantize_(model.requires_grad_(False), device)
     if config.adapter is not None:

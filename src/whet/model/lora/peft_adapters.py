@@ -15,6 +15,7 @@ from whet.compat.peft_private import adapted_parameter, is_lora_layer, modules_t
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
 from whet.model.lora.targets import resolve_targets, router_names
+from whet.model.modules import other_modalities
 from whet.model.quantize import dequantize_linear, dequantize_parameter, is_quantized
 
 
@@ -31,6 +32,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         lora_alpha=config.alpha,  # peft declares an int but accepts any number
         target_modules=targets.modules,
         target_parameters=targets.parameters or None,
+        exclude_modules=_inside_any(other_modalities(model)),
         lora_dropout=config.dropout,
         rank_pattern=dict(config.ranks),
         alpha_pattern=dict(config.alphas),
@@ -69,6 +71,11 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         if parameter.requires_grad and parameter.dtype.itemsize < 4:  # those that peft left in the base's dtype
             parameter.data = parameter.data.float()
     return adapted
+
+
+def _inside_any(names: list[str]) -> str | None:
+    """A pattern of the modules inside these."""
+    return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
 
 
 def _linear_layer_names(model: Any) -> list[str]:
