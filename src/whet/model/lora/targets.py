@@ -46,7 +46,7 @@ def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
         modules = [name for name in linear if re.fullmatch(targets, name)]
         chosen = [name for name in stacks if any(re.fullmatch(targets, other) for other in _other_names(name))]
         return Targets(modules, _shortened(chosen, stacks)) if modules or chosen else Targets(targets)
-    modules, chosen, named_routers = [], set(), []
+    modules, reached_stacks, named_routers = [], set[str](), []
     for target in targets:
         reached = {name for name in stacks if any(_ends_with(other, target) for other in _other_names(name))}
         halves = next((pair for pair in _UP_NAMES if target.rpartition(".")[2] in pair), None)
@@ -61,12 +61,12 @@ def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
                         "Name both, or gate_up_proj"
                     )
                 reached = set()
-        chosen |= reached
+        reached_stacks |= reached
         if any(_ends_with(name, target) for name in router_names(model)) and not is_module:
             named_routers.append(f"{target}.weight")
         elif is_module or not reached:
             modules.append(target)
-    return Targets(modules, [*_shortened([name for name in stacks if name in chosen], stacks), *named_routers])
+    return Targets(modules, [*_shortened([name for name in stacks if name in reached_stacks], stacks), *named_routers])
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
