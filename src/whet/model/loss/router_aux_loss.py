@@ -30,8 +30,11 @@ class RouterAuxLoss:
 
     def __init__(self, language_model: Any, coefficient: float) -> None:
         outputs = router_logit_outputs(language_model)
-        if not outputs or configured_coefficient(language_model) is None:
+        own = configured_coefficient(language_model)
+        if not outputs or own is None:
             reason = "it balances experts in another way, or not at all" if outputs else "it has no router"
+            if own is not None:
+                reason = "this version of transformers does not return its router logits"
             raise WhetError(
                 f"train.router_aux_loss: {coefficient:g}, but transformers defines no such loss for "
                 f"{type(language_model).__name__}: {reason}. Set train.router_aux_loss=0"
