@@ -51,7 +51,7 @@ def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
         reached = {name for name in stacks if any(_ends_with(other, target) for other in _other_names(name))}
         halves = next((pair for pair in _UP_NAMES if target.rpartition(".")[2] in pair), None)
         is_module = any(_ends_with(name, target) for name in linear)
-        if halves is not None and reached:
+        if halves is not None and reached and not any(_ends_with(name, target) for name in stacks):
             prefix = target.rpartition(".")[0]
             other = next(half for half in halves if half != target.rpartition(".")[2])
             if f"{prefix}.{other}".lstrip(".") not in targets:
