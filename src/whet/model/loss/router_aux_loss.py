@@ -32,7 +32,7 @@ class RouterAuxLoss:
         outputs = router_logit_outputs(language_model)
         own = configured_coefficient(language_model)
         if not outputs or own is None:
-            reason = "it balances experts in another way, or not at all" if outputs else "it has no router"
+            reason = "it has no router, or balances its experts in another way"
             if own is not None:
                 reason = "this version of transformers does not return its router logits"
             raise WhetError(
