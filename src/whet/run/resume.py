@@ -143,7 +143,7 @@ def _is_default_of_new_key(config: Config, at: ConfigPath) -> bool:
     are None are not written, so it must be one that cannot be None."""
     section: Any = config
     for key in at[:-1]:
-        section = section[key] if isinstance(section, list | tuple | dict) else getattr(section, str(key))
+        section = getattr(section, key) if isinstance(key, str) and isinstance(section, Section) else section[key]
     field = type(section).model_fields.get(str(at[-1])) if isinstance(section, Section) else None
     if field is None or type(None) in get_args(field.annotation):
         return False
