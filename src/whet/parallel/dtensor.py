@@ -44,7 +44,9 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 def _gather_on_host(tensor: DTensor) -> Tensor:
     mesh, groups = tensor.device_mesh, tensor.device_mesh.get_all_groups()
-    host = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], "cpu", mesh.mesh, mesh.mesh_dim_names)
+    host = DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0], "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
+    )
     local = dtensor_local(tensor).cpu()
     shards = DTensor.from_local(local, host, tensor.placements, shape=tensor.shape, stride=tensor.stride())
     return shards.full_tensor()
