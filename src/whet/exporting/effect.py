@@ -19,7 +19,7 @@ from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.console import progress
 from whet.exporting.spec import ExportDtype, ExportFindings
 from whet.exporting.trained_model import TrainedModel, trim_heap
-from whet.model.effect import WeightEffect, listed
+from whet.model.effect import WeightEffect, listed, relative_change
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -123,11 +123,11 @@ def _compare_weight(
     is_exported = not counts.is_missing and counts.deviation_beyond(dtype) <= _MAX_DEVIATION
     if not is_known:
         return WeightEffect(weight.name, weight.shape, None, None, exported=is_exported), []
-    change = (counts.squares.sum() / counts.base_squares.sum().clamp(min=torch.finfo().tiny)).sqrt()
+    change = relative_change(counts.squares.sum().item(), counts.base_squares.sum().item())
     untouched = (counts.updates == 0).nonzero().flatten().tolist()
     equal_to_base = ((counts.visible > 0) & (counts.differing == 0)).nonzero().flatten().tolist()
     effect = WeightEffect(
-        weight.name, weight.shape, float(change), len(untouched) < units,
+        weight.name, weight.shape, change, len(untouched) < units,
         exported=is_exported and not equal_to_base,
         updates=int(counts.updates.sum()), lost=int((counts.updates - counts.visible).sum()),
         experts=weight.experts, untouched_experts=untouched if weight.experts else [],

@@ -19,7 +19,7 @@ class WeightEffect:
     """Its name."""
     shape: tuple[int, ...]
     change: float | None
-    """‖ΔW‖ ÷ ‖W‖"""
+    """‖ΔW‖ ÷ ‖W‖; None too for a weight that was zero."""
     moved: bool | None
     gradient: bool | None = None
     """Whether it ever got one."""
@@ -46,6 +46,11 @@ class WeightEffect:
         else:
             found["experts_touched"] = self.experts_touched
         return found | {"shape": list(self.shape)}
+
+
+def relative_change(update_squares: float, base_squares: float) -> float | None:
+    """‖ΔW‖ ÷ ‖W‖ from sums of squares; None if W was zero."""
+    return (update_squares / base_squares) ** 0.5 if base_squares else None
 
 
 def effect_summary(effects: Sequence[WeightEffect]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import local_shape_and_offset
 from whet.core.distributed import Ranks
-from whet.model.effect import WeightEffect
+from whet.model.effect import WeightEffect, relative_change
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import dequantize_parameter
@@ -161,8 +161,8 @@ def _moments(weight: TrainedWeight, optimizer: torch.optim.Optimizer) -> Iterato
 
 def _effect(weight: TrainedWeight, update: Tensor, base: Tensor, gradient: Tensor) -> WeightEffect:
     untouched = (gradient == 0).nonzero().flatten().tolist()
-    change = (update.sum() / base.sum().clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+    change = relative_change(update.sum().item(), base.sum().item())
     return WeightEffect(
-        weight.name, weight.shape, float(change), bool((update > 0).any()), gradient=bool((gradient > 0).any()),
+        weight.name, weight.shape, change, bool((update > 0).any()), gradient=bool((gradient > 0).any()),
         experts=weight.experts, untouched_experts=untouched if weight.experts else [],
     )  # fmt: skip
