@@ -57,7 +57,7 @@ def test_an_array_prepares_the_store_of_one_process(
 ) -> None:
     found = submit("--", *prepare, "--shard", "auto", "--quiet")
     assert (found["exit_code"], found["tasks"], len(found["jobs"])) == (0, 3, 2)
-    recorded = (tmp_path / "jobs/prepare-tiny/jobs.jsonl").read_text().splitlines()
+    recorded = (tmp_path / "jobs/prepare-two-processes/jobs.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in recorded] == found["jobs"]
     made = content(tmp_path / "store/train")
     shutil.rmtree(tmp_path / "store")

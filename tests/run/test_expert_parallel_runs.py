@@ -39,7 +39,7 @@ def test_one_run_by_two_by_four_in_three_ways_and_by_one(
     whet: Any, recipe: str, family: str, how: str, several: int, tmp_path: Path, steps_of: Steps
 ) -> None:
     """Each process reads its own experts, from the files and from checkpoints that others wrote."""
-    options = (recipe, family, *SHORT, *WAYS[how], "--resume")
+    options = (recipe, family, *SHORT, *WAYS[how], "export.at_end=merged", "--resume")
     one, many = tmp_path / "one", tmp_path / "many"
     ended = whet("train", *options, f"run.dir={one}")
     assert ended.code == 0, ended.err
