@@ -48,7 +48,7 @@ _FUSED = {
     "empty", "iota", "arange", "scalar_tensor", "slice_scatter", "select_scatter", "index", "index_select", "gather",
     "embedding", "repeat", "device_put",
 }  # fmt: skip
-"""Beside what torch tags as pointwise."""
+"""In addition to those that torch tags as pointwise."""
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "prod", "any", "all", "max", "min"}
 _PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """By name: the index of the left matrix among the arguments."""

@@ -61,12 +61,12 @@ class LayerKind:
 
     @property
     def forward_scratch(self) -> int:
-        """Bytes that the forward pass needs at most, beside what it saves."""
+        """Bytes that the forward pass needs at most, without what it saves."""
         return max(0, self.forward.peak - self.saved)
 
     @property
     def backward_scratch(self) -> int:
-        """Bytes that the backward pass needs at most, beside what was saved; with the gradients of its weights."""
+        """Bytes that the backward pass needs at most, without what was saved; with the gradients of its weights."""
         return self.backward.peak - self.saved
 
 
