@@ -16,7 +16,6 @@ pytestmark = pytest.mark.gpu
 
 
 def test_mfu_is_flops_over_what_the_card_could_do(whet: Any, shipped_recipe: str, tmp_path: Path) -> None:
-    torch.compiler.reset()  # what another test compiled in this process would serve the first step
     ended = whet(
         "train", shipped_recipe, f"run.dir={tmp_path}", "train.steps=4", "export.at_end=none", "profile.steps=[3,3]",
         "profile.memory=true",
@@ -28,7 +27,6 @@ def test_mfu_is_flops_over_what_the_card_could_do(whet: Any, shipped_recipe: str
     if peak is None:
         assert {line["mfu"] for line in steps} == {None}
         return
-    assert steps[0]["mfu"] is None  # kernels are compiled in it
     for before, line in itertools.pairwise(steps):
         flops = line["flops"] - before["flops"]
         assert line["mfu"] == pytest.approx(flops / (line["step_s"] * peak), rel=1e-9)

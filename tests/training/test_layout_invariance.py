@@ -43,13 +43,14 @@ def few_naive(store: Store) -> Trace:
     return run_naively(store, steps=FEW_STEPS)
 
 
-def assert_equal(found: Trace, naive: Trace) -> None:
-    """fp64: 1e-9 over thirty steps."""
+def assert_equal(found: Trace, naive: Trace, atol: float = 1e-9) -> None:
+    """fp64: 1e-9 over thirty steps. Between devices the weights need 1e-8: AdamW divides a gradient that is almost zero
+    by its own size, and so enlarges how each device rounds."""
     assert len(found.losses) == len(naive.losses)
     assert found.losses == pytest.approx(naive.losses, rel=1e-9)
     assert found.norms == pytest.approx(naive.norms, rel=1e-9)
     for name, weight in naive.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=atol)
 
 
 def test_the_comparison_is_worth_something(store: Store, naive: Trace) -> None:
@@ -104,9 +105,11 @@ def run_plainly(store: Store, plain: Layout) -> Trace:
     return run_naively(store, plain.family, plain.steps, plain.router_aux_loss)
 
 
-@pytest.mark.parametrize("world", [2, 4, on_gpu(2), on_gpu(4)])
+@pytest.mark.parametrize(
+    ("world", "atol"), [pytest.param(2, 1e-9, id="2"), pytest.param(4, 1e-9, id="4"), on_gpu(2, 1e-8), on_gpu(4, 1e-8)]
+)
 def test_neither_the_number_of_processes_matters_nor_what_they_shard(
-    store: Store, naive: Trace, tmp_path: Path, world: int
+    store: Store, naive: Trace, tmp_path: Path, world: int, atol: float
 ) -> None:
     """On a GPU too, compared with one process on the CPU."""
     done = torchrun(world, Path(__file__).with_name("layouts.py"), tmp_path, timeout_s=300)
@@ -117,7 +120,7 @@ def test_neither_the_number_of_processes_matters_nor_what_they_shard(
         weights = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         if (plain := plain_of(layout)) not in alone:
             alone[plain] = run_plainly(store, plain)
-        assert_equal(Trace(found["losses"], found["norms"], weights), alone[plain])
+        assert_equal(Trace(found["losses"], found["norms"], weights), alone[plain], atol)
         assert found["apart"] == []
     assert json.loads((tmp_path / "noisy.json").read_text()) == []
     ends = json.loads((tmp_path / "ends.json").read_text())
