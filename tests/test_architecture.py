@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": {"core", "config", "checkpoint", "evaluation", "launch", "report"},
     "search": {*_ENGINE, "run", "launch", "report"},
     "report": {"core"},
+    "web": {"core"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""
 
