@@ -122,7 +122,7 @@ def batch(documents: list[int], edges: tuple[int, ...], labels: list[int]) -> Pa
     return PackedBatch(
         tokens=empty, labels=targets, positions=empty, cu_seqlens=empty, max_seqlen=9,
         supervised_at=torch.nonzero(targets >= 0)[:, 0], cu_seqlens_host=edges,
-        documents=np.array(documents, dtype=np.int64),
+        documents=np.array(documents, dtype=np.int64), place_at=empty,
     )  # fmt: skip
 
 

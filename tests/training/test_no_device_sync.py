@@ -75,7 +75,8 @@ class OneStep:
     """A loader of one step with two micro-batches."""
 
     def totals(self, step: int) -> SimpleNamespace:
-        return SimpleNamespace(supervised=sum(len(batch.supervised_at) for _, batch in self.micro_batches(step)))
+        supervised = sum(len(batch.supervised_at) for _, batch in self.micro_batches(step))
+        return SimpleNamespace(supervised=supervised, conversations=4)
 
     def micro_batch_count(self, step: int) -> int:
         return 2

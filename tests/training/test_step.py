@@ -70,15 +70,15 @@ class OneLoss(nn.Module):
 
     def forward(self, batch: Any, weight: float) -> Any:
         loss = torch.tensor(self._loss, dtype=torch.float64)
-        return SimpleNamespace(objective=self.weight * self._gradient, loss=loss, hits=torch.zeros(1))
+        return SimpleNamespace(objective=self.weight * self._gradient, loss=loss, nll=loss[None], hits=torch.zeros(1))
 
 
 def one_step(loss: float, gradient: float, supervised: int, loss_scale: float, **how: Any) -> tuple[StepResult, float]:
     """The result of a step, and how far SGD moved the weight."""
     model: Any = OneLoss(loss, gradient)
-    batch = SimpleNamespace(to=lambda device: None)
+    batch = SimpleNamespace(to=lambda device: batch, place_at=torch.zeros(1, dtype=torch.int64))
     loader: Any = SimpleNamespace(
-        totals=lambda step: SimpleNamespace(supervised=supervised),
+        totals=lambda step: SimpleNamespace(supervised=supervised, conversations=1),
         micro_batches=lambda step: iter([(0, batch)]),
         micro_batch_count=lambda step: 1,
     )
@@ -197,10 +197,13 @@ def test_waiting_for_data_is_timed() -> None:
     def slow(step: int) -> Iterator[Any]:
         for number in range(2):
             time.sleep(0.02)
-            yield number, SimpleNamespace(to=lambda device: None)
+            batch = SimpleNamespace(place_at=torch.zeros(1, dtype=torch.int64))
+            yield number, SimpleNamespace(to=lambda device: batch)
 
     loader: Any = SimpleNamespace(
-        totals=lambda step: SimpleNamespace(supervised=1), micro_batches=slow, micro_batch_count=lambda step: 2
+        totals=lambda step: SimpleNamespace(supervised=1, conversations=1),
+        micro_batches=slow,
+        micro_batch_count=lambda step: 2,
     )
     model: Any = OneLoss(1.0, 1.0)
     result = train_step(ForwardPasses(model, loader, 0, **USUAL), None, ranks=ALONE, clip_norm=1.0).wait()

@@ -30,6 +30,17 @@ def inspect(
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="STEP", help="Draw the packed rows of this step (CONFIG or RUN).")
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEP",
+            help="The conversations of a finished step of RUN, with each token's loss at that step.",
+        ),
+    ] = None,
+    losses: Annotated[
+        bool, typer.Option("--losses", help="What RUN never learned or forgot, and what looks mislabelled.")
+    ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="For FILE.bin: a tokenizer.json, a .model file, or their folder."),
@@ -42,6 +53,13 @@ def inspect(
 
     Without colour, supervised text stands between ⟦ and ⟧.
     """
+    if step is not None or losses:
+        from whet.preflight import inspect_losses
+
+        if step is not None:
+            return inspect_losses.show_step(what, step, limit, pieces, silent=as_json)
+        return inspect_losses.show_losses(what, limit, silent=as_json)
+
     from whet.preflight import inspect_data
 
     target = inspect_data.open_target(what, overrides or [], tokenizer, validation)

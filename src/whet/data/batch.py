@@ -51,6 +51,7 @@ class PackedBatch:
     supervised_at: Tensor  # [S] int64: where labels are not IGNORE_INDEX, known without a device sync
     cu_seqlens_host: tuple[int, ...]  # cu_seqlens on the host
     documents: NDArray[np.integer]  # document numbers in the store, in order; without padding
+    place_at: Tensor  # [S] int64: which document of the step each supervised position is in, by its place in the plan
     slice_start: int = 0  # of a slice: its start in the row that cu_seqlens describes
 
     def is_document(self) -> Tensor:
@@ -74,10 +75,10 @@ class PackedBatch:
         start = number * width
         here = slice(start, start + width)
         positions = self.supervised_at.numpy() - start
-        positions = positions[(positions >= 0) & (positions < width)]
+        is_here = (positions >= 0) & (positions < width)
         return replace(
             self, tokens=self.tokens[here], labels=self.labels[here], positions=self.positions[here], slice_start=start,
-            supervised_at=torch.from_numpy(positions),
+            supervised_at=torch.from_numpy(positions[is_here]), place_at=self.place_at[torch.from_numpy(is_here)],
         )  # fmt: skip
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
@@ -113,9 +114,11 @@ def smallest_shape(shapes: Sequence[BatchShape], tokens: int) -> BatchShape | No
 
 
 def pack_batch(
-    store: DocumentReader, documents: NDArray[np.integer], max_seqlen: int, shape: BatchShape | None, slices: int = 1
-) -> PackedBatch:
+    store: DocumentReader, documents: NDArray[np.integer], max_seqlen: int, shape: BatchShape | None, slices: int = 1,
+    places: NDArray[np.integer] | None = None,
+) -> PackedBatch:  # fmt: skip
     """Concatenate documents and pad to `shape` and to a multiple of `slices`. Without documents, all is padding.
+    `places`: of each document in its step; default: in this batch.
 
     Padding is cut into documents of at most `max_seqlen` tokens: attention is quadratic in the length of a document, so
     one long document of padding could cost more than all the others.
@@ -130,6 +133,7 @@ def pack_batch(
     store.gather(documents, tokens[:filled], loss[:filled])
     loss[offsets[:-1]] = 0  # the first token has no context to be predicted from
     targets = np.flatnonzero(loss)
+    document_at = np.searchsorted(offsets, targets, side="right") - 1
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
     labels[targets - 1] = tokens[targets]
     positions = np.arange(total) - np.repeat(offsets[:-1], np.diff(offsets))
@@ -145,4 +149,5 @@ def pack_batch(
         supervised_at=torch.from_numpy(targets - 1),
         cu_seqlens_host=tuple(offsets.tolist()),
         documents=documents,
+        place_at=torch.from_numpy(document_at if places is None else places[document_at].astype(np.int64)),
     )

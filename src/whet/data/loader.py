@@ -155,7 +155,7 @@ class Loader:
         most = min(int(np.sort(supervised)[-rows:].sum()), len(batch.tokens))
         labels = torch.full_like(batch.labels, IGNORE_INDEX)
         labels[:most] = batch.tokens[:most]
-        return replace(batch, labels=labels, supervised_at=torch.arange(most))
+        return replace(batch, labels=labels, supervised_at=torch.arange(most), place_at=torch.zeros_like(labels[:most]))
 
     def with_micro_rows(self, micro_rows: int) -> Loader:
         """The same steps in micro-batches of another size; every rank keeps its rows."""
@@ -195,13 +195,14 @@ class Loader:
         step, number = key
         rows = self._row_indices(number, self._rank)
         documents = np.concatenate([self._plan.documents[:0], *(self._row(step, int(row)) for row in rows)])
-        batch = self._pack(documents)
+        places = [np.arange(0), *(self._places(step, int(row)) for row in rows)]
+        batch = self._pack(documents, np.concatenate(places))
         return int(rows[0]), batch if self._device is None else batch.pin_memory(self._device)
 
-    def _pack(self, documents: NDArray[np.integer]) -> PackedBatch:
+    def _pack(self, documents: NDArray[np.integer], places: NDArray[np.integer] | None = None) -> PackedBatch:
         tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
         shape = smallest_shape(self.shapes, tokens)
-        batch = pack_batch(self._store, documents, self._plan.stats.longest, shape, self._slices)
+        batch = pack_batch(self._store, documents, self._plan.stats.longest, shape, self._slices, places)
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 
     def _row_indices(self, number: int, rank: int) -> NDArray[np.int64]:
@@ -211,6 +212,10 @@ class Loader:
 
     def _row(self, step: int, row: int) -> NDArray[np.integer]:
         return self._plan.row(step, row) if row < self._plan.row_count(step) else self._plan.documents[:0]
+
+    def _places(self, step: int, row: int) -> NDArray[np.int64]:
+        """Where the documents of a row are in `documents(step)`."""
+        return self._plan.places(step, row) if row < self._plan.row_count(step) else np.arange(0)
 
     def _document_count(self, step: int, rank: int) -> int:
         """The number of documents of a step on one rank."""
@@ -269,15 +274,18 @@ class ReplayLoader:
         return [(row, list(documents)) for row, documents in self._layout]
 
     def micro_batches(self, step: int) -> Iterator[tuple[int, PackedBatch]]:
+        first = 0
         for row, documents in self._layout:
-            yield row, self._batch(documents)
+            yield row, self._batch(documents, first)
+            first += len(documents)
 
     def single_document_batches(self, step: int, limit: int | None) -> Iterator[tuple[int, PackedBatch]]:
         every = [(row, document) for row, documents in self._layout for document in documents]
         for row, document in every[:limit]:
             yield row, self._batch([document])
 
-    def _batch(self, documents: Sequence[int]) -> PackedBatch:
+    def _batch(self, documents: Sequence[int], first: int = 0) -> PackedBatch:
+        """`first`: how many documents of the step come before."""
         chosen = np.array(documents, dtype=np.int64)
         shape = smallest_shape(self._shapes, int(self.lengths[chosen].sum()))
-        return pack_batch(self, chosen, self._max_seqlen, shape)
+        return pack_batch(self, chosen, self._max_seqlen, shape, places=first + np.arange(len(chosen)))

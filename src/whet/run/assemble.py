@@ -92,7 +92,7 @@ def assemble(
     if model.unpacked:
         plan = plan.unpacked(data.train.store.lengths)
     check_rows(config, data, plan, bool(model.unpacked), is_new)
-    config, optimizer = _build_optimizer(config, model, ranks)
+    config, optimizer = build_run_optimizer(config, model, ranks)
     if config.train.start_step >= len(plan):
         raise WhetError(
             f"train.start_step: {config.train.start_step}, but this run has only {len(plan)} steps. Lower it, or "
@@ -146,7 +146,7 @@ def assemble(
             flops=count_step_flops(model.language_model),
             peak_flops=None if peak is None else peak * ranks.world_size,
             step=step,
-            totals=_totals_before(loader, step) if restored.totals == RunTotals() else restored.totals,
+            totals=totals_before(loader, step) if restored.totals == RunTotals() else restored.totals,
             evaluations=restored.evaluations,
         )
         run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
@@ -187,7 +187,7 @@ def _build_training_model(
     return model
 
 
-def _build_optimizer(config: Config, model: LossModel, ranks: Ranks) -> tuple[Config, torch.optim.Optimizer]:
+def build_run_optimizer(config: Config, model: LossModel, ranks: Ranks) -> tuple[Config, torch.optim.Optimizer]:
     """The optimizer, and the configuration with which it was built: with `micro_rows: auto`, a state for which a device
     has no room is offloaded."""
     optimizer: torch.optim.Optimizer | None = None
@@ -257,7 +257,7 @@ def _save_every(config: CheckpointConfig, steps: int) -> int | None:
     return config.every if config.every or config.minutes or config.epochs else max(1, steps // 10)
 
 
-def _totals_before(loader: Loader, steps: int) -> RunTotals:
+def totals_before(loader: Loader, steps: int) -> RunTotals:
     """The totals of steps that count as done (train.start_step); nothing was computed for them."""
     totals = [loader.totals(step) for step in range(steps)]
     return RunTotals(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import WhetError
 from whet.core.files import JsonLinesWriter
 from whet.core.run_folder import RunFolder
+from whet.evaluation.training_losses import TrainingLossWriter
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
 from whet.inference.tasks.task import AnsweredExample
 from whet.model.effect import EFFECT_FILE, WeightEffect, describe_effect, effect_summary, effect_warnings
 from whet.training.records import RECORDS, Prefix, record_file, restore_records
 from whet.training.trackers import Trackers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RunOutput:
@@ -27,6 +32,11 @@ class RunOutput:
         """Size and hash of the records at the end of the last step, for the checkpoint."""
 
     def write_step(self, line: dict[str, Any]) -> None: ...
+
+    def write_losses(
+        self, step: int, documents: NDArray[np.integer], tokens: NDArray[np.integer], nats: NDArray[np.float64]
+    ) -> None:
+        """Write the loss of each conversation of a step; `nats`: the sums over its supervised tokens."""
 
     def write_evaluation(
         self,
@@ -76,6 +86,11 @@ class FolderOutput(RunOutput):
         self._mark_step_end()
         self._trackers.write(line)
         self._folder.heartbeat(line["step"], self._steps)
+
+    def write_losses(
+        self, step: int, documents: NDArray[np.integer], tokens: NDArray[np.integer], nats: NDArray[np.float64]
+    ) -> None:
+        self._losses.write(step, documents, tokens, nats)
 
     def write_evaluation(
         self,
@@ -134,10 +149,12 @@ class FolderOutput(RunOutput):
     def _open_records(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
         restore_records(self._folder.path, step, prefixes)
         truncate_validation_losses(self._folder.path, step)
+        self._losses = TrainingLossWriter(self._folder.path, step)
         self._records = {name: JsonLinesWriter(record_file(self._folder.path, name)) for name in RECORDS}
         self._mark_step_end()
 
     def _close_records(self) -> None:
+        self._losses.close()
         for writer in self._records.values():
             writer.close()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from whet.data.plan.planner import Plan
 from whet.training.config import ScheduleConfig
+from whet.training.metrics import RunTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,17 @@ def end_position(plan: Plan) -> Position:
     """The end of a run."""
     conversations = len(plan.documents)
     return Position(len(plan), conversations / plan.stats.per_epoch, conversations, plan.stats.tokens)
+
+
+def step_lr_factor(plan: Plan, schedule: ScheduleConfig, step: int, before: RunTotals, after: RunTotals) -> float:
+    """The factor of the peak learning rate in the step after `step` finished ones, which leads from `before` to
+    `after`."""
+    at, then = (
+        Position(number, totals.conversations / plan.stats.per_epoch, totals.conversations, totals.tokens)
+        for number, totals in ((step, before), (step + 1, after))
+    )
+    end = end_position(plan).in_units_of(schedule)
+    return lr_factor(at.in_units_of(schedule), then.in_units_of(schedule), end, schedule)
 
 
 def lr_factor(before: float, after: float, whole: float, schedule: ScheduleConfig) -> float:

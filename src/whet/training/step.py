@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,9 @@ from whet.parallel.fsdp import has_collectives_in_passes, reshard, set_gradient_
 from whet.parallel.tensor_parallel import sync_replicated_gradients
 from whet.training.optimizers.factory import apply_gradients, retract_step
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 def train_step(
     forward: ForwardPasses, optimizer: torch.optim.Optimizer | None, *, ranks: Ranks, clip_norm: float,
@@ -43,11 +48,12 @@ def train_step(
     model, ran_out_of_memory = forward.model, False
     reshard(model)  # an evaluation may have left the weights gathered: their gradients would be those of other tensors
     parameters = model.trainable_parameters
-    sums = torch.empty(6, dtype=torch.float64, device=ranks.device)
+    sums = torch.empty(_SUMS + forward.conversations, dtype=torch.float64, device=ranks.device)
     router_aux_loss = forward.count_router_choices(ranks)
     while not _compute_gradients(forward, parameters, sums, ranks):
         forward, ran_out_of_memory = forward.in_smaller_micro_batches(ranks), True
-    # loss, hits, then what fill_ sets without waiting for the device, unlike an assignment; squared gradient norm last
+    # loss, hits, then what fill_ sets without waiting for the device, unlike an assignment; the squared gradient norm;
+    # then the loss of each conversation
     for index, flag in enumerate((stop, save, ran_out_of_memory), 2):
         sums[index].fill_(flag)
 
@@ -56,8 +62,10 @@ def train_step(
     all_reduce_gradients(parameters, ranks)
     sync_replicated_gradients(model)
     sum_gradients_over_expert_group(model)
+    sums[_SUMS:] = forward.conversation_losses
     if not ranks.is_tensor_main:
         sums[:2].zero_()
+        sums[_SUMS:].zero_()
     sums[5] = squared_gradient_norm(parameters, ranks)
     ranks.all_reduce_(sums)
 
@@ -70,13 +78,18 @@ def train_step(
     numbers = torch.stack([mean_loss, accuracy, norm, gradient_scale, *sums[2:5], is_sound, router_aux_loss])
     if model.expert_load is not None:
         numbers = torch.cat([numbers, model.expert_load.finish_step(ranks.all_reduce_)])
-    pending = PendingStep(numbers, forward, optimizer)  # the copy to the host starts before the optimizer
+    # the copy to the host starts before the optimizer
+    pending = PendingStep(torch.cat([sums[_SUMS:], numbers]), forward, optimizer)
 
     # Optimizer
     PHASE.enter("updating weights", forward.step + 1)
     if optimizer is not None:
         apply_gradients(optimizer, gradient_scale, is_sound)
     return pending
+
+
+_SUMS = 6
+"""Numbers of a step before the losses of its conversations."""
 
 
 def _compute_gradients(forward: ForwardPasses, parameters: list[nn.Parameter], sums: Tensor, ranks: Ranks) -> bool:
@@ -106,8 +119,11 @@ class ForwardPasses(Iterator[LossSum]):
         autocast: AbstractContextManager[object], loss_scale: float,
     ) -> None:  # fmt: skip
         self.model, self.step, self.loss_scale = model, step, loss_scale
-        self.supervised = loader.totals(step).supervised
-        """Supervised tokens of the step, over all micro-batches and ranks."""
+        totals = loader.totals(step)
+        self.supervised, self.conversations = totals.supervised, totals.conversations
+        """Supervised tokens and conversations of the step, over all micro-batches and ranks."""
+        self.conversation_losses = torch.zeros(self.conversations, dtype=torch.float64, device=device)
+        """The sum of −log p of each conversation, in the order of the plan, as far as this rank has computed it."""
         self.data_s = 0.0
         """Seconds this rank has waited for its batches."""
         self._batches, self._count = loader.micro_batches(step), loader.micro_batch_count(step)
@@ -142,8 +158,10 @@ class ForwardPasses(Iterator[LossSum]):
         set_gradient_sync(self.model, self._launched == self._count)
         self._seed_dropout(row)
         weight = self.loss_scale / self.supervised if self.supervised else math.nan
+        batch = batch.to(self._device)
         with self._autocast:
-            loss: LossSum = self.model(batch.to(self._device), weight)
+            loss: LossSum = self.model(batch, weight)
+        self.conversation_losses.index_add_(0, batch.place_at, loss.nll.double())
         return loss
 
     def _seed_dropout(self, row: int) -> None:
@@ -197,6 +215,8 @@ class StepResult:
     """Of the whole step, without its coefficient; NaN without train.router_aux_loss."""
     expert_load: StepLoad | None = None
     """None for models without experts."""
+    conversation_losses: NDArray[np.float64] | None = None
+    """The sum of −log p over the supervised tokens of each conversation of the step, in the order of the plan."""
     ran_out_of_memory: bool = False
     """Whether any rank had to repeat the step in smaller micro-batches."""
 
@@ -222,9 +242,8 @@ class PendingStep:
         PHASE.enter("waiting for the device", self._forward.step + 1)
         if self.copied is not None:
             self.copied.synchronize()
-        loss, accuracy, norm, scale, stop, save, out_of_memory, is_sound, router_aux_loss, *load = (
-            self._numbers.tolist()
-        )
+        conversation_losses, numbers = np.split(self._numbers.numpy(), [self._forward.conversations])
+        loss, accuracy, norm, scale, stop, save, out_of_memory, is_sound, router_aux_loss, *load = numbers.tolist()
         if self._optimizer is not None and not is_sound:
             retract_step(self._optimizer)
         if not self._forward.supervised:  # an empty step has no loss, and its gradient means nothing
@@ -241,6 +260,7 @@ class PendingStep:
             updated,
             router_aux_loss,
             StepLoad(*load) if load else None,
+            conversation_losses,
             out_of_memory > 0,
         )
 

@@ -20,7 +20,7 @@ from whet.training.micro_batches import use_smaller_micro_batches
 from whet.training.optimizers.factory import optimizer_step, set_learning_rates
 from whet.training.overlap import Overlap
 from whet.training.run_state import Run
-from whet.training.schedule import Position, end_position, lr_factor
+from whet.training.schedule import step_lr_factor
 from whet.training.step import StepResult, train_step
 from whet.training.timing import StepTime, startup_summary
 
@@ -110,6 +110,9 @@ def finish_step(
     line = step_metrics(run.step + 1, result, rates, totals, batch, per_epoch, speed, run.ranks.device)
     if verdict.action == "skip":
         line["skipped"] = verdict.kind
+    if result.conversation_losses is not None:
+        documents = run.loader.documents(run.step)
+        run.output.write_losses(run.step + 1, documents, run.store.targets[documents], result.conversation_losses)
     if result.expert_load is not None:
         _warn_of_idle_experts(run, result.expert_load)
     _end_step(run, totals, line)
@@ -152,13 +155,8 @@ def _end_step(run: Run, totals: RunTotals, line: dict[str, Any]) -> None:
 
 def set_step_rates(run: Run, totals: RunTotals) -> dict[str, float]:
     """Set the learning rates of the step that leads to `totals`; returns what metrics.jsonl shows of them."""
-    schedule = run.config.train.schedule
-    before, after = (
-        Position(step, run.epochs(at), at.conversations, at.tokens).in_units_of(schedule)
-        for step, at in ((run.step, run.totals), (run.step + 1, totals))
-    )
-    end = end_position(run.plan).in_units_of(schedule)
-    rates = set_learning_rates(run.optimizer, lr_factor(before, after, end, schedule))
+    factor = step_lr_factor(run.plan, run.config.train.schedule, run.step, run.totals, totals)
+    rates = set_learning_rates(run.optimizer, factor)
     return rates | {"loss_scale": run.loss_scaler.value} if run.loss_scaler.moves else rates
 
 

@@ -66,6 +66,11 @@ class Plan:
         row = self.steps[step] + number
         return self.documents[self.rows[row] : self.rows[row + 1]]
 
+    def places(self, step: int, number: int) -> NDArray[np.int64]:
+        """Where the documents of that row are in `documents_of(step)`."""
+        row, first = self.steps[step] + number, int(self.rows[self.steps[step]])
+        return np.arange(int(self.rows[row]) - first, int(self.rows[row + 1]) - first)
+
     def rows_of(self, step: int) -> list[NDArray[np.integer]]:
         """The documents of each row of a step (from 0)."""
         return [self.row(step, number) for number in range(self.row_count(step))]

@@ -70,6 +70,24 @@ def open_decoder(place: Path) -> Decoder:
     )
 
 
+def token_texts(ids: Sequence[int], decoder: Decoder) -> list[str]:
+    """The text that each token adds; joined, they are the whole text. Of a character whose bytes lie in several tokens,
+    the last has it and the others are empty."""
+    texts: list[str] = []
+    first = decoded = 0  # some tokenizers decode the start of a text differently: begin a token earlier
+    for end in range(1, len(ids) + 1):
+        before, after = decoder.text(ids[first:decoded]), decoder.text(ids[first:end])
+        if after.endswith("\ufffd") and end < len(ids) and end - decoded < _MAX_CHARACTER_TOKENS:
+            texts.append("")
+            continue
+        texts.append(after[common_prefix_length(before, after) :])
+        first, decoded = decoded, end
+    return texts
+
+
+_MAX_CHARACTER_TOKENS = 8
+
+
 def supervised_segments(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) -> list[tuple[str, bool]]:
     """Split the text into (segment, supervised); joined, the segments are the whole text.
 
