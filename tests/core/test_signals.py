@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from whet.core import console
 from whet.core import signals as signals_module
 from whet.core.errors import StoppedError
 from whet.core.signals import StopRequested, collect_stop_signals, raise_on_stop_signals
@@ -38,9 +42,31 @@ def test_signals_are_collected_and_a_second_ctrl_c_interrupts(number: signal.Sig
         send(number)
         send(signal.SIGTERM)
         assert signals == [number, signal.SIGTERM]
-        assert len(told) == 2
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+    assert len(told) == 1
+
+
+def test_a_signal_may_interrupt_a_write_to_the_stream_that_announces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that wrote to run.log while the run does would raise "reentrant call inside BufferedWriter"."""
+
+    class Interrupted(io.FileIO):
+        def write(self, data: Any) -> int:
+            if threading.current_thread() is threading.main_thread():
+                send(signal.SIGTERM)
+            return super().write(data)
+
+    signals: list[int] = []
+    stream = io.TextIOWrapper(io.BufferedWriter(Interrupted(tmp_path / "run.log", "w")), line_buffering=True)
+    monkeypatch.setattr(console, "_log", console.SafeConsole(file=stream))
+    with collect_stop_signals(signals, lambda: console.info("stopping")):
+        for step in range(20):
+            console.info(f"step {step}")
+    assert len(signals) >= 20
+    lines = [line.split(maxsplit=2)[2] for line in (tmp_path / "run.log").read_text().splitlines()]
+    assert sorted(lines) == sorted(["stopping", *(f"step {step}" for step in range(20))])
 
 
 def test_signals_are_ignored_while_an_error_is_written_down() -> None:

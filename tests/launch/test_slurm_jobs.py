@@ -109,16 +109,19 @@ attempts.write_text(attempts.read_text() + "x" if attempts.exists() else "x")
 print(f"rank {rank} of {int(value)}", flush=True)
 if rank == "1" and len(attempts.read_text()) <= int(sys.argv[1]):
     os._exit(7)
+if sys.argv[2] == "hangs" and len(attempts.read_text()) == 2:
+    time.sleep(60)
 torch.distributed.barrier()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("crashes", "code"), [(1, 0), (2, 7)])
-def test_a_program_on_two_nodes_is_restarted(submit: Any, tmp_path: Path, crashes: int, code: int) -> None:
+@pytest.mark.parametrize(("crashes", "other", "code"), [(1, "", 0), (2, "", 7), (2, "hangs", 7)])
+def test_a_program_on_two_nodes_is_restarted(submit: Any, tmp_path: Path, crashes: int, other: str, code: int) -> None:
+    """Its exit code is that of the node that failed, even if the other one is killed."""
     (tmp_path / "program.py").write_text(PROGRAM)
     settings = ("launch.nodes=2", "launch.processes=1", "launch.max_restarts=1", "launch.wait=0.1")
-    found = submit(*settings, "--", sys.executable, "program.py", str(crashes), code=code)
+    found = submit(*settings, "--", sys.executable, "program.py", str(crashes), other, code=code)
     text = (tmp_path / f"jobs/program/{found['job']}.out").read_text()
     assert text.count("rank 1 of 2") == 2
     assert text.count("rank 0 of 2") == 2

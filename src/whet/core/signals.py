@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import sys
 import threading
@@ -72,24 +73,34 @@ def raise_on_stop_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collect_stop_signals(signals: list[int], on_signal: Callable[[], None]) -> Iterator[None]:
+def collect_stop_signals(signals: list[int], announce: Callable[[], None]) -> Iterator[None]:
     """Stop signals are appended to `signals` inside this block; a second Ctrl-C interrupts at once.
 
     A signal received earlier is included: a library that catches every exception may have swallowed what it raised.
     When the block ends with an exception, signals stay ignored, so that nothing disturbs writing down how it ended.
+    The first signal has `announce` called in a thread: a handler that prints raises "reentrant call" if it interrupts a
+    write to the same stream.
     """
+    announcements: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a handler may call its `put`, but take no lock
 
     def note(number: int, frame: FrameType | None) -> None:
         if signals and number == signal.SIGINT:
             _raise_once(number)
         elif _exiting_since is None:
+            if not signals:
+                announcements.put(True)
             signals.append(number)
-            on_signal()
+
+    def announce_first() -> None:
+        if announcements.get():
+            announce()
 
     global _exiting_since
     _exiting_since = None
     signals += _received
     _received.clear()
+    announcer = threading.Thread(target=announce_first, name="announce a stop", daemon=True)
+    announcer.start()
     before = _install_handler(note)
     try:
         yield
@@ -98,6 +109,8 @@ def collect_stop_signals(signals: list[int], on_signal: Callable[[], None]) -> I
         raise
     finally:
         _restore_handlers(before)
+        announcements.put(False)
+        announcer.join()
 
 
 def ignore_stop_signals() -> None:
@@ -152,6 +165,11 @@ def keep_exit_undisturbed() -> None:
     that the exit code is the one in status.json."""
     global _ends_process
     _ends_process = True
+
+
+def exit_is_undisturbed() -> bool:
+    """Whether `keep_exit_undisturbed` was called."""
+    return _ends_process
 
 
 def exit_process(code: int) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 from whet.core.errors import WhetError
 from whet.launch.config import LaunchConfig, SlurmConfig
 from whet.launch.log_policies import EXCLUDED_VARIABLE
+from whet.launch.supervise import GIVEN_UP_VARIABLE
 
 _WARNING_S = 300
 _LINE_LENGTH = 120
@@ -179,6 +180,8 @@ def _training_lines(job: SlurmJob) -> list[str]:
     kills_all = job.launch.slurm.tasks == "gpu" or job.kind == "program"  # a run tells its other nodes by itself
     options = [f"--ntasks-per-node={tasks}"] * (least != most) + ["--kill-on-bad-exit=1"] * kills_all
     lines = _shared_folder_lines(job) if job.kind == "run" and most > 1 else []
+    if job.kind == "program" and most > 1 and job.launch.slurm.tasks == "node":
+        lines.append(f'export {GIVEN_UP_VARIABLE}="{job.folder}/$SLURM_JOB_ID.given-up.json"')
     if job.launch.slurm.tasks == "node":
         start = _wrap(_srun(job, options), _agent_line(job))
     else:

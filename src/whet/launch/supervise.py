@@ -22,7 +22,7 @@ from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, write_json
 from whet.core.processes import child_pids, identify_process
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
-from whet.core.signals import stop_signals
+from whet.core.signals import exit_is_undisturbed, stop_signals
 from whet.launch.local import LaunchJob, launch_command
 from whet.launch.log_policies import ProcessOutput, excludable_node, exclude_node
 from whet.launch.restart_policy import (
@@ -36,6 +36,7 @@ from whet.launch.restart_policy import (
 )
 from whet.launch.torchrun_agent import REPORT_VARIABLE
 
+GIVEN_UP_VARIABLE = "WHET_GIVEN_UP"
 _POLL_S = 0.2
 _STDERR = 2  # stdout is for the result of whet launch
 
@@ -60,8 +61,8 @@ def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
             result = _run_attempt(job, job.resume or bool(attempts), signals, given_up, output)
             attempts.append(result)
             decision: Restart | Finish = decide_restart(attempts, job.max_restarts, job.wait_s, excludable_node())
-            if isinstance(decision, Restart) and (other := given_up.read()):
-                decision = Finish(ExitCode.FAILED, f"{other['host']} has given up: {other['reason']}")
+            if isinstance(decision, Restart) or (job.folder is None and result.kind != "done"):
+                decision = given_up.decision(job) or decision
             _log_attempt(job, len(attempts), began, result, decision)
             if isinstance(decision, Finish):
                 return _finish_launch(job, decision, attempts, given_up)
@@ -70,7 +71,10 @@ def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
                 f"{len(attempts)} of {job.max_restarts} in {decision.after_s:g} s"
             )
             if signals.wait(decision.after_s):
-                return _finish_launch(job, Finish(*_stopped_during_backoff(job, signals)), attempts, given_up)
+                stopped = Finish(*_stopped_during_backoff(job, signals))
+                if job.folder is None:
+                    stopped = given_up.decision(job) or stopped
+                return _finish_launch(job, stopped, attempts, given_up)
 
 
 def _finish_launch(
@@ -81,8 +85,10 @@ def _finish_launch(
         record_failure(job.folder, decision.reason, decision.exit_code)
     if decision.exclude is not None:
         exclude_node(decision.exclude)
-    if decision.exclude is not None or decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
-        given_up.write(decision.reason, makes_folder=decision.exit_code != ExitCode.INPUT)
+    if decision.exclude is not None or decision.exit_code not in (
+        ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED, 128 + signal.SIGTERM,
+    ):  # fmt: skip
+        given_up.write(decision, makes_folder=decision.exit_code != ExitCode.INPUT)
     return LaunchResult(decision.exit_code, decision.reason, attempts)
 
 
@@ -111,6 +117,7 @@ def _run_attempt(
         with output.read(), signals.forwarded_to(process, has_workers=report is not None):
             gone: dict[str, Any] | None = None
             while (code := output.wait(process, _POLL_S)) is None:
+                signals.announce()
                 if gone is None and (gone := given_up.read()) is not None:  # its processes will not come back
                     process.terminate()
         if job.folder is None:
@@ -137,25 +144,43 @@ def _log_attempt(job: LaunchJob, attempt: int, began: float, result: AttemptResu
 
 
 class GivenUpFile:
-    """logs/given-up.json tells the supervisors on other machines, which wait at the rendezvous, to give up too."""
+    """Tells the supervisors on other machines, which wait at the rendezvous, to give up too: logs/given-up.json, or for
+    a program in a Slurm job the file that its script names.
+
+    srun kills the other tasks when one has failed, and passes on the highest exit code. So a program that is stopped
+    after another node gave up ends with that node's exit code.
+    """
 
     def __init__(self, job: LaunchJob) -> None:
-        self._file = job.folder / "logs" / "given-up.json" if job.folder is not None and job.nodes > 1 else None
+        self._file: Path | None = None
+        if job.nodes > 1 and job.folder is not None:
+            self._file = job.folder / "logs" / "given-up.json"
+        elif job.nodes > 1 and GIVEN_UP_VARIABLE in os.environ:
+            self._file = Path(os.environ[GIVEN_UP_VARIABLE])
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def write(self, reason: str, makes_folder: bool) -> None:
+    def write(self, decision: Finish, makes_folder: bool) -> None:
         """`makes_folder`: also where the run has not made its folder yet. Wrong input leaves no folder."""
         if self._file is not None and not self._file.exists():
+            line = {"host": socket.gethostname(), "reason": decision.reason, "exit_code": decision.exit_code}
             with contextlib.suppress(OSError):
                 self._file.parent.mkdir(parents=makes_folder, exist_ok=True)
-                write_json(self._file, {"host": socket.gethostname(), "reason": reason, "time": time.time()})
+                write_json(self._file, line | {"time": time.time()})
+
+    def decision(self, job: LaunchJob) -> Finish | None:
+        """What to do if another machine has given up; None if none has."""
+        other = self.read()
+        if other is None:
+            return None
+        exit_code = other["exit_code"] if job.folder is None else ExitCode.FAILED
+        return Finish(exit_code, f"{other['host']} has given up: {other['reason']}")
 
     def read(self) -> dict[str, Any] | None:
         if self._file is None or not self._file.exists():
             return None
         with contextlib.suppress(Exception):
-            return read_hashed_json(self._file, host=str, reason=str)
+            return read_hashed_json(self._file, host=str, reason=str, exit_code=int)
         return None
 
 
@@ -169,7 +194,7 @@ class _SignalForwarder:
         self.by_program = False
         """From a scheduler, which will start the run again; SIGINT is Ctrl-C."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_workers = False
+        self._has_workers = self._is_announced = False
         self._groups: set[int] = set()
         """Process groups of a program that were signalled."""
 
@@ -178,6 +203,8 @@ class _SignalForwarder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if exit_is_undisturbed():  # srun kills this task when one on another node has failed
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -213,6 +240,10 @@ class _SignalForwarder:
                 else:  # a shell that alone gets a signal waits for its child
                     self._groups.add(pid)
                     os.killpg(pid, signal.SIGKILL if self.count > 1 and number == signal.SIGINT else number)
-        if self.count == 1:
-            hint = "; a second Ctrl-C kills" if number == signal.SIGINT else ""
+
+    def announce(self) -> None:
+        """Say once that a signal was forwarded. Not in the handler, which may have interrupted another message."""
+        if self.count and not self._is_announced:
+            self._is_announced = True
+            hint = "" if self.by_program else "; a second Ctrl-C kills"
             info("stopping after the current step is saved" if self._is_run else f"stopping{hint}")
