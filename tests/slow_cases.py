@@ -187,8 +187,6 @@ SLOW_CASES = {
         "data/test_prepare_workers.py::test_of_several_bad_lines_the_first_is_named[3]",
     "execution/test_compile.py::test_compiled_layers_compute_the_same_gradients[sdpa-full-activations]":
         "execution/test_compile.py::test_compiled_layers_compute_the_same_gradients[eager-selective-activations]",
-    "run/test_recurrent_models.py::test_it_is_trained_unpacked_and_exported[minimax]":
-        "run/test_recurrent_models.py::test_it_is_trained_unpacked_and_exported[bloom]",
     "run/test_export_run.py::test_export_run_and_transformers_give_the_same_answer[lora_run]":
         "run/test_export_run.py::test_export_run_and_transformers_give_the_same_answer[tiny_run]",
     "training/test_adamw.py::test_few_bits_learn_like_many[16-0.999]":

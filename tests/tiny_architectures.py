@@ -76,6 +76,7 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"attention_hidden_size": 64, "num_key_value_heads": 4},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

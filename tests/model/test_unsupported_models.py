@@ -24,8 +24,6 @@ from whet.model.modules import KeepFloat64
 from whet.model.packing_check import choose_packing
 
 UNPACKED = {
-    "lfm2": "recurrent layers",
-    "minimax": "recurrent layers",
     "bloom": "recurrent layers or custom attention",  # not through transformers' interface
     "mpt": "recurrent layers or custom attention",
     "stablelm": "its code fails on packed conversations",  # keyword arguments do not reach its attention

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from whet.compat.bitsandbytes_private import GEMM_4BIT_OP
 from whet.compat.torch_private import function_modes
+from whet.model.attention import PackedDocuments, current_documents
 
 _MATMULS = {
     "aten::mm": 0,
@@ -54,7 +55,8 @@ def with_recompute(forward: Callable[..., Any], kind: Literal["selective", "full
             return forward(*args, **kwargs)
         if not args:  # torch derives device and RNG state from positional arguments, and saves only those
             args = (kwargs.pop(first),)
-        contexts = functools.partial(_checkpoint_contexts, kind, function_modes())
+        restored = [*function_modes(), PackedDocuments(current_documents())]
+        contexts = functools.partial(_checkpoint_contexts, kind, restored)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
@@ -86,14 +88,15 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _checkpoint_contexts(
-    kind: str, modes: list[Any]
+    kind: str, restored: list[Any]
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """The contexts of the forward pass and of its recomputation. torch restores autocast and RNG state, but not
-    function modes: without KeepFloat64 a layer would be recomputed in fp32."""
+    """The contexts of the forward pass and of its recomputation. torch restores autocast and RNG state; `restored` is
+    the rest. Without KeepFloat64 a layer would be recomputed in fp32, and without the documents of its row a recurrent
+    one would carry its state from one to the next."""
     if kind == "full":
-        return contextlib.nullcontext(), _CombinedContexts(modes)
+        return contextlib.nullcontext(), _CombinedContexts(restored)
     saving, restoring = create_selective_checkpoint_contexts(_selective_policy)
-    return saving, _CombinedContexts([*modes, restoring])
+    return saving, _CombinedContexts([*restored, restoring])
 
 
 class _CombinedContexts(AbstractContextManager[object]):

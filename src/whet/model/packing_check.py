@@ -1,15 +1,17 @@
 """Checks before the first step: packed documents do not influence each other, and whet's logits are the model's own.
 
-Some architectures carry state from token to token or have custom attention, so that packed documents would leak into
-each other: they are trained unpacked, documents of like length in a padded batch. Some transform their logits in ways
-that their configuration does not show: they are refused. Training them would look healthy and be wrong.
+Some architectures carry state from token to token, so that packed documents would leak into each other: their recurrent
+layers compute each document by itself (`attention/recurrent.py`). Others have attention of their own: they are trained
+unpacked, documents of like length in a padded batch. Some transform their logits in ways that their configuration does
+not show: they are refused. Training them would look healthy and be wrong.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError, describe_error
 from whet.model.attention import PackingError, native_attention, unsupported_attention, use_native_attention
+from whet.model.attention.recurrent import find_recurrent_layers, reset_state_between_documents, undo_reset
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import OutputHead, read_output_head
 from whet.model.modules import eval_mode
@@ -62,8 +65,13 @@ _LARGE_LOGIT = 64.0
 """The largest logit of the second comparison: a soft-cap of 30 hardly changes the small logits of the first."""
 
 
+class LeakError(PackingError):
+    """A packed document changed the logits of another."""
+
+
 def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
-    """Check that packed documents do not influence each other; where they do, train the model unpacked.
+    """Check that packed documents do not influence each other; where they do, reset the state of recurrent layers
+    between documents, and if that does not help, train the model unpacked.
 
     Sets `root.unpacked`. Raises a WhetError if whet's logits are not the model's own either way. `longest`: the length
     of the longest document in training.
@@ -71,6 +79,10 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
     try:
         root.with_full_weights(functools.partial(_check_packed, root, vocabulary, longest))
         return
+    except LeakError as error:
+        if root.with_full_weights(functools.partial(_resets_state, root, vocabulary, longest)):
+            return
+        root.unpacked = str(error)
     except PackingError as error:
         root.unpacked = str(error)
     except _PROBE_FAILURES as error:
@@ -106,15 +118,15 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
     tokens = torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary
     with eval_mode(root):
         head = read_output_head(model)  # raises for heads that are not linear
-        hidden = hidden_of_documents(root, tokens, 2)
-        other = hidden_of_documents(root, torch.cat([tokens[:8].flip(0), tokens[8:]]), 2)
+        hidden = hidden_of_documents(root, [tokens[:8], tokens[8:]])
+        other = hidden_of_documents(root, [tokens[:8].flip(0), tokens[8:]])
         largest = _largest_logit(head, hidden)
         own = {scale: _reference_logits(model, tokens, scale) for scale in (1.0, _LARGE_LOGIT / largest)}
     leak = (
         (head.logits(hidden[8:]) - head.logits(other[8:])).abs().max().item()
     )  # same shapes, so no rounding differences
     if not leak <= 1e-5 * own[1.0].abs().max().item():
-        raise PackingError(
+        raise LeakError(
             f"packed conversations influence each other (logits change by {leak:.3g} when another conversation "
             "changes): it has recurrent layers or custom attention"
         )
@@ -174,22 +186,84 @@ _PROBED_LENGTHS = (200, 73)
 """More than the chunks of state-space layers, and no multiples of them; less where training has no such documents."""
 
 
+def _probed_documents(root: LossModel, vocabulary: int, longest: int) -> list[Tensor]:
+    device = next(root.parameters()).device
+    share = min(1.0, longest / _PROBED_LENGTHS[0])
+    return [torch.arange(max(1, int(n * share)), device=device) * 7919 % vocabulary for n in _PROBED_LENGTHS]
+
+
+def _resets_state(root: LossModel, vocabulary: int, longest: int) -> bool:
+    """Reset the state of recurrent layers between documents. Returns whether packed documents then have the hidden
+    states and gradients that each has alone; if not, the model is as before."""
+    tokens = (torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary).split(8)
+    layers = []
+    try:
+        layers = find_recurrent_layers(root.language_model, lambda: hidden_of_documents(root, tokens), 8, 16)
+        reset_state_between_documents(layers)
+        if layers:
+            _check_packed(root, vocabulary, longest)
+        if layers and _packs_exactly(root, _probed_documents(root, vocabulary, longest)):
+            return True
+    except (PackingError, *_PROBE_FAILURES) as error:
+        _raise_if_not_the_model(error)
+    undo_reset(layers)
+    return False
+
+
+def _packs_exactly(root: LossModel, documents: list[Tensor]) -> bool:
+    """Whether packed documents have the hidden states, and embeddings the gradients, that they have alone, and whether
+    the gradient of a document is zero for the others."""
+    with eval_mode(root):
+        hidden, gradients = _with_gradients(root, lambda: hidden_of_documents(root, documents))
+        with native_attention(root.language_model):
+            alone = [
+                _with_gradients(root, functools.partial(root.hidden_unpacked, [document])) for document in documents
+            ]
+        _, of_last = _with_gradients(root, lambda: hidden_of_documents(root, documents)[-len(documents[-1]) :])
+    return (
+        _is_close(hidden, torch.cat([states for states, _ in alone]))
+        and _is_close(gradients, torch.cat([gradient for _, gradient in alone]))
+        and not of_last[: -len(documents[-1])].any()
+    )
+
+
+@torch.enable_grad()
+def _with_gradients(root: LossModel, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """Hidden states, and the gradient of a weighted sum of them for each embedding."""
+    embeddings = []
+
+    def detach(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[0]
+
+    hook = root.language_model.get_input_embeddings().register_forward_hook(detach)  # type: ignore[operator]
+    try:
+        hidden = compute()
+    finally:
+        hook.remove()
+    weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+    [gradient] = torch.autograd.grad((hidden * weights).sum(), embeddings)
+    return hidden.detach(), gradient[0]
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results of the same computation in other shapes differ by rounding alone."""
+    is_coarse = torch.is_autocast_enabled(expected.device.type) or expected.dtype.itemsize < 4
+    largest, difference = expected.abs().max().item(), (found - expected).abs().max().item()
+    return difference <= (3e-2 if is_coarse else 1e-4) * largest
+
+
 @torch.no_grad()
 def _pads_exactly(root: LossModel, vocabulary: int, longest: int) -> bool:
     """Whether documents in a padded batch have the hidden states that each has alone."""
-    device = next(root.parameters()).device
-    share = min(1.0, min(longest, root.rope_switch or longest) / _PROBED_LENGTHS[0])
-    documents = [torch.arange(max(1, int(n * share)), device=device) * 7919 % vocabulary for n in _PROBED_LENGTHS]
+    documents = _probed_documents(root, vocabulary, min(longest, root.rope_switch or longest))
     with eval_mode(root):
         alone = torch.cat([root.hidden_unpacked([document]) for document in documents])
         try:
-            together = root.hidden_unpacked(documents)
+            return _is_close(root.hidden_unpacked(documents), alone)
         except _PROBE_FAILURES as error:
             _raise_if_not_the_model(error)
             return False
-    is_coarse = torch.is_autocast_enabled(alone.device.type) or alone.dtype.itemsize < 4
-    largest, difference = alone.abs().max().item(), (together - alone).abs().max().item()
-    return difference <= (3e-2 if is_coarse else 1e-4) * largest
 
 
 @torch.no_grad()
@@ -225,13 +299,14 @@ def _logit_difference(head: OutputHead, hidden: Tensor, own: dict[float, Tensor]
     return None
 
 
-def hidden_of_documents(root: LossModel, tokens: Tensor, documents: int) -> Tensor:
-    """Hidden states of a row of so many documents of equal length."""
-    length = len(tokens) // documents
-    edges = range(0, len(tokens) + 1, length)
-    positions = torch.arange(length, device=tokens.device).repeat(documents)
+def hidden_of_documents(root: LossModel, documents: Sequence[Tensor]) -> Tensor:
+    """Hidden states of a row of packed documents."""
+    lengths = [len(document) for document in documents]
+    edges = [0, *itertools.accumulate(lengths)]
+    tokens = torch.cat(list(documents))
+    positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
     cu_seqlens = torch.tensor(edges, device=tokens.device, dtype=torch.int32)
-    return root.hidden(tokens, positions, cu_seqlens, length, edges)
+    return root.hidden(tokens, positions, cu_seqlens, max(lengths), edges)
 
 
 def _reference_logits(model: nn.Module, tokens: Tensor, scale: float, documents: int = 2) -> Tensor:

@@ -29,7 +29,7 @@ def _is_stochastic(root: LossModel, vocabulary: int) -> bool:
     python = random.getstate()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), mode_of_modules(root, training=True):
         before = _generator_states(device)
-        root.hidden_unpacked([tokens]) if root.unpacked else hidden_of_documents(root, tokens, 1)
+        root.hidden_unpacked([tokens]) if root.unpacked else hidden_of_documents(root, [tokens])
         after = _generator_states(device)
     is_same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     is_same = is_same and random.getstate() == python

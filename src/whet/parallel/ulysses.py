@@ -21,6 +21,7 @@ from torch import Tensor
 
 from whet.core.errors import WhetError
 from whet.model.attention import AttentionSpec, Documents, current_backend, install_backend
+from whet.model.attention.recurrent import recurrent_layers
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.mesh import Mesh
 
@@ -31,7 +32,7 @@ def apply_ulysses(root: LossModel, mesh: Mesh) -> None:
     """Make a model's attention exchange tokens and heads over the context-parallel group, if there is one."""
     if mesh.context_group is None:
         return
-    if root.unpacked:
+    if root.unpacked or recurrent_layers(root.language_model):
         raise WhetError(
             f"parallel.context: {mesh.context}, but this model passes state from token to token outside attention, so "
             "its rows cannot be split over processes. Set parallel.context=1"

@@ -30,6 +30,7 @@ _MAX_UNUSED_ROWS = 0.1
 def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     """Load the model as training does and run it on two packed documents."""
     from whet.core.distributed import init_distributed
+    from whet.model.attention.recurrent import recurrent_layers
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
     from whet.run.model_builder import VocabularyError, build_loss_model, build_model
@@ -67,7 +68,9 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
             text = f"this model is trained unpacked, {how}, which is slower: {root.unpacked}"
             yield Finding("leak", "warning", text)
         else:
-            yield Finding("leak", "ok", "another conversation in the row changes no logit of this model")
+            kinds = " and ".join(sorted({type(layer).__name__ for layer in recurrent_layers(root.language_model)}))
+            text = "another conversation in the row changes no logit of this model"
+            yield Finding("leak", "ok", text + (f"; the state of {kinds} starts anew with each" if kinds else ""))
         for remark in randomness_remarks(root):
             yield Finding("random", "warning", remark)
         if (router_remark := router_aux_loss_remark(config, root)) is not None:

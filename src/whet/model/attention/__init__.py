@@ -24,7 +24,14 @@ from whet.model.attention.dispatch import (
     supports_fullgraph,
     use_native_attention,
 )
-from whet.model.attention.interface import AttentionSpec, Documents, PackingError, document_kwargs
+from whet.model.attention.interface import (
+    AttentionSpec,
+    Documents,
+    PackedDocuments,
+    PackingError,
+    current_documents,
+    document_kwargs,
+)
 from whet.model.attention.requirements import LayerAttention, inspect_attention, unsupported_attention
 from whet.model.attention.short import short_attention_forward
 
@@ -33,10 +40,12 @@ __all__ = [
     "AttentionSpec",
     "Documents",
     "LayerAttention",
+    "PackedDocuments",
     "PackingError",
     "choose_backend",
     "cudnn_attention_forward",
     "current_backend",
+    "current_documents",
     "describe_backend",
     "document_kwargs",
     "eager_attention_forward",

@@ -22,6 +22,7 @@ from whet.model.attention.backends import (
     sdpa_attention_forward,
 )
 from whet.model.attention.interface import AttentionBackend, Documents, spec_from_call
+from whet.model.attention.recurrent import recurrent_layers
 from whet.model.attention.requirements import LayerAttention
 from whet.model.attention.short import short_attention_forward
 
@@ -175,8 +176,9 @@ def describe_backend(model: nn.Module) -> str:
 
 
 def supports_fullgraph(model: nn.Module) -> bool:
-    """Whether a compiled layer of `model` is one graph, without a graph break at the attention."""
-    return attention_implementation(model) in [_REGISTERED_NAMES[backend] for backend in _FULLGRAPH_BACKENDS]
+    """Whether a compiled layer of `model` is one graph, without a graph break at attention or recurrent layers."""
+    names = [_REGISTERED_NAMES[backend] for backend in _FULLGRAPH_BACKENDS]
+    return attention_implementation(model) in names and not recurrent_layers(model)
 
 
 def use_native_attention(model: nn.Module) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,28 @@ class Documents:
         self.max_seqlen = max_seqlen
         self.cu_seqlens_host = cu_seqlens_host
         self.block_masks: dict[int | None, Any] = {}  # flex's masks by window, shared by all layers
+        self.padded_groups: tuple[list[Tensor], Tensor] | None = None  # for recurrent layers, shared by all of them
+
+
+_CURRENT: ContextVar[Documents | None] = ContextVar("documents", default=None)
+
+
+class PackedDocuments(AbstractContextManager[None]):
+    """Inside this context, rows of the model are packed from `documents`: for layers that get no keyword arguments."""
+
+    def __init__(self, documents: Documents | None) -> None:
+        self._documents = documents
+
+    def __enter__(self) -> None:
+        self._token = _CURRENT.set(self._documents)
+
+    def __exit__(self, *error: object) -> None:
+        _CURRENT.reset(self._token)
+
+
+def current_documents() -> Documents | None:
+    """The documents of the current forward pass; None if its rows are not packed."""
+    return _CURRENT.get()
 
 
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Documents], Tensor]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from whet.model.attention import document_kwargs, needs_document_spans
+from whet.model.attention import PackedDocuments, document_kwargs, needs_document_spans
 from whet.model.experts.load import ExpertLoad
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
 from whet.model.loss.output_head import read_output_head
@@ -83,10 +83,11 @@ class LossModel(nn.Module):
     ) -> Tensor:
         """Last hidden states [T, E] of a row of packed documents."""
         with_spans = needs_document_spans(self.language_model)
-        output = model_body(self.language_model)(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            **document_kwargs(cu_seqlens, max_seqlen, cu_seqlens_host, with_spans),
-        )  # fmt: skip
+        kwargs = document_kwargs(cu_seqlens, max_seqlen, cu_seqlens_host, with_spans)
+        with PackedDocuments(kwargs["documents"]):
+            output = model_body(self.language_model)(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, **kwargs
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
 

@@ -1,0 +1,107 @@
+"""Recurrent layers compute each document of a packed row by itself: how documents are grouped, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiny_architectures import VOCABULARY, tiny_model
+from whet.model import attention, packing_check
+from whet.model.attention import recurrent
+from whet.model.attention.recurrent import group_documents, recurrent_layers
+from whet.model.loss.loss_model import LossModel
+from whet.model.packing_check import choose_packing
+
+
+@given(lengths=st.lists(st.integers(0, 400), max_size=60).filter(any), multiple=st.sampled_from([1, 64]))
+def test_every_token_is_in_one_group_in_order(lengths: list[int], multiple: int) -> None:
+    edges = [0, *itertools.accumulate(lengths)]
+    groups, inverse = group_documents(edges, multiple)
+    flat = np.concatenate([np.empty(0, np.int64), *(group.flatten() for group in groups)])
+    assert (flat[inverse] == np.arange(edges[-1])).all()
+    documents = [row for group in groups for row in group]
+    assert sorted(int(row[0]) for row in documents) == sorted(
+        start for start, length in zip(edges, lengths, strict=False) if length
+    )
+    for row in documents:
+        start = int(row[0])
+        length = next(n for place, n in zip(edges, lengths, strict=False) if place == start and n)
+        assert (row == start + np.minimum(np.arange(len(row)), length - 1)).all()
+        assert len(row) % multiple == 0
+    real, padded = sum(lengths), flat.size
+    assert padded - real <= len(groups) * 1024 + 0.25 * padded + len(documents) * multiple
+
+
+def test_documents_of_like_length_share_a_group() -> None:
+    edges = [0, *itertools.accumulate([3000, *[200 + number for number in range(40)], 2500])]
+    groups, _ = group_documents(edges)
+    assert [group.shape for group in groups] == [(2, 3000), (40, 239)]
+
+
+@pytest.fixture
+def root() -> LossModel:
+    model = tiny_model("lfm2", torch.float32)
+    attention.install_backend(model, "sdpa")
+    return LossModel(model)
+
+
+def test_documents_of_200_and_73_tokens_are_compared_with_each_alone(
+    root: LossModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    original = packing_check._is_close
+    monkeypatch.setattr(
+        packing_check, "_is_close", lambda found, expected: compared.append(len(found)) or original(found, expected)
+    )
+    choose_packing(root, VOCABULARY, 4096)
+    assert root.unpacked == ""
+    assert compared == [273, 273]  # hidden states and gradients
+    assert len(recurrent_layers(root.language_model)) == 1
+
+
+class _LeakBackwards(torch.autograd.Function):
+    """The identity, with a gradient that is wrong across documents."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + 1e-3 * gradient.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("fault", ["one token late", "gradient", "no reset"])
+def test_a_reset_that_is_wrong_is_undone_and_the_model_is_padded(
+    root: LossModel, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    before = [type(module) for module in root.modules()]
+    if fault == "gradient":
+        own = recurrent._join
+        monkeypatch.setattr(recurrent, "_join", lambda *args: _LeakBackwards.apply(own(*args)))
+    elif fault == "no reset":
+        monkeypatch.setattr(recurrent, "current_documents", lambda: None)
+    else:
+        right = recurrent.group_documents
+        monkeypatch.setattr(recurrent, "group_documents", lambda *args: (right(*args)[0], np.roll(right(*args)[1], 1)))
+    choose_packing(root, VOCABULARY, 300)
+    assert "influence each other" in root.unpacked
+    assert root.pads
+    assert [type(module) for module in root.modules()] == before
+
+
+def test_generation_is_the_models_own(root: LossModel) -> None:
+    """Outside of a packed pass, recurrent layers are what they were: with a cache, and in batches."""
+    tokens = torch.arange(3, 11)[None]
+    model: Any = root.language_model
+    with attention.native_attention(model):
+        expected = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    choose_packing(root, VOCABULARY, 64)
+    with attention.native_attention(model):
+        assert model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0).equal(expected)
