@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -206,9 +206,9 @@ def test_any_headers_get_a_proper_answer_and_none_passes_without_the_token(
 
 
 @pytest.fixture
-def no_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def no_token(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("WHET_TOKEN", raising=False)
-    yield monkeypatch
+    return monkeypatch
 
 
 def test_loopback_needs_no_token_and_any_other_address_does(no_token: pytest.MonkeyPatch) -> None:
