@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": {*_ENGINE, "run", "launch", "report"},
     "report": {"core"},
     "web": {"core"},
+    "dash": {*_ENGINE, "run", "launch", "report", "runs", "search", "web"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""
 

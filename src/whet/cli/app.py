@@ -14,6 +14,7 @@ from whet.cli import (
     chat,
     check,
     config,
+    dash,
     demo,
     evaluate,
     export,
@@ -75,6 +76,7 @@ for name, function in (
     ("export", export.export),
     ("merge", merge.merge),
     ("report", report.report),
+    ("dash", dash.dash),
     ("bench", bench.bench),
     ("config", config.config),
 ):

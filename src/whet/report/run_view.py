@@ -83,7 +83,8 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class LoggedSample:
-    """An answer of the model after `step` steps; `right` is None if it was not scored as right or wrong."""
+    """An answer of the model after `step` steps; `right` is None if it was not scored as right or wrong, and `score` is
+    None in runs of earlier versions."""
 
     step: int
     task: str
@@ -91,6 +92,7 @@ class LoggedSample:
     expected: str
     answer: str
     right: bool | None
+    score: float | None = None
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LoggedSample:
@@ -103,6 +105,7 @@ class LoggedSample:
             expected=_as_text(record.get("expected")),
             answer=_as_text(record.get("answer")),
             right=right if isinstance(right, bool) else None,
+            score=finite_number(record.get("score")),
         )
 
 
@@ -222,8 +225,9 @@ class RunView:
     """One sentence for each file that is damaged."""
 
     @classmethod
-    def read(cls, folder: str | Path) -> RunView:
-        """The run in `folder`; a WhetError if there is none."""
+    def read(cls, folder: str | Path, metrics: Sequence[dict[str, Any]] | None = None) -> RunView:
+        """The run in `folder`; a WhetError if there is none. `metrics`: the lines of metrics.jsonl that matter, if the
+        caller has read it."""
         folder = Path(folder)
         config = folder / "config.yaml"
         if not config.is_file():
@@ -247,7 +251,7 @@ class RunView:
             sources=tuple(SourceCounts.from_json(as_dict(record)) for record in as_list(ledger.get("sources"))),
             metrics=tuple(
                 line
-                for line in _read_lines(folder / "metrics.jsonl", damage)
+                for line in (_read_lines(folder / "metrics.jsonl", damage) if metrics is None else metrics)
                 if _int_or_none(line.get("step")) is not None
             ),
             samples=tuple(LoggedSample.from_json(line) for line in _read_lines(folder / "samples.jsonl", damage)),

@@ -59,6 +59,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "attention": attention.describe_backend(run.model.language_model),
         "compiled": should_compile(config.model.compile, device, run.precision.compute),
         "recorded": uses_cuda_graphs(run.model),
+        "coverage": [each.as_dict() for each in adapter_coverage(run.model.language_model)] if config.adapter else None,
         **config.parallel.model_dump(),
     }
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoint.directory import lower_is_better
+from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError, first_line
 from whet.core.files import atomic_write, cache_dir, hash_json
 from whet.core.run_folder import Owner, read_owner, read_status
 from whet.core.yaml import parse_yaml
 from whet.runs.metrics_tail import MetricsTail
 
-_INDEX_VERSION = 1  # raise it when facts have other fields or another meaning
-_FILES = ("config.yaml", "slurm/recipe.yaml", "status.json", "metrics.jsonl", "lock")
+_INDEX_VERSION = 2  # raise it when facts have other fields or another meaning
+_FILES = ("config.yaml", "slurm/recipe.yaml", "status.json", "metrics.jsonl", "lock", "plan.json")
 _SETTLED_S = 2.0  # a file that changed a moment ago may change again without a new time
 _SECTION = re.compile(r"^(?:run|eval):\n((?:[ \t#-].*\n|\n)*)", re.MULTILINE)
 _PLAIN_VALUE = re.compile(r"^  (project|best): ([A-Za-z][\w./-]*)$", re.MULTILINE)
@@ -46,13 +47,25 @@ class RunFacts:
     tokens_per_s: float | None
     best: float | None
     longest_gap_s: float
+    tags: tuple[str, ...]
+    tokens: int | None
+    step_seconds: float
+    """The time of all steps."""
+    world: int
+    """Processes, of the last start."""
     problems: tuple[str, ...]
     """What cannot be read, with the remedy."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> RunFacts:
         owner = record["owner"]
-        return cls(**record | {"owner": owner and Owner(**owner), "problems": tuple(record["problems"])})
+        texts = {name: tuple(record[name]) for name in ("tags", "problems")}
+        return cls(**record | {"owner": owner and Owner(**owner)} | texts)
+
+    @property
+    def device_hours(self) -> float:
+        """Of all devices together, in steps: neither loading nor evaluations count."""
+        return self.step_seconds * self.world / 3600
 
 
 def read_facts(folder: Path) -> RunFacts:
@@ -63,7 +76,9 @@ def read_facts(folder: Path) -> RunFacts:
         if os.path.exists(f"{folder}/{name}") and not os.path.isfile(f"{folder}/{name}")  # noqa: PTH110, PTH113
     ]
     if problems:  # a pipe, for one, would block whoever reads it
-        return RunFacts({}, False, None, None, "val_loss", None, None, None, None, 0.0, tuple(problems))
+        return RunFacts(
+            {}, False, None, None, "val_loss", None, None, None, None, 0.0, (), None, 0.0, 1, tuple(problems)
+        )
     status: dict[str, Any] = {}
     is_readable = True
     try:
@@ -87,6 +102,10 @@ def read_facts(folder: Path) -> RunFacts:
         tokens_per_s=tail.tokens_per_s,
         best=tail.best(metric, lower_is_better(metric)),
         longest_gap_s=tail.longest_gap_s() if status.get("state") == "running" else 0.0,
+        tags=tuple(settings.get("tags", ())),
+        tokens=tail.tokens,
+        step_seconds=tail.step_seconds(),
+        world=_read_world(folder),
         problems=tuple(problems),
     )
 
@@ -137,8 +156,16 @@ def _signature(folder: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def _read_settings(folder: Path, problems: list[str]) -> dict[str, str]:
-    """run.project and eval.best, without parsing the whole of config.yaml, which takes 10 ms."""
+def _read_world(folder: Path) -> int:
+    try:
+        world = read_hashed_json(folder / "plan.json").get("world")
+    except (OSError, WhetError):
+        return 1
+    return world if isinstance(world, int) and 0 < world < 2**31 else 1
+
+
+def _read_settings(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """run.project, run.tags and eval.best, without parsing the whole of config.yaml, which takes 10 ms."""
     file = folder / "config.yaml"
     if not file.exists() and (folder / "slurm" / "recipe.yaml").exists():
         file = folder / "slurm" / "recipe.yaml"
@@ -151,19 +178,22 @@ def _read_settings(folder: Path, problems: list[str]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{file}: cannot be read ({first_line(error)}). Bring it back from a copy")
         return {}
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for block in _SECTION.findall(text):
         plain = {key: value for key, value in _PLAIN_VALUE.findall(block) if value not in ("null", "true", "false")}
         is_plain = all(f"\n  {key}:" not in f"\n{block}" or key in plain for key in ("project", "best"))
+        is_plain = is_plain and ("\n  tags:" not in f"\n{block}" or "\n  tags: []\n" in f"\n{block}")
         found |= plain if is_plain else _parse_section(block, file, problems)
     return found
 
 
-def _parse_section(block: str, file: Path, problems: list[str]) -> dict[str, str]:
+def _parse_section(block: str, file: Path, problems: list[str]) -> dict[str, Any]:
     try:
         values = parse_yaml(block, str(file), numbered=False, expand="none").plain()
     except WhetError as error:
         problems.append(f"{error}. Bring it back from a copy")
         return {}
     values = values if isinstance(values, dict) else {}
-    return {key: values[key] for key in ("project", "best") if isinstance(values.get(key), str)}
+    tags = values.get("tags")
+    found: dict[str, Any] = {key: values[key] for key in ("project", "best") if isinstance(values.get(key), str)}
+    return found | ({"tags": [str(tag) for tag in tags]} if isinstance(tags, list) else {})

@@ -49,6 +49,16 @@ class MetricsTail:
     def tokens_per_s(self) -> float | None:
         return finite_number(self.last_step.get("tokens_per_s"))
 
+    @property
+    def tokens(self) -> int | None:
+        """All that were trained on so far."""
+        tokens = self.last_step.get("tokens")
+        return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None
+
+    def step_seconds(self) -> float:
+        """The time of all steps."""
+        return sum(value for found in re.findall(rb'"step_s"' + _NUMBER, self.content) if (value := float(found)) < 1e9)
+
     def best(self, metric: str, lower_is_better: bool) -> float | None:
         """The best value of a metric in all lines."""
         key = re.escape(json.dumps(metric, ensure_ascii=False).encode("utf-8", "surrogatepass"))

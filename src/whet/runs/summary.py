@@ -73,6 +73,7 @@ class RunSummary:
             "name": self.name, "folder": str(self.folder), "project": facts.project, "state": self.state.name,
             "note": self.state.note, "step": self.step, "steps": self.steps, "loss": facts.loss, "best": facts.best,
             "best_metric": facts.best_metric, "tokens_per_s": facts.tokens_per_s,
+            "tokens": facts.tokens, "device_hours": facts.device_hours, "tags": list(facts.tags),
             "started": facts.status.get("started"), "heartbeat": facts.status.get("heartbeat"),
             "exit_code": facts.status.get("exit_code"), "host": self.host,
             "pid": self.owner.pid if self.owner is not None else None, "job": self.job,

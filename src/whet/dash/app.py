@@ -1,0 +1,218 @@
+"""The routes of the page. Each is a few lines: it checks what the request names, and calls the package that knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+import whet
+from whet.core.display import mask_secrets
+from whet.core.errors import WhetError
+from whet.dash.actions import resume, stop
+from whet.dash.comparison import compare
+from whet.dash.conversations import conversations_of_step
+from whet.dash.curves import AxisName, read_curves, to_json
+from whet.dash.live import Feeds, TooManyClientsError, poll_list, poll_run
+from whet.dash.metrics_file import MetricsFile
+from whet.dash.registry_view import registered_models
+from whet.dash.run_details import describe_run, evaluations, ledger_lines, log_tail, summary_json
+from whet.dash.runs_folder import NotFoundError, RunsFolder
+from whet.dash.security import Access, SecurityMiddleware
+from whet.report.charts import smoothing_beta
+
+RunName = Annotated[str, Query(alias="run", max_length=1000)]
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MAX_FILES = 64
+"""Runs whose metrics are kept in memory."""
+
+
+class MetricsFiles:
+    """The metrics of the runs that were looked at last."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, MetricsFile] = {}
+        self._lock = threading.Lock()
+
+    def get(self, folder: Path) -> MetricsFile:
+        with self._lock:
+            file = self._files.pop(folder, None) or MetricsFile(folder / "metrics.jsonl")
+            self._files[folder] = file
+            while len(self._files) > _MAX_FILES:
+                del self._files[next(iter(self._files))]
+            return file
+
+
+def create_app(root: Path, access: Access) -> FastAPI:
+    """The application that shows the runs in a folder."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(SecurityMiddleware, access=access)
+    folders, metrics, feeds = RunsFolder(root), MetricsFiles(), Feeds()
+    add_error_handlers(app)
+
+    @app.get("/api/session")
+    def session() -> Response:
+        return _json({"csrf": access.csrf, "root": str(folders.root), "version": whet.__version__})
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return _json({"runs": [summary_json(run) for run in folders.summaries()], "models": registered_models()})
+
+    @app.get("/api/run")
+    def run(name: RunName) -> Response:
+        file = metrics.get(folders.find(name))
+        with file.lock:
+            file.refresh(0.5)
+            return _json(describe_run(folders, name, file))
+
+    @app.get("/api/run/evaluations")
+    def run_evaluations(name: RunName) -> Response:
+        return _json({"evaluations": evaluations(folders.find(name))})
+
+    @app.get("/api/run/curves")
+    def curves(
+        name: RunName,
+        x: AxisName = "step",
+        low: float | None = None,
+        high: float | None = None,
+        points: Annotated[int, Query(ge=10, le=20_000)] = 1000,
+        smoothing: Annotated[float | None, Query(ge=0, le=0.999)] = None,
+    ) -> Response:
+        file = metrics.get(folders.find(name))
+        with file.lock:
+            is_complete = file.refresh(0.5)
+            beta = smoothing_beta(file.steps.rows) if smoothing is None else smoothing
+            charts = read_curves(file, x, low, high, points, beta)
+            return _json({"charts": charts, "complete": is_complete, "rows": file.steps.rows, "smoothing": beta})
+
+    @app.get("/api/run/ledger")
+    def ledger(
+        name: RunName,
+        outcome: Annotated[str | None, Query(max_length=50)] = None,
+        reason: Annotated[str | None, Query(max_length=500)] = None,
+        start: Annotated[int, Query(ge=0, le=10**9)] = 0,
+    ) -> Response:
+        return _json(ledger_lines(folders.find(name), outcome, reason, start))
+
+    @app.get("/api/run/step")
+    def step(name: RunName, step: Annotated[int, Query(ge=0, le=2**53)]) -> Response:
+        return _json(conversations_of_step(folders, folders.find(name), step))
+
+    @app.get("/api/run/log")
+    def log(name: RunName, rank: Annotated[int, Query(ge=0, le=10**6)] = 0) -> Response:
+        file = folders.require_inside(folders.find(name) / "logs" / f"rank-{rank}.log")
+        if not file.is_file():
+            raise NotFoundError(f"{name}: there is no log of rank {rank}")
+        return _json({"lines": log_tail(file, None)[0]})
+
+    @app.get("/api/compare")
+    def compare_runs(run: Annotated[list[str], Query(max_length=20)]) -> Response:
+        return _json(compare(folders, run))
+
+    @app.post("/api/run/stop")
+    async def stop_run(request: Request) -> Response:
+        return _json(await run_in_threadpool(lambda name: stop(folders.summary(name)), await _run_of(request)))
+
+    @app.post("/api/run/resume")
+    async def resume_run(request: Request) -> Response:
+        return _json(await run_in_threadpool(lambda name: resume(folders.summary(name)), await _run_of(request)))
+
+    @app.get("/api/live")
+    async def live(
+        name: Annotated[str | None, Query(alias="run", max_length=1000)] = None,
+        rank: Annotated[int, Query(ge=0, le=10**6)] = 0,
+    ) -> Response:
+        if name is None:
+            events = feeds.events(("",), lambda: poll_list(folders))
+        else:
+            file = metrics.get(folders.find(name))
+            events = feeds.events((name, str(rank)), lambda: poll_run(folders, name, file, rank))
+        return await _stream(events)
+
+    @app.get("/")
+    def page() -> Response:
+        return _static("index.html")
+
+    @app.get("/static/{path:path}")
+    def static(path: str) -> Response:
+        return _static(path)
+
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Errors as JSON, without secrets and without traces of the code."""
+
+    @app.exception_handler(WhetError)
+    def known(_: Request, error: WhetError) -> Response:
+        return _json({"error": mask_secrets(str(error))}, 404 if isinstance(error, NotFoundError) else 400)
+
+    @app.exception_handler(HTTPException)
+    def http(_: Request, error: HTTPException) -> Response:
+        return _json({"error": str(error.detail)}, error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(_: Request, error: RequestValidationError) -> Response:
+        named = "; ".join(f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()[:3])
+        return _json({"error": mask_secrets(named)}, 422)
+
+    @app.exception_handler(Exception)
+    def unexpected(_: Request, error: Exception) -> Response:
+        return _json({"error": f"{type(error).__name__}: a fault in whet dash; its terminal has the details"}, 500)
+
+
+async def _run_of(request: Request) -> str:
+    try:
+        body: Any = await request.json()
+    except ValueError:
+        body = None
+    name = body.get("run") if isinstance(body, dict) else None
+    if not isinstance(name, str):
+        raise WhetError('the body must be {"run": NAME}')
+    return name
+
+
+async def _stream(events: AsyncIterator[bytes]) -> Response:
+    """A stream of events, after its first one: an error before it is an answer of its own."""
+    try:
+        first = await anext(events)
+    except TooManyClientsError:
+        return _json({"error": "too many pages are open"}, 503)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        async for event in events:
+            yield event
+
+    return StreamingResponse(body(), media_type="text/event-stream")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+@lru_cache
+def _assets() -> dict[str, tuple[bytes, str]]:
+    """The page's own files by path. Nothing else can be asked for."""
+    found = {"report.css": (files("whet.report").joinpath("report.css").read_bytes(), _TYPES[".css"])}
+    root = Path(str(files("whet.dash").joinpath("static")))
+    for file in root.rglob("*"):
+        if file.suffix in _TYPES:
+            found[str(file.relative_to(root))] = (file.read_bytes(), _TYPES[file.suffix])
+    return found
+
+
+def _static(path: str) -> Response:
+    asset = _assets().get(path)
+    if asset is None:
+        return _json({"error": "no such file"}, 404)
+    return Response(asset[0], media_type=asset[1])

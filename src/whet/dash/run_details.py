@@ -1,0 +1,193 @@
+"""Everything about one run that is not a curve, as JSON: state, plan, ledger, scores, promises, exports, logs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from whet.checkpoint.directory import list_steps
+from whet.core.display import mask_secrets
+from whet.core.errors import WhetError
+from whet.core.files import parse_json_line
+from whet.dash.metrics_file import MetricsFile
+from whet.dash.promises import check_promises
+from whet.dash.runs_folder import RunsFolder
+from whet.evaluation.statistics import bootstrap_interval
+from whet.report.run_view import LoggedSample, RunView, as_dict, as_list
+from whet.report.summary import summarize_run
+from whet.runs.summary import RunSummary
+
+_MAX_EVENTS = 500
+_MAX_FLIPPED = 100
+_MAX_TEXT = 20_000
+_MAX_LEDGER_LINES = 200
+_LOG_BYTES = 2**16
+
+
+def shown_state(run: RunSummary) -> str:
+    """A run that waits in the queue after it has trained was requeued."""
+    return "requeued" if run.state.name == "queued" and run.step else run.state.name
+
+
+def summary_json(run: RunSummary) -> dict[str, Any]:
+    """A row of the list of runs."""
+    row = run.as_dict() | {"state": shown_state(run), "last_sign": run.last_sign}
+    row["note"] = mask_secrets(str(row["note"]))
+    row["problems"] = [mask_secrets(problem) for problem in row["problems"]]
+    return row
+
+
+def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str, Any]:
+    """What the page of a run shows. `file`: its metrics, read."""
+    summary = folders.summary(name)
+    details = {"summary": summary_json(summary) | {"name": name}, "ranks": log_ranks(summary.folder)}
+    if not (summary.folder / "config.yaml").exists() or not summary.facts.is_readable:
+        return details
+    try:
+        lines = [file.first_step, *file.evaluation_lines, file.last_step]
+        view = RunView.read(summary.folder, [line for line in lines if line])
+    except WhetError as error:
+        return details | {"damage": [mask_secrets(str(error))]}
+    damage = [*view.damage, *([f"metrics.jsonl: {file.damaged} lines cannot be read"] if file.damaged else [])]
+    checkpoints = list_steps(summary.folder / "checkpoints")
+    return details | {
+        "damage": damage,
+        "sentence": mask_secrets(summarize_run(view)),
+        "model": mask_secrets(str(view.setting("model", "path") or "")),
+        "plan": view.plan,
+        "status": {"phase": summary.facts.status.get("phase"), "first_step": summary.facts.status.get("first_step")},
+        "sources": [asdict(each) | {"name": mask_secrets(each.name), "unaccounted": each.unaccounted}
+                    for each in view.sources],
+        "events": [_event_json(event) for event in view.events[-_MAX_EVENTS:]],
+        "checkpoints": checkpoints,
+        "best_checkpoint": _best_checkpoint(summary.folder),
+        "scores": _scores(view),
+        "flipped": _flipped(view),
+        "validation": {key: list(values) for key, values in view.validation.items()},
+        "certificates": [_without(each, "files", "hash") for each in view.certificates],
+        "effect": view.effect,
+        "promises": check_promises(view, checkpoints),
+        "config": mask_secrets(view.config_text),
+    }  # fmt: skip
+
+
+def _event_json(event: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": event.get("step"), "kind": str(event.get("kind") or "event"), "action": event.get("action"),
+        "reason": mask_secrets(str(event.get("reason") or "")), "layer": event.get("layer"),
+        "conversations": [
+            {"source": mask_secrets(str(each.get("source"))), "line": each.get("line"), "loss": each.get("loss")}
+            for each in event["conversations"][:20]
+        ],
+    }  # fmt: skip
+
+
+def _without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
+    effect = {key: value for key, value in as_dict(record.get("effect")).items() if key != "modules"}
+    return {key: value for key, value in record.items() if key not in keys} | ({"effect": effect} if effect else {})
+
+
+def _best_checkpoint(folder: Path) -> str | None:
+    try:
+        return (folder / "checkpoints" / "best").read_text().partition("\n")[0].strip()[:40] or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _scores(view: RunView) -> list[dict[str, Any]]:
+    """Each task before and after, with 95 % intervals where every answer's score is known."""
+    found = []
+    for score in view.task_scores:
+        both = {"before": (view.start_step, score.before), "after": (score.after_step, score.after)}
+        entry: dict[str, Any] = {"task": score.task, "after_step": score.after_step}
+        for name, (step, value) in both.items():
+            samples = [each for each in view.samples if each.task == score.task and each.step == step]
+            points = [value for each in samples if (value := _points(each)) is not None]
+            known = bool(points) and len(points) == len(samples)
+            entry[name] = {
+                "score": value, "of": len(samples), "interval": list(bootstrap_interval(points)) if known else None
+            }  # fmt: skip
+        found.append(entry)
+    return found
+
+
+def _points(sample: LoggedSample) -> float | None:
+    return sample.score if sample.score is not None else None if sample.right is None else float(sample.right)
+
+
+def _flipped(view: RunView) -> list[dict[str, Any]]:
+    """Answers that became right or wrong, the new faults first."""
+    both = [(pair.before, pair.after) for pair in view.pairs if pair.before is not None and pair.after is not None]
+    changed = [(a, b) for a, b in both if a.right is not None and b.right is not None and a.right != b.right]
+    changed.sort(key=lambda pair: bool(pair[1].right))
+    return [
+        {
+            "task": after.task, "prompt": after.prompt[:_MAX_TEXT], "expected": after.expected[:_MAX_TEXT],
+            "before": before.answer[:_MAX_TEXT], "after": after.answer[:_MAX_TEXT], "right": after.right,
+            "steps": [before.step, after.step],
+        }
+        for before, after in changed[:_MAX_FLIPPED]
+    ]  # fmt: skip
+
+
+# The ledger's lines.
+
+
+def ledger_lines(folder: Path, outcome: str | None, reason: str | None, start: int) -> dict[str, Any]:
+    """Lines of ledger.jsonl with an outcome and a reason, a page of them."""
+    lines, matched = list[dict[str, Any]](), 0
+    file = folder / "ledger.jsonl"
+    if not file.is_file():
+        return {"lines": [], "more": False, "note": "the ledger of this run names no lines: an earlier whet wrote it"}
+    with file.open("rb") as opened:
+        for text in opened:
+            line = parse_json_line(text)
+            if (
+                line is None
+                or (outcome and line.get("outcome") != outcome)
+                or (reason and line.get("reason") != reason)
+            ):
+                continue
+            matched += 1
+            if matched <= start:
+                continue
+            if len(lines) == _MAX_LEDGER_LINES:
+                return {"lines": lines, "more": True}
+            lines.append({key: mask_secrets(str(value))[:500] for key, value in line.items()})
+    return {"lines": lines, "more": False}
+
+
+# Logs.
+
+
+def log_ranks(folder: Path) -> list[int]:
+    """The ranks that have a log."""
+    names = (file.stem.removeprefix("rank-") for file in folder.glob("logs/rank-*.log"))
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 7)
+
+
+def log_tail(file: Path, position: int | None) -> tuple[list[str], int]:
+    """The lines of a log after a position, or its last ones, and where to go on. A line without an end waits."""
+    size = file.stat().st_size
+    start = max(0, size - _LOG_BYTES) if position is None or position > size else max(position, size - _LOG_BYTES)
+    with file.open("rb") as opened:
+        opened.seek(start)
+        content = opened.read(_LOG_BYTES)
+    end = content.rfind(b"\n") + 1
+    lines = content[:end].decode("utf-8", "replace").splitlines()
+    if start and start != position:
+        lines = lines[1:]  # half of one
+    return [mask_secrets(line)[:2000] for line in lines], start + end
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The results of `whet eval`, without the answers."""
+    found = []
+    for file in sorted(folder.glob("evals/step-*.json"))[-50:]:
+        record = parse_json_line(file.read_bytes().replace(b"\n", b" ") + b"\n")
+        if record is not None:
+            scored = len(as_list(record.get("scored")))
+            found.append({key: value for key, value in record.items() if key not in ("scored", "hash")}
+                         | {"file": file.name, "scored_tasks": scored})  # fmt: skip
+    return found

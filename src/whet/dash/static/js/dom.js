@@ -1,0 +1,58 @@
+// Elements without HTML: text from data and models only ever becomes text.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
+    else if (name === "value") element.value = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export const h = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
+export const svg = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+
+export const section = (title, note, ...content) =>
+  h("section", { id: title.toLowerCase().replaceAll(/[^a-z]+/g, "-") },
+    h("h2", {}, title), note ? h("p", { class: "note" }, note) : null, content);
+
+// rows: arrays of cells; a cell is text, a number or an element
+export const table = (head, rows, attributes) =>
+  h("table", attributes,
+    h("thead", {}, h("tr", {}, head.map((title) => h("th", { scope: "col" }, title)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => {
+      const title = head[i];
+      return h("td", { "data-label": typeof title === "string" ? title : title.textContent }, cell ?? "–");
+    })))));
+
+export const facts = (values) =>
+  h("dl", { class: "facts" }, Object.entries(values)
+    .filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== "–")
+    .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+
+export const tile = (value, label) => h("div", { class: "tile" }, h("strong", {}, value), h("span", {}, label));
+
+export const chip = (text, kind) => h("span", { class: `chip ${kind ?? ""}` }, text);
+
+// A row of buttons of which one is pressed.
+export function choice(label, options, current, choose) {
+  const buttons = options.map(([value, text]) =>
+    h("button", {
+      type: "button", "aria-pressed": String(value === current),
+      onclick: () => {
+        buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(options[i][0] === value)));
+        choose(value);
+      },
+    }, text));
+  return h("div", { class: "choice", role: "group", "aria-label": label }, buttons);
+}
+
+export function replace(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter(Boolean));
+  return element;
+}

@@ -1,0 +1,109 @@
+// One run: what it is doing, its curves, and what its files prove.
+
+import { getJson, listen, postJson, say } from "./api.js";
+import { conversations } from "./conversations.js";
+import { Curves } from "./curves.js";
+import { certificates, configuration, coverage, effect, events, planFacts, promises, scores } from "./details.js";
+import { h, replace, section, tile } from "./dom.js";
+import * as format from "./format.js";
+import { ledger } from "./ledger.js";
+import { progressBar, stateBadge } from "./runs.js";
+
+const ACTIVE = ["queued", "requeued", "starting", "running", "stopping", "stalled"];
+
+export async function show(main, place) {
+  const name = place.name;
+  const details = await getJson("/api/run", { run: name });
+  const header = h("header", {});
+  const chosen = conversations(name);
+  const curves = new Curves(name, details, (step) => { curves.mark(step); chosen.open(step); });
+  const log = logView(name, details.ranks);
+  const parts = [
+    curves.element, chosen.element, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
+    scores(details), ledger(name, details.sources), promises(details.promises), coverage(details.plan), effect(details.effect),
+    certificates(details.certificates), planFacts(details), log.element, configuration(details.config),
+  ].filter(Boolean);
+  const jump = h("nav", { class: "jump", "aria-label": "Sections" }, parts.filter(({ id }) => id)
+    .map((part) => h("a", { href: `#${part.id}`, onclick: (event) => { event.preventDefault(); part.scrollIntoView(); part.querySelector("h2").setAttribute("tabindex", "-1"); part.querySelector("h2").focus(); } }, part.querySelector("h2").textContent)));
+  drawHeader(header, name, details.summary, details);
+  replace(main, header, jump,
+    details.damage?.length ? h("ul", { class: "problems" }, details.damage.map((text) => h("li", {}, text))) : null, parts);
+  await curves.load();
+  const step = Number(place.query.get("step"));
+  if (step) { curves.mark(step); chosen.open(step); }
+
+  let summary = details.summary;
+  const end = listen({ run: name, rank: 0 }, {
+    steps: (lines) => curves.grow(lines),
+    evaluation: () => curves.reload(),
+    reset: () => curves.reload(),
+    log: ({ lines }) => log.add(lines),
+    state: (newest) => {
+      const ended = ACTIVE.includes(summary.state) && !ACTIVE.includes(newest.state);
+      summary = newest;
+      drawHeader(header, name, summary, details);
+      if (ended) getJson("/api/run", { run: name }).then((fresh) => drawHeader(header, name, fresh.summary, fresh));
+    },
+    again: () => { log.clear(); curves.reload(); },
+  });
+  return () => { end(); curves.destroy(); };
+}
+
+function drawHeader(header, name, summary, details) {
+  const act = (verb, button) => async () => {
+    button.disabled = true;
+    try {
+      say((await postJson(`/api/run/${verb}`, { run: name })).message, "good");
+    } catch (error) {
+      say(error.message);
+      button.disabled = false;
+    }
+  };
+  const stop = h("button", { type: "button", class: "danger", title: "Saves a checkpoint after the current step, then ends" }, "Stop");
+  const resume = h("button", { type: "button", title: "Continues from the newest checkpoint" }, "Resume");
+  stop.addEventListener("click", act("stop", stop));
+  resume.addEventListener("click", act("resume", resume));
+  const left = summary.state === "running" && summary.steps && summary.tokens && summary.tokens_per_s
+    ? ((summary.steps - summary.step) / summary.step) * (summary.tokens / summary.tokens_per_s) : null;
+  replace(header,
+    h("div", { class: "title" }, h("h1", {}, name), stateBadge(summary.state), progressBar(summary),
+      h("div", { class: "actions" },
+        ["running", "starting", "queued", "requeued", "stalled"].includes(summary.state) ? stop : null,
+        ["stopped", "failed", "killed"].includes(summary.state) ? resume : null,
+        h("a", { class: "button", href: `#/compare?run=${encodeURIComponent(name)}` }, "Compare"))),
+    h("p", { class: "summary" }, details.sentence ?? ""),
+    summary.note ? h("p", { class: ["failed", "killed", "stalled"].includes(summary.state) ? "bad" : "note" }, summary.note) : null,
+    h("div", { class: "tiles" },
+      tile(format.loss(summary.loss), "loss"),
+      summary.best === null ? null : tile(format.loss(summary.best), `best ${summary.best_metric}`),
+      tile(format.count(summary.tokens), "tokens"),
+      tile(format.count(summary.tokens_per_s), "tokens per second"),
+      tile(format.hours(summary.device_hours || null), "device hours in steps"),
+      left === null ? tile(format.age(summary.last_sign), "last sign of life") : tile(format.seconds(left), "left")));
+}
+
+function logView(name, ranks) {
+  const lines = h("pre", { class: "log", tabindex: 0, "aria-label": "Log" });
+  const append = (added) => {
+    const atEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
+    lines.append(...added.map((line) => `${line}\n`));
+    while (lines.childNodes.length > 2000) lines.firstChild.remove();
+    if (atEnd) lines.scrollTop = lines.scrollHeight;
+  };
+  let shown = 0;
+  const load = async (rank) => {
+    shown = rank;
+    replace(lines);
+    if (rank !== 0) append((await getJson("/api/run/log", { run: name, rank })).lines);
+  };
+  const select = ranks.length > 1
+    ? h("label", { class: "controls" }, "rank", h("select", { onchange: (event) => load(Number(event.target.value)) },
+      ranks.map((rank) => h("option", { value: rank }, String(rank))))) : null;
+  const whole = async () => { replace(lines); append((await getJson("/api/run/log", { run: name, rank: shown })).lines); };
+  return {
+    element: section("Log", ranks.length ? null : "This run has no log yet.", select, lines,
+      ranks.length ? h("button", { type: "button", onclick: whole }, "Read again") : null),
+    add: (added) => { if (shown === 0) append(added); },
+    clear: () => { if (shown === 0) replace(lines); },
+  };
+}

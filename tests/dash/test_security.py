@@ -1,0 +1,322 @@
+"""What `whet dash` refuses: other hosts, other sites, other folders, large requests, scripts, missing tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runs.made_runs import make_run
+from whet.core.errors import WhetError
+from whet.dash.app import _assets
+from whet.dash.runs_folder import NotFoundError, RunsFolder
+from whet.dash.security import Access
+from whet.dash.server import TOKEN_VARIABLE, address, make_access, open_socket
+
+TOKEN = "correct-horse-battery-staple"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    make_run(tmp_path / "runs" / "one")
+    return tmp_path / "runs"
+
+
+# Hosts and tokens.
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "localhost.evil.example",
+                                  "[::1].evil.example", "10.0.0.1", "", "evil.example\t127.0.0.1"])  # fmt: skip
+def test_a_name_that_was_pointed_at_this_machine_is_refused(host):
+    assert not Access("127.0.0.1").allows_host(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:9000", "localhost", "LOCALHOST:1", "[::1]:8765"])
+def test_this_machine_is_itself_on_any_port_because_tunnels_have_another(host):
+    assert Access("127.0.0.1").allows_host(host)
+
+
+def test_dns_rebinding_gets_neither_page_nor_data(dash, runs):
+    server = dash(runs)
+    for path in ("/", "/api/runs", "/api/session", "/static/js/main.js"):
+        refused = server.get(path, {"Host": "evil.example"})
+        assert refused.status == 421, path
+        assert b"one" not in refused.body
+
+
+def test_without_a_host_or_with_two_it_is_refused(dash, runs):
+    import socket
+
+    server = dash(runs)
+    for lines in ("GET / HTTP/1.0\r\n\r\n", "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(lines.encode())
+            assert re.match(rb"HTTP/1.[01] 4\d\d", client.recv(1000))
+
+
+def test_an_address_that_others_reach_needs_a_token(monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert make_access("127.0.0.1").token is None
+    assert make_access("::1").token is None
+    assert make_access("localhost").token is None
+    tokens = {make_access(host).token for host in ("0.0.0.0", "::", "10.1.2.3", "node1", "127.0.0.1.evil.example")}
+    assert len(tokens) == 5
+    assert all(token is not None and len(token) >= 32 for token in tokens)
+
+
+def test_ones_own_token_is_not_printed_and_must_be_long(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    access = make_access("0.0.0.0")
+    with open_socket("127.0.0.1", 0) as listener:
+        assert access.token == TOKEN
+        assert TOKEN not in address(listener, access)
+    monkeypatch.setenv(TOKEN_VARIABLE, "short")
+    with pytest.raises(WhetError, match=TOKEN_VARIABLE):
+        make_access("0.0.0.0")
+
+
+def test_with_a_token_everything_is_closed_without_it(dash, runs):
+    server = dash(runs, "0.0.0.0", TOKEN)
+    for path in ("/", "/api/runs", "/api/session", "/static/js/main.js", "/api/live", f"/api/runs?token={TOKEN}"):
+        assert server.get(path).status == 401, path
+    for wrong in ("", "x", TOKEN[:-1], TOKEN + "x"):
+        assert server.get(f"/?token={wrong}").status == 401
+        assert server.get("/api/runs", {"Cookie": f"whet-dash={wrong}"}).status == 401
+    assert server.post("/api/run/stop", {"run": "one"}).status == 401
+
+
+def test_the_token_becomes_a_cookie_that_scripts_cannot_read_and_leaves_the_address(dash, runs):
+    server = dash(runs, "0.0.0.0", TOKEN)
+    opened = server.get(f"/?token={TOKEN}")
+    assert (opened.status, opened.headers["location"]) == (303, "/")
+    assert "HttpOnly" in opened.headers["set-cookie"]
+    assert "SameSite=Strict" in opened.headers["set-cookie"]
+    cookie = {"Cookie": opened.headers["set-cookie"].partition(";")[0]}
+    for path in ("/", "/api/runs", "/api/session", "/api/run?run=one", "/api/run/curves?run=one"):
+        answer = server.get(path, cookie)
+        assert answer.status == 200
+        assert TOKEN.encode() not in answer.body
+
+
+# Changes.
+
+
+def test_a_button_pressed_by_another_site_does_nothing(dash, runs):
+    server = dash(runs)
+    good = {"content-type": "application/json", "x-whet-csrf": server.access.csrf}
+    body = json.dumps({"run": "one"}).encode()
+    for verb in ("stop", "resume"):
+        path = f"/api/run/{verb}"
+        attempts = {
+            "without the header": {k: v for k, v in good.items() if k != "x-whet-csrf"},
+            "with another": good | {"x-whet-csrf": "guess"},
+            "from another origin": good | {"origin": "http://evil.example"},
+            "from a null origin": good | {"origin": "null"},
+            "cross-site": good | {"sec-fetch-site": "cross-site"},
+            "from the same site": good | {"sec-fetch-site": "same-site"},
+            "as a form": good | {"content-type": "application/x-www-form-urlencoded"},
+            "as text": good | {"content-type": "text/plain"},
+        }
+        for name, headers in attempts.items():
+            assert server.request("POST", path, body, headers).status in (403, 415), name
+        assert server.get(path, run="one").status == 405
+    assert not (runs / "one" / "stop").exists()
+    assert server.request("DELETE", "/api/runs", None, good).status == 405
+    assert server.request("OPTIONS", "/api/run/stop", None, {"origin": "http://evil.example"}).status == 405
+
+
+def test_no_answer_allows_other_origins(dash, runs):
+    headers = dash(runs).get("/api/session", {"origin": "http://evil.example"}).headers
+    assert not any(name.startswith("access-control") for name in headers)
+
+
+# Paths.
+
+
+@pytest.mark.parametrize("name", ["../secret", "one/../../secret", "/etc", "one/../one", ".", "..", "", "one\0", "./one/..",
+                                  "%2e%2e/secret", ".hidden", "one/checkpoints", "x" * 2000, "link", "~root"])  # fmt: skip
+def test_no_name_leads_out_of_the_folder(runs, name):
+    make_run(runs.parent / "secret")
+    make_run(runs / ".hidden")
+    (runs / "link").symlink_to(runs.parent / "secret")
+    folders = RunsFolder(runs)
+    with pytest.raises(NotFoundError):
+        folders.find(name)
+    assert folders.names() == ["one"]
+
+
+def test_a_path_in_an_address_leads_nowhere(dash, runs):
+    server = dash(runs)
+    secret = runs.parent / "secret.txt"
+    secret.write_text("the secret")
+    for path in ("/static/../../secret.txt", "/static/%2e%2e/%2e%2e/secret.txt", "/static//etc/passwd", "/../etc/passwd",
+                 "/static/js/../../app.py", "/app.py", "/static/__init__.py", "/static/js/", "/openapi.json", "/docs"):  # fmt: skip
+        answer = server.get(path)
+        assert answer.status == 404, path
+        assert b"secret" not in answer.body.replace(path.encode(), b"")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl", "logs/rank-0.log", "logs", "plan", "ledger.json",
+                                  "evals/step-000001.json", "exports/merged/certificate.json", "exports/merged"])  # fmt: skip
+def test_a_link_in_a_run_does_not_show_what_it_leads_to(dash, runs, name):
+    outside = runs.parent / "outside"
+    outside.mkdir()
+    (outside / "rank-0.log").write_text("the secret\n")
+    (outside / "certificate.json").write_text('{"the secret": 1}')
+    link = runs / "one" / name
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(outside if "." not in link.name else outside / "rank-0.log")
+    server = dash(runs)
+    for path in ("/api/run", "/api/run/log", "/api/run/curves", "/api/run/ledger", "/api/run/evaluations"):
+        answer = server.get(path, run="one")
+        assert answer.status == 404
+        assert b"the secret" not in answer.body
+
+
+def test_a_link_inside_the_folder_is_a_name_like_others(runs):
+    (runs / "again").symlink_to(runs / "one")
+    assert RunsFolder(runs).find("again")
+
+
+# Content.
+
+
+def test_the_policy_forbids_whatever_is_not_of_the_page(dash, runs):
+    for path in ("/", "/api/runs", "/nothing", "/static/js/main.js"):
+        headers = dash(runs).get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert "require-trusted-types-for 'script'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+
+
+def test_the_page_makes_no_html_of_text_and_loads_nothing_from_elsewhere():
+    own = {name: content.decode() for name, (content, _) in _assets().items() if not name.startswith("vendor/")}
+    assert {"index.html", "dash.css", "js/main.js", "report.css"} <= own.keys()
+    for name, text in own.items():
+        sinks = (
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc|javascript:|DOMParser"
+        )
+        assert not re.search(sinks, text), name
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|[\"'(]//", text), name
+        assert not re.search(r"<script(?![^>]* src=)|<style| on\w+=\"| style=\"", text), name
+
+
+def test_the_plot_library_is_the_one_that_was_published():
+    """uPlot 1.6.32 of npm: these are the hashes of its files in docs/dash.md, too."""
+    import hashlib
+
+    from whet.dash import app
+
+    folder = Path(app.__file__).parent / "static" / "vendor" / "uplot"
+    documented = (Path(__file__).parents[2] / "docs" / "dash.md").read_text()
+    for name in ("uPlot.esm.js", "uPlot.min.css", "LICENSE"):
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() in documented, name
+    assert "MIT License" in (folder / "LICENSE").read_text()
+
+
+SECRET = "hf_abcdefghijklmnopqrstuvwx"
+
+
+def test_no_secret_is_shown(dash, runs):
+    run = runs / "one"
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("builtin:tiny", f"https://user:{SECRET}@host/model"))
+    (run / "logs").mkdir()
+    (run / "logs" / "rank-0.log").write_text(f"token {SECRET}\n")
+    (run / "events.jsonl").write_text(json.dumps({"step": 1, "reason": f"Authorization: Bearer {SECRET}"}) + "\n")
+    (run / "ledger.jsonl").write_text(
+        json.dumps({"outcome": "dropped", "reason": "x", "detail": SECRET, "file": SECRET}) + "\n"
+    )
+    make_run(runs / "two")
+    server = dash(runs)
+    for path in ("/api/run", "/api/run/log", "/api/run/ledger", "/api/run/curves"):
+        answer = server.get(path, run="one")
+        assert answer.status == 200
+        assert SECRET.encode() not in answer.body
+    for answer in (
+        server.get("/api/compare", run=["one", "two"]),
+        server.get("/api/runs"),
+        server.get("/api/run", run=SECRET),
+    ):
+        assert b"abcdefghijklmnop" not in answer.body
+    with server_events(server, "/api/live?run=one") as events:
+        assert SECRET.encode() not in events.read1(4000) + events.read1(4000)
+
+
+def server_events(server, path):
+    import urllib.request
+
+    return urllib.request.urlopen(server.url + path, timeout=20)
+
+
+# Sizes.
+
+
+def test_large_requests_are_refused(dash, runs):
+    server = dash(runs)
+    own = {"content-type": "application/json", "x-whet-csrf": server.access.csrf}
+    assert server.get("/api/run", run="x" * 9000).status == 414
+    assert server.request("POST", "/api/run/stop", b"x" * 300_000, own).status == 413
+    chunked = own | {"transfer-encoding": "chunked"}
+    body = b"".join(b"10000\r\n" + b"x" * 65536 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n"
+    assert server.request("POST", "/api/run/stop", body, chunked).status in (400, 413)
+    assert server.get("/api/run/curves", run="one", points=10**9).status == 422
+    assert server.get("/api/compare", run=["one"] * 30).status in (400, 422)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b'{"run": 1}', b"{", b'{"run": "../x"}', b'"\xff"', b'{"run": {}}']
+)
+def test_a_body_that_makes_no_sense_is_an_error_of_the_client(dash, runs, body):
+    server = dash(runs)
+    own = {"content-type": "application/json", "x-whet-csrf": server.access.csrf}
+    answer = server.request("POST", "/api/run/stop", body, own)
+    assert answer.status in (400, 404)
+    assert "error" in answer.json
+
+
+# The command.
+
+
+def test_the_command_prints_its_address_and_listens_on_loopback_alone(tmp_path, runs, real_python):
+    environment = {**os.environ, TOKEN_VARIABLE: ""}
+    with subprocess.Popen(
+        [real_python, "-m", "whet", "dash", str(runs), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, cwd=tmp_path,
+    ) as process:  # fmt: skip
+        try:
+            printed = json.loads(process.stdout.readline())
+            port = int(printed["url"].removesuffix("/").rpartition(":")[2])
+            assert printed["url"] == f"http://127.0.0.1:{port}/"
+            listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            hexadecimal = f":{port:04X}"
+            assert {each[1] for each in listening if each[3] == "0A" and each[1].endswith(hexadecimal)} == {
+                f"0100007F{hexadecimal}"
+            }
+        finally:
+            process.send_signal(2)
+            _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(whet, tmp_path):
+    ended = whet("dash", tmp_path / "nowhere")
+    assert ended.code == 1
+    assert "nowhere: no such folder" in ended.err
+    with open_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        ended = whet("dash", tmp_path, "--port", port)
+    assert ended.code == 1
+    assert f"127.0.0.1:{port}" in ended.err
