@@ -12,11 +12,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-import uvicorn
 
-from whet.dash.app import create_app
-from whet.dash.security import Access
-from whet.dash.server import open_socket
+from whet.dash.app import LIMITS, create_app
+from whet.dash.live import Feeds
+from whet.web.guard import Guard
+from whet.web.server import WebServer, bind
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Dash:
     """A server that runs, and requests to it."""
 
     port: int
-    access: Access
 
     @property
     def url(self) -> str:
@@ -57,27 +56,28 @@ class Dash:
 
     def post(self, path: str, value: Any, headers: dict[str, str] | None = None) -> Answer:
         """As the page sends it."""
-        own = {"content-type": "application/json", "x-whet-csrf": self.access.csrf}
-        return self.request("POST", path, json.dumps(value).encode(), own | (headers or {}))
+        return self.request("POST", path, json.dumps(value).encode(), self.page_headers() | (headers or {}))
+
+    def page_headers(self) -> dict[str, str]:
+        csrf = self.get("/api/session").json["csrf"]
+        return {"content-type": "application/json", "x-whet-csrf": csrf, "origin": self.url}
 
 
 @pytest.fixture
 def dash() -> Iterator[Callable[..., Dash]]:
-    """Starts a server for a folder: dash(folder), with a token: dash(folder, "0.0.0.0", "token…")."""
+    """Starts a server for a folder: dash(folder), with a token: dash(folder, token)."""
     servers = []
 
-    def start(root: Path, host: str = "127.0.0.1", token: str | None = None) -> Dash:
-        listener = open_socket("127.0.0.1", 0)
-        access = Access(host, token)
-        config = uvicorn.Config(create_app(root, access), log_config=None, ws="none", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        servers.append((server, thread))
-        return Dash(listener.getsockname()[1], access)
+    def start(root: Path, token: str | None = None) -> Dash:
+        listener = bind("127.0.0.1", 0)
+        listener.listen()  # requests wait until it has started
+        feeds = Feeds()
+        guard = Guard(create_app(root, feeds), token, LIMITS, frozenset())
+        server = WebServer(guard, 1, lambda: None, feeds.close)
+        threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+        servers.append(server)
+        return Dash(listener.getsockname()[1])
 
     yield start
-    for server, _ in servers:
-        server.should_exit = True
-    for _, thread in servers:
-        thread.join(10)
+    for server in servers:
+        server.stop()

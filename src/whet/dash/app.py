@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -27,13 +29,34 @@ from whet.dash.metrics_file import MetricsFile
 from whet.dash.registry_view import registered_models
 from whet.dash.run_details import describe_run, evaluations, ledger_lines, log_tail, summary_json
 from whet.dash.runs_folder import NotFoundError, RunsFolder
-from whet.dash.security import Access, SecurityMiddleware
 from whet.report.charts import smoothing_beta
+from whet.web.guard import CONTENT_SECURITY_POLICY, Limits
 
 RunName = Annotated[str, Query(alias="run", max_length=1000)]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+LIMITS = Limits(body_bytes=2**18)
 _MAX_FILES = 64
 """Runs whose metrics are kept in memory."""
+
+
+_POLICY = f"{CONTENT_SECURITY_POLICY}; require-trusted-types-for 'script'; trusted-types"
+"""The page makes no HTML of text: a browser that knows trusted types forbids it."""
+
+_HEADERS = {"content-security-policy": _POLICY}
+
+
+def _require_page(csrf: str) -> Callable[[Request], None]:
+    """Refuses a change without a header that only a page of this server can know and send."""
+
+    def check(request: Request) -> None:
+        if request.method == "GET":
+            return
+        if not hmac.compare_digest(request.headers.get("x-whet-csrf", "").encode(), csrf.encode()):
+            raise HTTPException(403, "the header x-whet-csrf is missing or of another server: reload the page")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise HTTPException(415, "the body must be application/json")
+
+    return check
 
 
 class MetricsFiles:
@@ -52,16 +75,16 @@ class MetricsFiles:
             return file
 
 
-def create_app(root: Path, access: Access) -> FastAPI:
-    """The application that shows the runs in a folder."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(SecurityMiddleware, access=access)
-    folders, metrics, feeds = RunsFolder(root), MetricsFiles(), Feeds()
+def create_app(root: Path, feeds: Feeds) -> FastAPI:
+    """The application that shows the runs in a folder; `whet.web.guard` decides who may send it requests."""
+    csrf = secrets.token_urlsafe(24)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_require_page(csrf))])
+    folders, metrics = RunsFolder(root), MetricsFiles()
     add_error_handlers(app)
 
     @app.get("/api/session")
     def session() -> Response:
-        return _json({"csrf": access.csrf, "root": str(folders.root), "version": whet.__version__})
+        return _json({"csrf": csrf, "root": str(folders.root), "version": whet.__version__})
 
     @app.get("/api/runs")
     def runs() -> Response:
@@ -193,11 +216,11 @@ async def _stream(events: AsyncIterator[bytes]) -> Response:
         async for event in events:
             yield event
 
-    return StreamingResponse(body(), media_type="text/event-stream")
+    return StreamingResponse(body(), headers=_HEADERS, media_type="text/event-stream")
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(to_json(value), status, media_type="application/json")
+    return Response(to_json(value), status, _HEADERS, "application/json")
 
 
 @lru_cache
@@ -215,4 +238,4 @@ def _static(path: str) -> Response:
     asset = _assets().get(path)
     if asset is None:
         return _json({"error": "no such file"}, 404)
-    return Response(asset[0], media_type=asset[1])
+    return Response(asset[0], 200, _HEADERS, asset[1])

@@ -1,4 +1,4 @@
-"""The conversations behind a point of a curve: which ones a step had, their text, mask and losses; and those of a store."""
+"""The conversations behind a point of a curve: which ones a step had, their text, mask and losses."""
 
 from __future__ import annotations
 

@@ -84,8 +84,9 @@ def axis_values(file: MetricsFile, table: Table, axis: AxisName) -> NDArray[np.f
         return steps
     if axis == "time":
         times = table.column("time")
-        starts = [first for each in (file.steps, file.evaluations) if len(first := each.column("time")[:1])]
-        start = float(np.nanmin(np.concatenate(starts))) if starts else 0.0
+        known = np.concatenate([file.steps.column("time")[:1], file.evaluations.column("time")[:1]])
+        known = known[np.isfinite(known)]
+        start = float(known.min()) if len(known) else 0.0
         return (times - start) / 3600
     if table is file.steps:
         return table.column("tokens")
@@ -114,13 +115,13 @@ def _series(
         chosen = chosen[np.isfinite(values[chosen])]
     kept = chosen[downsample(values[chosen], points)] if len(chosen) else chosen
     return {
-        "key": key, "kind": kind, "x": _numbers(places[kept], 9), "y": _numbers(values[kept]),
+        "key": key, "kind": kind, "x": _json_values(places[kept], 9), "y": _json_values(values[kept]),
         "step": [int(step) for step in steps[kept]],
-        **({"smooth": _numbers(smooth[kept])} if smooth is not None else {}),
+        **({"smooth": _json_values(smooth[kept])} if smooth is not None else {}),
     }  # fmt: skip
 
 
-def _numbers(values: NDArray[np.float64], digits: int = 6) -> list[float | None]:
+def _json_values(values: NDArray[np.float64], digits: int = 6) -> list[float | None]:
     """For JSON: short, and null for what is not a number."""
     return [None if value != value else float(f"{value:.{digits}g}") for value in values.tolist()]
 
@@ -129,7 +130,7 @@ def new_lines(file: MetricsFile, since: int) -> tuple[list[dict[str, float | Non
     """The rows of steps after the first `since` as objects, for charts that grow."""
     keys = ["step", "time", "tokens", *dict.fromkeys(key for chart in CHARTS for key in chart.steps)]
     keys = [key for key in keys if key in file.steps.keys]
-    columns = {key: _numbers(file.steps.column(key)[since:], 9) for key in keys}
+    columns = {key: _json_values(file.steps.column(key)[since:], 9) for key in keys}
     count = file.steps.rows - since
     return [{key: columns[key][row] for key in keys} for row in range(count)], file.steps.rows
 

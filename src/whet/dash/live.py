@@ -37,11 +37,13 @@ class Feed:
         self._poll = poll
         self.clients: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def subscribe(self) -> AsyncIterator[bytes]:
         """Encoded events, until the client goes or falls behind."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_WAITING)
         self.clients.add(queue)
+        self._loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         try:
@@ -66,15 +68,24 @@ class Feed:
                 self._send(b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n")
             await asyncio.sleep(POLL_S)
 
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lambda: [_end(queue) for queue in list(self.clients)])
+
     def _send(self, event: bytes) -> None:
         for queue in list(self.clients):
             if queue.full():
                 self.clients.discard(queue)
-                with contextlib.suppress(asyncio.QueueEmpty):
-                    queue.get_nowait()
-                queue.put_nowait(None)  # it reconnects, and reads everything again
+                _end(queue)  # it reconnects, and reads everything again
             else:
                 queue.put_nowait(event)
+
+
+def _end(queue: asyncio.Queue[bytes | None]) -> None:
+    with contextlib.suppress(asyncio.QueueEmpty):
+        while queue.full():
+            queue.get_nowait()
+    queue.put_nowait(None)
 
 
 class Feeds:
@@ -82,6 +93,11 @@ class Feeds:
 
     def __init__(self) -> None:
         self._feeds: dict[tuple[str, ...], Feed] = {}
+
+    def close(self) -> None:
+        """End all streams: the server stops. Another thread may call it."""
+        for feed in list(self._feeds.values()):
+            feed.close()
 
     async def events(
         self, key: tuple[str, ...], poll: Callable[[], Callable[[], list[tuple[str, Any]]]]
@@ -110,7 +126,7 @@ def poll_run(folders: RunsFolder, name: str, file: MetricsFile, rank: int) -> Ca
     log: list[int | None] = [None]
     turn = 0
 
-    def look() -> list[tuple[str, Any]]:
+    def poll() -> list[tuple[str, Any]]:
         nonlocal turn, state
         events: list[tuple[str, Any]] = []
         with file.lock:
@@ -136,7 +152,7 @@ def poll_run(folders: RunsFolder, name: str, file: MetricsFile, rank: int) -> Ca
         turn += 1
         return events
 
-    return look
+    return poll
 
 
 def _new_log_lines(folders: RunsFolder, folder: Path, rank: int, log: list[int | None]) -> list[str]:
@@ -154,7 +170,7 @@ def poll_list(folders: RunsFolder) -> Callable[[], list[tuple[str, Any]]]:
     known: dict[str, dict[str, Any]] = {}
     turn = 0
 
-    def look() -> list[tuple[str, Any]]:
+    def poll() -> list[tuple[str, Any]]:
         nonlocal known, turn
         turn += 1
         if turn % 2:  # every other second
@@ -165,4 +181,4 @@ def poll_list(folders: RunsFolder) -> Callable[[], list[tuple[str, Any]]]:
         known = rows
         return [("runs", {"changed": changed, "gone": gone})] if changed or gone else []
 
-    return look
+    return poll

@@ -19,7 +19,7 @@ const address = (path, parameters) => {
 
 async function read(response) {
   const answer = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
-  if (!response.ok) throw new Error(answer.error ?? `the server answered ${response.status}`);
+  if (!response.ok) throw new Error(answer.error?.message ?? answer.error ?? `the server answered ${response.status}`);
   return answer;
 }
 
