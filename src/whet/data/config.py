@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from whet.core.config import Section, config_error
 from whet.core.files import resolve_path, user_path
@@ -45,14 +45,17 @@ class Source(Section):
     alternatives = (("epochs", "weight"),)
 
     path: str = Field(
-        description="A file (.jsonl, .json, .csv, .txt, .parquet, .arrow, .bin; .gz and .zst too), a folder, a glob, "
-        "- for stdin, hub:OWNER/NAME, or a built-in dataset such as builtin:orders."
+        description="A file (.jsonl, .json, .csv, .xlsx, .txt, .parquet, .arrow, .bin; .gz and .zst too), a folder, a "
+        "glob, - for stdin, hub:OWNER/NAME, or a built-in dataset such as builtin:orders."
     )
     format: Format = Field(
         default="auto", description="The format of the records; auto detects it and prints the result."
     )
     fields: dict[str, str] | None = Field(
         default=None, description="The names of the format's fields in your file, such as {prompt: question}."
+    )
+    encoding: str | None = Field(
+        default=None, description="The encoding of a .csv, .tsv or .txt file, such as cp1252; default: detected."
     )
     split: str | None = Field(
         default=None,
@@ -84,6 +87,15 @@ class Source(Section):
     mask: MaskRules | None = Field(
         default=None, description="The loss mask of a .bin file; default: every token is supervised."
     )
+
+    @field_validator("encoding")
+    @classmethod
+    def _encoding_exists(cls, encoding: str | None) -> str | None:
+        try:
+            "".encode(encoding or "utf-8")
+        except LookupError:
+            raise ValueError("no such encoding; common ones: utf-8, cp1252, cp1250, cp1251, gb18030, cp932") from None
+        return encoding
 
     @property
     def is_builtin(self) -> bool:

@@ -291,7 +291,7 @@ def test_rows_are_converted_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_csv_records_have_line_numbers_and_bad_ones_reasons(tmp_path: Path) -> None:
-    rows = b'prompt,completion\n"a\nb",c\n\nonly one\nd,e\nf,\xff\n"x"y,z\ng,h\n'
+    rows = b'prompt,completion\n"a\nb",c\n\nonly one\nd,\xc3\xa9\nf,\xff\n"x"y,z\ng,h\n'
     (tmp_path / "a.csv").write_bytes(rows)
     items = read(tmp_path / "a.csv")
     assert [(type(item), item.origin.line) for item in items] == [

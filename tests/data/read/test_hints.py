@@ -44,6 +44,10 @@ def workbook() -> bytes:
     return file.getvalue()
 
 
+GERMAN = "prompt;completion\nWie heißt du?;Ich heiße Jörg.\n"
+RUSSIAN = "prompt;completion\nКак дела?;Хорошо, спасибо.\n"
+ASKED = [["Wie heißt du?", "Ich heiße Jörg."]]
+SUCH_AS = 'semicolon-separated, read as {}, such as "{}" (if that is wrong, set encoding)'
 ROWS = [["Hi, é", "Hello"], ["two\nlines", "c"]]
 BOTH = [["Hi é", "Hello"]] * 2
 
@@ -51,13 +55,17 @@ BOTH = [["Hi é", "Hello"]] * 2
 @pytest.mark.parametrize(
     ("name", "content", "note", "expected"),
     [
-        ("a.csv", TABLE.replace(",", ";").replace("Hi;", "Hi,").encode(), "separated by a semicolon", ROWS),
-        ("a.csv", TABLE.replace(",", "\t").replace("Hi\t", "Hi,").encode(), "separated by a tab", ROWS),
-        ("a.tsv", TABLE.encode(), "separated by a comma", ROWS),
-        ("a.csv", b"sep=;\nprompt;completion\na;b\n", "separated by a semicolon", [["a", "b"]]),
+        ("a.csv", TABLE.replace(",", ";").replace("Hi;", "Hi,").encode(), "semicolon-separated", ROWS),
+        ("a.csv", TABLE.replace(",", "\t").replace("Hi\t", "Hi,").encode(), "tab-separated", ROWS),
+        ("a.tsv", TABLE.encode(), "comma-separated", ROWS),
+        ("a.csv", b"sep=;\nprompt;completion\na;b\n", "semicolon-separated", [["a", "b"]]),
         ("a.csv", TABLE.encode("utf-16"), "read as UTF-16", ROWS),
         ("a.csv", b"\xfe\xff" + TABLE.encode("utf-16-be"), "read as UTF-16", ROWS),
-        ("a.csv", TABLE.replace(",", "\t").replace("Hi\t", "Hi,").encode("utf-16"), "a tab, read as UTF-16", ROWS),
+        ("a.csv", TABLE.replace(",", "\t").replace("Hi\t", "Hi,").encode("utf-16"), "tab-separated, read as UTF-16",
+         ROWS),
+        ("a.csv", GERMAN.encode("utf-8-sig"), "semicolon-separated, UTF-8 with BOM", ASKED),
+        ("a.csv", GERMAN.encode("cp1252"), SUCH_AS.format("Windows-1252", "heißt"), ASKED),
+        ("a.csv", RUSSIAN.encode("cp1251"), SUCH_AS.format("Windows-1251", "Как"), [["Как дела?", "Хорошо, спасибо."]]),
         ("a.csv", b",prompt,completion\n0,a,b\n", "not used: columns without a name (1)", [["a", "b"]]),
         ("a.csv", b" prompt ,completion ,\na,b,\n", "columns without a name (3)", [["a", "b"]]),
         ("a.jsonl", f"{GOOD}\n{GOOD}".encode("utf-16"), "read as UTF-16", BOTH),
@@ -81,16 +89,21 @@ def test_it_is_read_and_the_assumption_is_named(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"promt,completion\na,b\n", "Did you mean prompt for 'promt'? Rename it, or set format: prompt-comp"),
-        ("a.csv", b"Prompt,Completion\na,b\n", "fields: {prompt: 'Prompt', completion: 'Completion'}"),
+        ("a.csv", b"promt,completion\na,b\n", "Did you mean prompt for 'promt'? Rename the columns, or w"),
+        ("a.csv", b"Prompt,Completion\na,b\n", "fields: {prompt: Prompt, completion: Completion}}]"),
         ("a.jsonl", GOOD.replace("messages", "Mesages").encode(), "Did you mean messages for 'Mesages'?"),
         ("a.csv", b"What is 2+2?,4\nAnd 3+3?,6\n", "first row must name the columns: add it if it is missing"),
         ("a.csv", b"prompt,prompt\na,b\n", "a.csv:1: the first row must name the columns, but it has 'prompt' twice"),
-        ("a.csv", "prompt,é\na,b\n".encode("latin-1"), "a.csv:1: the name of a column is not valid UTF-8"),
+        ("a.csv", b"Frage;Antwort\na;b\n", "format: prompt-completion, fields: {prompt: Frage, completion: Antwor"),
+        ("a.csv", b"PREGUNTA,Respuesta \na,b\n", "prompt for 'PREGUNTA' and completion for 'Respuesta'?"),
+        ("a.csv", b"Question,Reponse\na,b\n", "prompt for 'Question' and completion for 'Reponse'?"),
+        ("a.csv", "质问,答\na,b\n".encode(), "If '质问' is the question and '答' the answer, write under data: sou"),
+        ("a.csv", b"prompt,\xff\n" + "äöü,ß\n".encode(), "the name of a column is not valid UTF-8"),
         ("a.csv", TABLE.encode("utf-16-le"), "UTF-16 without a byte order mark; save it as UTF-8"),
-        ("a.csv", workbook(), "a spreadsheet. Save it as CSV UTF-8"),
-        ("a.xlsx", workbook(), "a spreadsheet. Save it as CSV UTF-8"),
-        ("a.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Excel file (.xls). Save it as CSV UTF-8"),
+        ("a.csv", workbook(), "the workbook cannot be read (KeyError: "),
+        ("a.xlsx", b"PK\x03\x04xl/", "the workbook cannot be read (BadZipFile: "),
+        ("a.ods", b"PK\x03\x04mimetypeapplication/vnd.oasis.opendocument", "a spreadsheet. Save it as .xlsx or as CSV"),
+        ("a.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Save it as .xlsx without a password, or as CSV UTF-8"),
         ("a.jsonl.xz", b"\xfd7zXZ\0\0", "compressed by xz. Decompress it"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("a.jsonl", b"<!DOCTYPE html>\n", "a web page"),
@@ -141,7 +154,7 @@ def test_a_bad_line_says_what_to_do(tmp_path: Path, record: str, message: str) -
         (b"a,b,c", "Write a cell that contains a comma between double quotes"),
         (b'"a "b" c",d', "Double a quote inside a quoted cell"),
         (b'"a,b', "A quote is opened here and never closed"),
-        ("a,é".encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8"),
+        ("éé,".encode() + b"\xe9", "iconv -f WINDOWS-1252 -t UTF-8"),
     ],
 )
 def test_a_bad_row_says_what_to_do(tmp_path: Path, row: bytes, message: str) -> None:

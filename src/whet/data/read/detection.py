@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from whet.data.config import Source
 from whet.data.conversation import Origin
 from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
 from whet.data.read.formats import FORMATS
-from whet.data.read.question_formats import list_choices
+from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
 from whet.data.read.record_fields import closest_key, find_optional, present_names
 from whet.data.read.shapes import SCORE, TURN_KEYS, name_preference, name_shape, name_unanswered, unused_texts
 from whet.data.read.text_formats import find_chat_marker
@@ -35,6 +36,14 @@ _FORMAT_EXAMPLE = (
     ". Set the format, such as format: prompt-completion and fields: {prompt: NAME, completion: NAME}; formats: "
     + ", ".join(FORMATS)
 )
+_FIELD_WORDS = {
+    ("prompt-completion", "prompt"): QUESTION_WORDS.split(),
+    ("prompt-completion", "completion"): ANSWER_WORDS.split(),
+}
+_SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
+_YAML_WORDS = {"yes", "no", "true", "false", "on", "off", "null", "y", "n"}
+_COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])")
+"""Not a question or a number, as the first row has them if no row names the columns."""
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -184,10 +193,8 @@ def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: S
     keys = [repr(key) for key in _record_keys(sample)]
     seen = f"the records have {', '.join(keys[:_MAX_SHOWN_KEYS])}" if keys else "the records have no fields"
     if not found:
-        near = next(filter(None, (_suggest_fields(record, source.fields or {}) for record in sample)), None)
-        header = ". The first row must name the columns: add it if it is missing" if _is_csv(source) else ""
         raise WhetError(
-            f"data.sources: {source.path}: the format is not recognised: {seen}{near or header + _FORMAT_EXAMPLE}"
+            f"data.sources: {source.path}: the format is not recognised: {seen}{_advise_fields(sample, source)}"
         )
     options = "; or ".join(sorted(_describe_match(match) for match in found))
     raise WhetError(
@@ -195,26 +202,75 @@ def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: S
     )
 
 
-def _is_csv(source: Source) -> bool:
-    return any(suffix in source.path.lower() for suffix in (".csv", ".tsv"))
+def _advise_fields(sample: Sequence[Any], source: Source) -> str:
+    """What to write so that the records are recognised, as the rest of a sentence."""
+    if near := suggest_fields(sample, source.fields or {}):
+        named = {field: key for field, key in near.fields.items() if field not in (source.fields or {})}
+        means = " and ".join(f"{field} for {key!r}" for field, key in named.items())
+        return f". Did you mean {means}? Rename the columns, or write under data: {near.line(source.path)}"
+    is_table = any(suffix in source.path.lower() for suffix in (".csv", ".tsv", ".xlsx"))
+    header = ". The first row must name the columns: add it if it is missing" if is_table else ""
+    if both := suggest_two_columns(sample):
+        prompt, completion = both.fields.values()
+        return f"{header}. If {prompt!r} is the question and {completion!r} the answer, write under data: " + both.line(
+            source.path
+        )
+    return header + _FORMAT_EXAMPLE
 
 
-def _suggest_fields(record: Any, fields: Mapping[str, str]) -> str | None:
-    """The format that a record has but for the case or a typing error in its keys, as the rest of a sentence."""
-    for name in _DETECTABLE if isinstance(record, dict) else ():
+class SuggestedFields(NamedTuple):
+    """A format that a record would have if fields of it had other names."""
+
+    format: str
+    fields: dict[str, str]
+
+    def line(self, path: str) -> str:
+        """The source with these fields, in YAML."""
+        fields = ", ".join(f"{field}: {_yaml_scalar(key)}" for field, key in self.fields.items())
+        return f"sources: [{{path: {_yaml_scalar(path)}, format: {self.format}, fields: {{{fields}}}}}]"
+
+
+def suggest_fields(sample: Sequence[Any], fields: Mapping[str, str]) -> SuggestedFields | None:
+    """What the records have but for the case, the language or a typing error in their keys."""
+    return next(filter(None, (_suggest_for_record(record, fields) for record in sample)), None)
+
+
+def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFields | None:
+    for name in _SUGGESTED_FIRST if isinstance(record, dict) else ():
         form, near = FORMATS[name], dict[str, str]()
         for field, known in form.fields.items():
-            key = None if field in fields or any(each in record for each in known) else closest_key(known, record)
+            words = _FIELD_WORDS.get((name, field), ())
+            others = [key for key in record if key not in near.values()]
+            key = (
+                None if field in fields or any(each in record for each in known) else closest_key(known, others, words)
+            )
             if key is not None:
                 near[field] = key
         for field in list(near):  # fields that the format does not require
             if form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
                 del near[field]
         if near and form.recognise(record, {**fields, **near}):
-            means = " and ".join(f"{field} for {key!r}" for field, key in near.items())
-            keys = ", ".join(f"{field}: {key!r}" for field, key in near.items())
-            return f". Did you mean {means}? Rename it, or set format: {name} and fields: {{{keys}}}"
+            return SuggestedFields(name, {**fields, **near})
     return None
+
+
+def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
+    """For records with exactly two texts: the first may be the question, the second its answer."""
+    keys = _record_keys(sample)
+    texts = [
+        key
+        for key in keys
+        if all(isinstance(r.get(key), str) and r[key].strip() for r in sample if isinstance(r, dict))
+    ]
+    if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
+        return None
+    return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
+
+
+def _yaml_scalar(text: str) -> str:
+    """Text as YAML writes it inside braces."""
+    is_plain = re.fullmatch(r"[^\W\d_]\w*( \w+)*|[\w./~][\w./-]*[^\W\d]", text) and text.lower() not in _YAML_WORDS
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _describe_match(match: FormatMatch) -> str:

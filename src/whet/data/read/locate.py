@@ -18,6 +18,7 @@ from whet.core.files import cache_dir, read_json, temporary_path, user_path
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
+from whet.data.read.excel_files import ExcelFile
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
 from whet.data.read.shapes import find_records_inside
 from whet.data.read.text_files import CsvFile, TextFile
@@ -50,6 +51,7 @@ def _check_options(source: Source, found: list[Container]) -> None:
         ("split", takes_split, "hub:, builtin:, folders saved by datasets and JSON objects"),
         ("subset", False, "hub: datasets"),
         ("mask", "tokens" in kinds, ".bin files"),
+        ("encoding", all(isinstance(each, (CsvFile, TextFile)) for each in found), ".csv, .tsv and .txt files"),
     ):
         if getattr(source, key) is not None and not fits:
             raise WhetError(f"data.sources: {source.path}: {key} applies to {what} only; remove it")
@@ -142,9 +144,12 @@ def _is_saved_dataset(source: Source) -> bool:
 _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",)
 _PARQUET_SUFFIXES, _ARROW_SUFFIXES = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_EXCEL_SUFFIXES, _ZIP_MAGIC = (".xlsx", ".xlsm"), b"PK\x03\x04"
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
 
-DATA_SUFFIXES = (*_JSONL_SUFFIXES, *_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_ARROW_SUFFIXES, *_CSV_DELIMITERS, ".txt")
+DATA_SUFFIXES = (
+    *_JSONL_SUFFIXES, *_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_ARROW_SUFFIXES, *_CSV_DELIMITERS, *_EXCEL_SUFFIXES, ".txt",
+)  # fmt: skip
 """Suffixes of data files; other files in a folder are ignored."""
 
 
@@ -165,7 +170,7 @@ def open_container(name: str, path: Path, source: Source) -> Container:
 
 _HEAD_BYTES = 1024
 _OTHER_FILES = (
-    (b"\xd0\xcf\x11\xe0", "an Excel file (.xls)", "Save it as CSV UTF-8"),
+    (b"\xd0\xcf\x11\xe0", "an old or encrypted Excel file", "Save it as .xlsx without a password, or as CSV UTF-8"),
     (b"BZh", "compressed by bzip2", "Decompress it, or compress it by gzip or zstd"),
     (b"\xfd7zXZ", "compressed by xz", "Decompress it, or compress it by gzip or zstd"),
     (b"%PDF", "a PDF file", "Write its text as JSON Lines (.jsonl)"),
@@ -180,9 +185,9 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
     for magic, what, remedy in _OTHER_FILES:
         if head.startswith(magic):
             raise WhetError(f"data.sources: {name}: the file is {what}. {remedy}")
-    if head.startswith(b"PK\x03\x04"):
-        if b"xl/" in head or b"[Content_Types].xml" in head or suffix in (".xlsx", ".xlsm", ".ods"):
-            raise WhetError(f"data.sources: {name}: the file is a spreadsheet. Save it as CSV UTF-8")
+    if head.startswith(_ZIP_MAGIC) and not _is_workbook(suffix, head):
+        if b"opendocument" in head or suffix in (".ods", ".xlsb", ".numbers"):
+            raise WhetError(f"data.sources: {name}: the file is a spreadsheet. Save it as .xlsx or as CSV UTF-8")
         raise WhetError(f"data.sources: {name}: the file is a zip archive. Unpack it, and give the files in it")
     if suffix != ".txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
         raise WhetError(
@@ -191,11 +196,19 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
         )
 
 
+def _is_workbook(suffix: str, head: bytes) -> bool:
+    return head.startswith(_ZIP_MAGIC) and (
+        suffix in _EXCEL_SUFFIXES or b"xl/" in head or b"[Content_Types].xml" in head
+    )
+
+
 def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: bytes) -> Container:
     if head.startswith(b"PAR1") or suffix in _PARQUET_SUFFIXES:
         return ParquetTable(name, _require_uncompressed(path, name))
     if head.startswith(b"ARROW1") or suffix in _ARROW_SUFFIXES:
         return ArrowTable(name, _require_uncompressed(path, name))
+    if _is_workbook(suffix, head):
+        return ExcelFile(name, path)
     if suffix == ".bin":
         if not path.with_suffix(".idx").exists():
             raise WhetError(
@@ -204,9 +217,9 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
             )
         return TokenFile(name, path, source.mask)
     if suffix in _CSV_DELIMITERS:
-        return CsvFile(name, path, _CSV_DELIMITERS[suffix])
+        return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":
-        return TextFile(name, path)
+        return TextFile(name, path, source.encoding)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
     if _is_array_in_lines(name, path):

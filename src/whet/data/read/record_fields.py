@@ -6,6 +6,7 @@ import difflib
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -113,14 +114,23 @@ def describe_keys(record: Mapping[str, Any], wanted: str) -> str:
     return f"it has {keys}" + ("" if near is None else f"; did you mean {wanted!r} for {near!r}?")
 
 
-def closest_key(wanted: Sequence[str], keys: Iterable[Any]) -> str | None:
-    """The key that is one of these names but for case, white space or a typing error."""
-    texts = (key for key in keys if isinstance(key, str) and len(key) < 100)
+def closest_key(wanted: Sequence[str], keys: Iterable[Any], exact: Sequence[str] = ()) -> str | None:
+    """The key that is one of these names but for case, white space or a typing error; or one of `exact` but for case,
+    white space and accents."""
+    texts = [key for key in keys if isinstance(key, str) and len(key) < 100]
     plain = {re.sub(r"[\s-]+", "_", key.strip().lower()): key for key in texts}
+    bare = {_without_accents(name): key for name, key in plain.items()}
+    for name in map(_without_accents, exact):
+        if name in bare:
+            return bare[name]
     for name in wanted:
         if found := difflib.get_close_matches(name, plain, n=1, cutoff=0.8):
             return plain[found[0]]
     return None
+
+
+def _without_accents(name: str) -> str:
+    return "".join(each for each in unicodedata.normalize("NFKD", name) if not unicodedata.combining(each))
 
 
 # Fields under the names that datasets give them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -26,6 +28,7 @@ from whet.data.read.container import (
     record_too_long,
 )
 from whet.data.read.json_files import count_lines
+from whet.data.read.text_encoding import UTF8, detect_encoding
 
 
 class CsvFile(Container):
@@ -33,20 +36,24 @@ class CsvFile(Container):
 
     Spreadsheets separate cells by `;` where the comma is the decimal sign, and write #N/A for a missing value."""
 
-    def __init__(self, name: str, path: Path, delimiter: str) -> None:
-        """`delimiter` is that of the suffix; the file may show that it has another."""
+    def __init__(self, name: str, path: Path, delimiter: str, encoding: str | None = None) -> None:
+        """`delimiter` is that of the suffix; the file may show that it has another. `encoding`: None detects it."""
         super().__init__(name, path)
-        found = _detect_delimiter(path, name, delimiter)
+        self._codec, encoding_note = (encoding, "") if encoding else detect_encoding(path, name)
+        found = _detect_delimiter(path, name, self._codec, delimiter)
         self.kind = "csv" if delimiter == "," else "tsv"
         if found != delimiter:
             self.kind += found
-            self.note = f"separated by {_DELIMITERS[found]}"
+        if self._codec != UTF8:
+            self.kind += f" {codecs.lookup(self._codec).name}"
+        self.note = ", ".join(
+            filter(None, [f"{_DELIMITERS[found]}-separated" if found != delimiter else "", encoding_note])
+        )
         self._delimiter = found
 
     def records(self) -> Iterator[RawRecord]:
         csv.field_size_limit(MAX_RECORD_BYTES)  # its default is 128 KiB, less than a long answer
-        with open_bytes(self.path, self.name) as stream:
-            text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        with _open_text(self.path, self.name, self._codec) as text:
             reader = csv.reader(_bounded_lines(text, self.name), delimiter=self._delimiter, strict=True)
             header: list[str] | None = None
             while True:
@@ -63,27 +70,55 @@ class CsvFile(Container):
                 if header is not None:
                     yield RawRecord(line, _csv_record(header, row, self._delimiter), self.name)
                 elif not _is_separator_line(row, line):
-                    header = self._check_header(row, line)
-            text.detach()
+                    header = check_header(row, f"data.sources: {self.name}:{line}")
+                    self.note = describe_unnamed(self.note, header)
 
     def count(self) -> int:
         return max(0, estimate_count(self.path, self.name, count_lines) - 1)
 
-    def _check_header(self, header: list[str], line: int) -> list[str]:
-        """The names of the columns; "" for a column without one, such as the numbers that pandas writes."""
-        header, place = [name.strip() for name in header], f"data.sources: {self.name}:{line}"
-        if not is_valid_text("".join(header).replace("\0", "")):
-            raise WhetError(f"{place}: the name of a column is not valid UTF-8; {SAVE_AS_UTF8}")
-        twice = sorted({name for name in header if name and header.count(name) > 1})
-        if twice:
+
+def check_header(header: list[str], place: str) -> list[str]:
+    """The names of the columns; "" for a column without one, such as the numbers that pandas writes."""
+    header = [name.strip() for name in header]
+    if not is_valid_text("".join(header).replace("\0", "")):
+        raise WhetError(f"{place}: the name of a column is not valid UTF-8; {SAVE_AS_UTF8}")
+    twice = sorted({name for name in header if name and header.count(name) > 1})
+    if twice:
+        raise WhetError(
+            f"{place}: the first row must name the columns, but it has {twice[0]!r} twice "
+            f"({', '.join(header)[:200]}). Rename one of them"
+        )
+    return header
+
+
+def describe_unnamed(note: str, header: list[str]) -> str:
+    """The note about a table, with its columns that have no name."""
+    unnamed = ", ".join(str(number) for number, name in enumerate(header, 1) if not name)
+    if not unnamed or "without a name" in note:
+        return note
+    return ", ".join(filter(None, [note, f"not used: columns without a name ({unnamed})"]))
+
+
+def table_record(header: list[str], row: list[str]) -> DecodedRecord:
+    """A row as an object: its named cells."""
+    cells = zip(header, row, strict=True)
+    return DecodedRecord({name: None if cell in _MISSING_VALUES else cell for name, cell in cells if name})
+
+
+@contextlib.contextmanager
+def _open_text(path: Path, name: str, codec: str) -> Iterator[IO[str]]:
+    """The characters of a file. What is not valid in an encoding of bytes stays as surrogates, for its record."""
+    with open_bytes(path, name) as stream:
+        text = io.TextIOWrapper(stream, codec, "surrogateescape", newline="")
+        try:
+            yield text
+        except UnicodeError as error:
             raise WhetError(
-                f"{place}: the first row must name the columns, but it has {twice[0]!r} twice "
-                f"({', '.join(header)[:200]}). Rename one of them"
-            )
-        unnamed = ", ".join(str(number) for number, name in enumerate(header, 1) if not name)
-        if unnamed and "without a name" not in self.note:
-            self.note = ", ".join(filter(None, [self.note, f"not used: columns without a name ({unnamed})"]))
-        return header
+                f"data.sources: {name}: not valid {codec} ({error}). Set encoding to the file's own, or save it as "
+                "UTF-8"
+            ) from None
+        finally:
+            text.detach()
 
 
 def _bounded_lines(text: IO[str], name: str) -> Iterator[str]:
@@ -95,30 +130,27 @@ def _bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 
 def _csv_record(header: list[str], row: list[str], delimiter: str) -> LazyRecord:
     if len(row) != len(header):
-        hint = f'. Write a cell that contains {_DELIMITERS[delimiter]} between double quotes: "…"'
+        hint = f'. Write a cell that contains a {_DELIMITERS[delimiter]} between double quotes: "…"'
         found = f"this row has {len(row)} fields, the header has {len(header)}"
         return UnreadableRecord("broken CSV", found + (hint if len(row) > len(header) else ""))
     try:
         "".join(row).encode()
     except UnicodeEncodeError:
         return UnreadableRecord("not UTF-8", f"a field is not valid UTF-8; {SAVE_AS_UTF8}")
-    cells = zip(header, row, strict=True)
-    return DecodedRecord({name: None if cell in _MISSING_VALUES else cell for name, cell in cells if name})
+    return table_record(header, row)
 
 
-_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
+_DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", ":": "colon", "^": "caret", "~": "tilde"}
 _MISSING_VALUES = frozenset(("NaN", "nan", "<NA>", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"))
 """What pandas and spreadsheets write for a missing value or a failed formula; like null in JSON."""
 _DETECTION_ROWS, _DETECTION_CHARACTERS = 100, 2**20
 
 
-def _detect_delimiter(path: Path, name: str, expected: str) -> str:
+def _detect_delimiter(path: Path, name: str, codec: str, expected: str) -> str:
     """The delimiter of the suffix, unless not one row fits it, and exactly one other gives every row as many cells as
     the header, at least two."""
-    with open_bytes(path, name) as stream:
-        text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+    with _open_text(path, name, codec) as text:
         sample = text.read(_DETECTION_CHARACTERS)
-        text.detach()
     whole = len(sample) < _DETECTION_CHARACTERS
     lines = list(io.StringIO(sample, newline=""))[: None if whole else -1]  # the last one may be cut
     rows = {delimiter: _sample_rows(lines, delimiter) for delimiter in _DELIMITERS}
@@ -165,10 +197,13 @@ def _explain_csv(error: csv.Error) -> str:
 class TextFile(Container):
     """A .txt file is one document. For one document per line, use JSON Lines with `text`."""
 
-    kind = "document"
+    def __init__(self, name: str, path: Path, encoding: str | None = None) -> None:
+        super().__init__(name, path)
+        self.kind = "document" + (f" {codecs.lookup(encoding).name}" if encoding else "")
+        self._codec = encoding or UTF8
 
     def records(self) -> Iterator[RawRecord]:
-        yield RawRecord(1, _LazyText(self.path, self.name), self.name)
+        yield RawRecord(1, _LazyText(self.path, self.name, self._codec), self.name)
 
     def count(self) -> int:
         return 1
@@ -177,10 +212,13 @@ class TextFile(Container):
 class _LazyText(NamedTuple):
     path: Path
     name: str
+    codec: str
 
     def decode(self) -> str:
         raw = read_whole(self.path, self.name, "Write one document per line instead (.jsonl, with `text`)")
         try:
-            return raw.decode("utf-8-sig")
+            return raw.decode(self.codec)
         except UnicodeDecodeError as error:
-            raise BadRecordError("not UTF-8", f"byte {error.start} is not valid UTF-8; {SAVE_AS_UTF8}") from None
+            raise BadRecordError(
+                "not UTF-8", f"byte {error.start} is not valid {error.encoding}; {SAVE_AS_UTF8}"
+            ) from None

@@ -1,0 +1,106 @@
+"""Excel workbooks: the rows of their first sheet."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import ParseError
+
+from whet.core.errors import WhetError
+from whet.data.read.container import Container, RawRecord, UnreadableRecord
+from whet.data.read.text_files import check_header, describe_unnamed, table_record
+
+_MAX_BYTES = 2**30
+"""Of a workbook, decompressed."""
+_CARRIAGE_RETURN = re.compile(r"_x000D_\n?")
+
+
+class ExcelFile(Container):
+    """An .xlsx workbook: the first visible sheet, whose first row names the columns. Formulas count by the value that
+    Excel saved."""
+
+    kind = "xlsx"
+
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name, path)
+        with self._sheet() as (sheet, others):
+            self._rows = sheet.max_row or 0
+            self.note = f"sheet {sheet.title!r}" + (
+                f" (not read: {', '.join(map(repr, others))}; to read another, save it as CSV UTF-8)" if others else ""
+            )
+
+    def records(self) -> Iterator[RawRecord]:
+        header: list[str] | None = None
+        with self._sheet() as (sheet, _):
+            for number, cells in enumerate(sheet.iter_rows(values_only=True), 1):
+                row = [_cell_text(cell) for cell in cells]
+                if not any(row):
+                    continue
+                if header is None:
+                    while row and not row[-1].strip():
+                        del row[-1]  # formatted, but empty
+                    header = check_header(row, f"data.sources: {self.name}:{number}")
+                    self.note = describe_unnamed(self.note, header)
+                elif any(row[len(header) :]):
+                    explanation = f"this row has a cell in column {len(header) + 1}, which has no name in the first row"
+                    yield RawRecord(number, UnreadableRecord("broken table", explanation), self.name)
+                else:
+                    row += [""] * (len(header) - len(row))
+                    yield RawRecord(number, table_record(header, row[: len(header)]), self.name)
+
+    def count(self) -> int:
+        return max(0, self._rows - 1)
+
+    @contextlib.contextmanager
+    def _sheet(self) -> Iterator[tuple[Any, list[str]]]:
+        """The first visible sheet, and the names of the others."""
+        try:
+            import openpyxl
+        except ImportError:
+            raise WhetError(
+                f"data.sources: {self.name}: reading an Excel file needs openpyxl: pip install 'whet[xlsx]'. Or save "
+                "the file as CSV UTF-8"
+            ) from None
+        try:
+            with self.path.open("rb") as file, warnings.catch_warnings():
+                if sum(entry.file_size for entry in zipfile.ZipFile(file).infolist()) > _MAX_BYTES:
+                    raise WhetError(
+                        f"data.sources: {self.name}: it has more than {_MAX_BYTES >> 20:,} MiB, decompressed. Save it "
+                        "as CSV UTF-8"
+                    )
+                warnings.simplefilter("ignore")  # of styles and validations, which no record needs
+                book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+                with contextlib.closing(book):
+                    visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
+                    if not visible:
+                        raise WhetError(f"data.sources: {self.name}: the workbook has no visible sheet with cells")
+                    yield visible[0], [sheet.title for sheet in visible[1:]]
+        except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, ParseError, EOFError) as error:
+            raise WhetError(
+                f"data.sources: {self.name}: the workbook cannot be read ({type(error).__name__}: {error}). Save it "
+                "again, or as CSV UTF-8"
+            ) from None
+
+
+def _cell_text(cell: Any) -> str:
+    """A cell as a person would write it."""
+    match cell:
+        case None:
+            return ""
+        case str():
+            return _CARRIAGE_RETURN.sub("\n", cell)
+        case bool():
+            return "true" if cell else "false"
+        case float() if cell.is_integer():
+            return str(int(cell))
+        case datetime.datetime() if cell.time() == datetime.time():
+            return cell.date().isoformat()
+        case datetime.datetime():
+            return cell.isoformat(sep=" ")
+    return str(cell)
