@@ -21,7 +21,7 @@ from whet.exporting.spec import (
     export_dtype_of,
 )
 from whet.exporting.verification import compare_logits
-from whet.model.effect import effect_summary
+from whet.model.effect import effect_certificate
 from whet.model.load.weight_files import hash_model_folder
 
 EXPORT_FORMATS: dict[str, ExportFormat] = {
@@ -76,5 +76,5 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         same_ids=findings.same_ids, stops=findings.stops,
         files=hash_model_folder(folder),
         quantize="nf4" if spec.model.is_quantized else None,
-        effect={**effect_summary(findings.effect), "modules": [each.as_dict() for each in findings.effect]},
+        effect=effect_certificate(findings.effect),
     )  # fmt: skip

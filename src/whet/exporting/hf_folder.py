@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from whet.core.errors import first_line
 from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafetensorsWriter
 from whet.exporting.spec import ExportDtype, ExportFindings, ExportSpec, GenerationSettings
-from whet.exporting.trained_model import compute_logits, trim_heap
+from whet.exporting.trained_model import TrainedModel, compute_logits, trim_heap
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
 from whet.model.load.pretrained import prepare_float64_
 
@@ -63,12 +63,7 @@ class HFFolderFormat:
 
     def write(self, spec: ExportSpec, folder: Path) -> None:
         write_configs(spec, folder)
-        writer = StreamingSafetensorsWriter(folder, spec.shard_size)
-        for weight in spec.model.weights():
-            for name, tensor in to_checkpoint_tensors(spec.model.language_model, weight.name, weight.read()).items():
-                writer.add(name, tensor.to(spec.dtype.torch_dtype) if tensor.is_floating_point() else tensor)
-            trim_heap()
-        writer.close()
+        write_weights(spec.model, folder, lambda _: spec.dtype.torch_dtype, spec.shard_size)
         if spec.model.is_quantized:
             add_quantization_note(folder, "merged", spec.dtype.torch_name)
 
@@ -91,6 +86,18 @@ class HFFolderFormat:
         del model
         compare_weights(spec.model, SafetensorsWeights(folder, spec.model.language_model), spec.dtype, findings)
         return logits
+
+
+def write_weights(
+    model: TrainedModel, folder: Path, dtype_of: Callable[[str], torch.dtype], shard_size: int = 5 * 10**9
+) -> None:
+    """Write the merged weights as safetensors files, each in the dtype for its name."""
+    writer = StreamingSafetensorsWriter(folder, shard_size)
+    for weight in model.weights():
+        for name, tensor in to_checkpoint_tensors(model.language_model, weight.name, weight.read()).items():
+            writer.add(name, tensor.to(dtype_of(weight.name)) if tensor.is_floating_point() else tensor)
+        trim_heap()
+    writer.close()
 
 
 def add_quantization_note(folder: Path, kind: str, dtype: str) -> None:

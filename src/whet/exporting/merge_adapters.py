@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from whet.compat.peft_private import is_lora_layer
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, os_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, resolve_path, user_path, write_json
+from whet.exporting.effect import SafetensorsWeights, compare_weights
+from whet.exporting.hf_folder import write_weights
 from whet.exporting.spec import ExportFindings, export_dtype_of
-from whet.exporting.trained_model import compute_logits
+from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.verification import compare_logits
 from whet.model.config import ModelConfig
+from whet.model.effect import describe_effect, effect_certificate
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import hash_model_folder, locate_model, require_certified_files, weights_hash
@@ -72,6 +76,7 @@ def merge_adapter_folders(base: str, adapters: Sequence[str], how: CombinationTy
     info(
         f"merged to {out}: loaded back and verified, largest logit difference {certificate['max_logit_difference']:.1e}"
     )
+    info(describe_effect(certificate["effect"]))
     return {"merged": str(out), "certificate": certificate}
 
 
@@ -191,19 +196,24 @@ def merge_adapters(
     certificate."""
     if len(tokenizer) > embedding_rows(base):
         base.resize_token_embeddings(len(tokenizer))  # type: ignore[operator]
+    dtype = next(base.parameters()).dtype
+    dtypes = {name: weight.dtype for name, weight in (*base.named_parameters(), *base.named_buffers())}
     model = _attach_adapters(base, parts)
     relative_error = _combine_adapters(model, parts, how)
     cast_trained_modules_(model)
+    trained, findings = TrainedModel(model), ExportFindings()
     try:
-        require_disk_space(folder, sum(weight.nbytes for weight in base.parameters()), "the merged model")
+        require_disk_space(folder, sum(dtype.itemsize * weight.numel() for weight in base.parameters()), "the model")
         with atomic_dir(folder) as temporary:
-            expected, findings = compute_logits(unwrap_peft(model), probes), ExportFindings()
-            dtype = next(base.parameters()).dtype
-            model.merge_and_unload().save_pretrained(temporary)
+            expected = trained.logits(probes)
+            _write_configs(trained.language_model, temporary)
+            write_weights(trained, temporary, lambda name: dtypes.get(name, dtype))
             tokenizer.save_pretrained(temporary)
             _write_stop_tokens(temporary, parts)
             found = compute_logits(_load_back(temporary, dtype), probes)
             compare_logits(found, expected, export_dtype_of(dtype), findings, _MIN_SAME_NEXT_TOKEN)
+            exported = SafetensorsWeights(temporary, trained.language_model)
+            compare_weights(trained, exported, export_dtype_of(dtype), findings)
             certificate = {
                 "kind": "merged-adapters",
                 "how": how,
@@ -216,17 +226,31 @@ def merge_adapters(
                 "tokens": len(expected),
                 "max_logit_difference": findings.max_logit_difference,
                 "same_next_token": findings.same_next_token,
+                "effect": effect_certificate(findings.effect),
                 "files": hash_model_folder(temporary),
             }
             if findings.reasons:
                 raise RunFailedError(
-                    f"{folder}: the merged model does not match the base with its adapters: {findings.reasons[0]}. "
-                    "Nothing was written"
+                    f"{folder}: the merged model does not match the base with its adapters: "
+                    f"{'; '.join(findings.reasons)}. Nothing was written"
                 )
             write_hashed_json(temporary / _CERTIFICATE, certificate)
     except Exception as error:
         raise os_error(error, "merging", folder) or error from None
     return certificate
+
+
+def _write_configs(language_model: Any, folder: Path) -> None:
+    """The base's configuration and generation config. A tied head stays as it was under an adapter of the embedding, so
+    that it has its own weight."""
+    config, head = language_model.config, language_model.get_output_embeddings()
+    embedding = language_model.get_input_embeddings()
+    if is_lora_layer(embedding) and head.weight is embedding.get_base_layer().weight:
+        config.tie_word_embeddings = False
+    config.architectures = [type(language_model).__name__]
+    config.save_pretrained(folder)
+    if language_model.can_generate():
+        language_model.generation_config.save_pretrained(folder)
 
 
 def _write_stop_tokens(folder: Path, parts: Sequence[WeightedAdapter]) -> None:

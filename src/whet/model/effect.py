@@ -76,6 +76,11 @@ def effect_summary(effects: Sequence[WeightEffect]) -> dict[str, Any]:
     return summary
 
 
+def effect_certificate(effects: Sequence[WeightEffect]) -> dict[str, Any]:
+    """The summary, and `modules`: a line for each weight."""
+    return {**effect_summary(effects), "modules": [each.as_dict() for each in effects]}
+
+
 def describe_effect(summary: dict[str, Any]) -> str:
     """One line of a summary."""
     count, moved = summary["weights"], summary["moved"]

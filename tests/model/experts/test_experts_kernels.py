@@ -12,7 +12,6 @@ from torch import Tensor
 from whet.model.experts import steps as definition
 from whet.model.experts.activation import Activation, GatedSilu
 from whet.model.experts.products import SortedRows, sort_by_expert
-from whet.model.experts.steps import Adapter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWIGLU, CLAMPED = GatedSilu(False, 1.0, float("inf"), 0.0), GatedSilu(True, 1.702, 0.8, 1.0)
@@ -26,6 +25,11 @@ SHAPES = [
 ]
 BOUND = 0.01
 """Of the norm: inputs of products are rounded to 8 bits."""
+
+
+class Adapter(NamedTuple):
+    a: Tensor
+    b: Tensor
 
 
 class Inputs(NamedTuple):
@@ -68,20 +72,19 @@ def compute(steps: Any, each: Inputs, gated: GatedSilu) -> list[Tensor | None]:
     """Every function of `steps`, each with the same inputs."""
     activation, rows = Activation(gated, gated), each.rows
     up_a, up_b = each.up or (None, None)
-    _, down_b = each.down or (None, None)
+    down_a, down_b = each.down or (None, None)
     gathered = [
         *steps.gather_rows(each.x, rows, each.choices, up_a), *steps.gather_rows(each.d_out, rows, each.choices, down_b)
     ]  # fmt: skip
     weight = each.weights.reshape(-1)[rows.order]
-    h, ha = steps.activate(each.up0, each.xa, each.up, each.down, rows, activation)
-    found = steps.activate_backward(
-        each.d_h, each.d_ha, weight, each.up0, each.xa, each.up, each.down, rows, activation
-    )
+    h, ha = steps.activate(each.up0, each.xa, up_b, down_a, rows, activation)
+    found = steps.activate_backward(each.d_h, each.d_ha, weight, each.up0, each.xa, up_b, down_a, rows, activation)
     summed = [steps.sum_over_choices(each.y, weights, rows, each.choices) for weights in (None, each.weights)]
     added = steps.add_low_rank_(each.y.clone(), each.xa, up_a, rows)
     others: list[Tensor | None] = []
-    if each.xa is not None and up_b is not None:
+    if each.xa is not None and up_a is not None and up_b is not None:
         others = [
+            steps.cast_a(up_a.flatten(0, 1), 0.7, len(rows.ends), up_a.dtype),
             steps.low_rank_outer(each.xa, each.x, rows, each.choices, 0.3),
             steps.low_rank_outer(each.xa, each.up0, rows, None, is_b=True),
             steps.cast_b(up_b.permute(2, 1, 0).flatten(1).contiguous(), len(rows.ends), up_b.dtype),

@@ -55,6 +55,8 @@ def train_timed(settings: dict[str, Any], arguments: dict[str, Any], **parts: An
             if settings["device"] != "cpu":
                 torch.accelerator.synchronize()
             ended.append((time.time(), len(counts)))
+            sys.stderr.write(f"step {len(ended)} ended at {ended[-1][0]:.3f}\n")  # for whoever waits, or stops it
+            sys.stderr.flush()
 
     trainer = CountingTrainer(args=SFTConfig(**arguments), callbacks=[Clock()], **parts)
     trainer.train()

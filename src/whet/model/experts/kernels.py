@@ -17,12 +17,13 @@ from torch import Tensor
 from whet.model.experts import steps as by_torch
 from whet.model.experts.activation import Activation
 from whet.model.experts.products import SortedRows
-from whet.model.experts.steps import ActivationGradients, Adapter
+from whet.model.experts.steps import ActivationGradients
 
 MAX_RANK = 128
 """For higher ranks the accumulators would not fit into registers."""
 _ROWS = 64
 _GATHER_COLUMNS, _ACTIVATE_COLUMNS, _LOW_RANK_COLUMNS, _SUM_COLUMNS, _CAST_COLUMNS = 128, 64, 128, 1024, 16
+_CAST_ELEMENTS = 2048
 _OUTER_COLUMNS = 128
 
 
@@ -305,6 +306,13 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _cast_a_kernel(a_ptr, out_ptr, scale, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    a = tl.load(a_ptr + index, mask=index < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + index, (a * scale).to(out_ptr.dtype.element_ty), mask=index < count)
+
+
+@triton.jit
 def _cast_b_kernel(  # type: ignore[no-untyped-def]
     b_ptr, out_ptr, columns, experts, rank, block_experts: tl.constexpr, block_columns: tl.constexpr
 ):
@@ -335,36 +343,36 @@ def gather_rows(x: Tensor, rows: SortedRows, choices: int, right: Tensor | None)
 
 
 def activate(
-    up0: Tensor, xa: Tensor | None, up: Adapter | None, down: Adapter | None, rows: SortedRows, activation: Activation
+    up0: Tensor, xa: Tensor | None, up_b: Tensor | None, down_a: Tensor | None, rows: SortedRows, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
     if activation.gated_silu is None:
-        return by_torch.activate(up0, xa, up, down, rows, activation)
+        return by_torch.activate(up0, xa, up_b, down_a, rows, activation)
     h = up0.new_empty(len(up0), up0.shape[1] // 2)
-    ha = None if down is None else up0.new_empty(len(up0), down.a.shape[1])
+    ha = None if down_a is None else up0.new_empty(len(up0), down_a.shape[1])
     if len(up0):
         _activate_kernel[(_tiles(rows),)](
-            up0, _or(xa, up0), up0 if up is None else up.b, up0 if down is None else down.a, rows.ends, h, _or(ha, up0),
-            len(rows.ends), h.shape[1], **_activation_options(activation, up, down),
+            up0, _or(xa, up0), _or(up_b, up0), _or(down_a, up0), rows.ends, h, _or(ha, up0), len(rows.ends), h.shape[1],
+            **_activation_options(activation, up_b, down_a),
             **_tile_options(rows, _ACTIVATE_COLUMNS, 3), num_warps=4,
         )  # fmt: skip
     return h, ha
 
 
 def activate_backward(
-    d_h: Tensor, d_ha: Tensor | None, weight: Tensor, up0: Tensor, xa: Tensor | None, up: Adapter | None,
-    down: Adapter | None, rows: SortedRows, activation: Activation,
+    d_h: Tensor, d_ha: Tensor | None, weight: Tensor, up0: Tensor, xa: Tensor | None, up_b: Tensor | None,
+    down_a: Tensor | None, rows: SortedRows, activation: Activation,
 ) -> ActivationGradients:  # fmt: skip
     if activation.gated_silu is None:
-        return by_torch.activate_backward(d_h, d_ha, weight, up0, xa, up, down, rows, activation)
+        return by_torch.activate_backward(d_h, d_ha, weight, up0, xa, up_b, down_a, rows, activation)
     d_up, h = torch.empty_like(up0), torch.empty_like(d_h)
-    d_xa = None if up is None else torch.empty_like(xa)  # type: ignore[arg-type]
+    d_xa = None if up_b is None else torch.empty_like(xa)  # type: ignore[arg-type]
     ha, weighted = (None, None) if d_ha is None else (torch.empty_like(d_ha), torch.empty_like(d_ha))
     d_weight = torch.empty_like(weight)
     if len(up0):
         _activate_backward_kernel[(_tiles(rows),)](
-            d_h, _or(d_ha, up0), weight, up0, _or(xa, up0), up0 if up is None else up.b,
-            up0 if down is None else down.a, rows.ends, d_up, _or(d_xa, up0), h, _or(ha, up0), _or(weighted, up0),
-            d_weight, len(rows.ends), h.shape[1], **_activation_options(activation, up, down),
+            d_h, _or(d_ha, up0), weight, up0, _or(xa, up0), _or(up_b, up0), _or(down_a, up0), rows.ends, d_up,
+            _or(d_xa, up0), h, _or(ha, up0), _or(weighted, up0), d_weight, len(rows.ends), h.shape[1],
+            **_activation_options(activation, up_b, down_a),
             **_tile_options(rows, _ACTIVATE_COLUMNS, 3), num_warps=4,
         )  # fmt: skip
     return ActivationGradients(d_up, d_xa, h, ha, weighted, d_weight)
@@ -408,6 +416,13 @@ def low_rank_outer(
     return out
 
 
+def cast_a(a: Tensor, scale: float, experts: int, dtype: torch.dtype) -> Tensor:
+    a = a.contiguous()
+    out = a.new_empty(a.shape, dtype=dtype)
+    _cast_a_kernel[(triton.cdiv(a.numel(), _CAST_ELEMENTS),)](a, out, scale, a.numel(), _CAST_ELEMENTS, num_warps=4)
+    return out.unflatten(0, (experts, -1))
+
+
 def cast_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     columns, rank = len(b), b.shape[1] // experts
     out = b.new_empty(experts, rank, columns, dtype=dtype)
@@ -426,10 +441,10 @@ def _tile_options(rows: SortedRows, columns: int, stages: int) -> dict[str, int]
     return {"block_experts": block_experts, "block_rows": _ROWS, "block_columns": columns, "stages": stages}
 
 
-def _activation_options(activation: Activation, up: Adapter | None, down: Adapter | None) -> dict[str, Any]:
+def _activation_options(activation: Activation, up_b: Tensor | None, down_a: Tensor | None) -> dict[str, Any]:
     gated = activation.gated_silu
     assert gated is not None
-    up_rank, down_rank = (0 if adapter is None else adapter.a.shape[1] for adapter in (up, down))
+    up_rank, down_rank = (0 if matrix is None else matrix.shape[1] for matrix in (up_b, down_a))
     return {
         "slope": gated.slope, "limit": gated.limit, "shift": gated.shift, "interleaved": gated.interleaved,
         "limited": gated.limit != float("inf"), "up_rank": up_rank, "up_block": _rank_block(up_rank),

@@ -22,7 +22,6 @@ from whet.core.resources import has_triton
 from whet.model.experts import steps as by_torch
 from whet.model.experts.activation import activation as activation_of
 from whet.model.experts.products import SortedRows, grouped_outer, grouped_product, sort_by_expert
-from whet.model.experts.steps import Adapter
 
 
 class ExpertsShape(NamedTuple):
@@ -125,8 +124,8 @@ def _up_forward(
     sizes, steps = ExpertsShape(*shape), _steps(x, shape, lora)
     with torch.autocast(x.device.type, enabled=False):
         rows = sort_by_expert(index, sizes.experts)
-        adapter = _adapter(lora, scales[0], sizes, x.dtype, steps) if lora else None
-        x_s, xa = steps.gather_rows(x, rows, index.shape[1], adapter and adapter.a)
+        a = steps.cast_a(lora[0], scales[0], sizes.experts, x.dtype) if lora else None
+        x_s, xa = steps.gather_rows(x, rows, index.shape[1], a)
         up0 = grouped_product(x_s, _matrix(up, sizes.hidden, sizes.up, sizes, x.dtype), rows.ends)
         _add_bias_(up0, bias, rows)
         return *rows, up0, x.new_empty(len(x_s), 0) if xa is None else xa
@@ -158,12 +157,12 @@ def _down_forward(
     sizes, rows, dtype = ExpertsShape(*shape), SortedRows(order, inverse, ends), up0.dtype
     steps = _steps(up0, shape, up_lora, down_lora)
     with torch.autocast(up0.device.type, enabled=False):
-        up_adapter = _adapter(up_lora, scales[0], sizes, dtype, steps) if up_lora else None
-        down_adapter = _adapter(down_lora, scales[-1], sizes, dtype, steps) if down_lora else None
-        h, ha = steps.activate(up0, xa, up_adapter, down_adapter, rows, activation_of(activation))
+        up_b = steps.cast_b(up_lora[1], sizes.experts, dtype) if up_lora else None
+        down_a, down_b = _cast_adapter(down_lora, scales[-1:], sizes, dtype, steps)
+        h, ha = steps.activate(up0, xa, up_b, down_a, rows, activation_of(activation))
         y = grouped_product(h, _matrix(down, sizes.intermediate, sizes.hidden, sizes, dtype), rows.ends)
         _add_bias_(y, bias, rows)
-        steps.add_low_rank_(y, ha, down_adapter and down_adapter.b, rows)
+        steps.add_low_rank_(y, ha, down_b, rows)
         return steps.sum_over_choices(y, weights, rows, weights.shape[1])
 
 
@@ -193,17 +192,15 @@ def _backward(
     sizes, rows, dtype = ExpertsShape(*shape), SortedRows(order, inverse, ends), x.dtype
     choices, steps = weights.shape[1], _steps(x, shape, up_lora, down_lora)
     with torch.autocast(x.device.type, enabled=False):
-        up_adapter = _adapter(up_lora, scales[0], sizes, dtype, steps) if up_lora else None
-        down_adapter = _adapter(down_lora, scales[-1], sizes, dtype, steps) if down_lora else None
+        up_a, up_b = _cast_adapter(up_lora, scales[:1], sizes, dtype, steps)
+        down_a, down_b = _cast_adapter(down_lora, scales[-1:], sizes, dtype, steps)
         weight = weights.reshape(-1)[order].to(torch.promote_types(dtype, torch.float32))
         # of down's input, before it is multiplied by the router's weight
-        d_s, d_ha = steps.gather_rows(d_out, rows, choices, down_adapter and down_adapter.b)
+        d_s, d_ha = steps.gather_rows(d_out, rows, choices, down_b)
         d_h = grouped_product(
             d_s, _matrix(down, sizes.intermediate, sizes.hidden, sizes, dtype).transpose(1, 2), rows.ends
         )
-        found = steps.activate_backward(
-            d_h, d_ha, weight, up0, xa, up_adapter, down_adapter, rows, activation_of(activation)
-        )
+        found = steps.activate_backward(d_h, d_ha, weight, up0, xa, up_b, down_a, rows, activation_of(activation))
         del d_h
         d_weight = found.d_weight
         if down_bias is not None:
@@ -223,7 +220,7 @@ def _backward(
             d_x_s = grouped_product(
                 found.d_up, _matrix(up, sizes.hidden, sizes.up, sizes, dtype).transpose(1, 2), rows.ends
             )
-            steps.add_low_rank_(d_x_s, found.d_xa, up_adapter and up_adapter.a, rows)
+            steps.add_low_rank_(d_x_s, found.d_xa, up_a, rows)
             d_x = steps.sum_over_choices(d_x_s, None, rows, choices)
             del d_x_s
         d_lora: list[Tensor] = []
@@ -279,11 +276,13 @@ def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[list[Tenso
     return tuple(parts)
 
 
-def _adapter(lora: Sequence[Tensor], scale: float, shape: ExpertsShape, dtype: torch.dtype, steps: Any) -> Adapter:
-    """From peft's layout, rounded once."""
-    a = lora[0].new_empty(lora[0].shape, dtype=dtype)
-    torch.mul(lora[0], scale, out=a)
-    return Adapter(a.unflatten(0, (shape.experts, -1)), steps.cast_b(lora[1], shape.experts, dtype))
+def _cast_adapter(
+    lora: Sequence[Tensor], scale: Sequence[float], shape: ExpertsShape, dtype: torch.dtype, steps: Any
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """A, scaled, and B as `steps` take them, from peft's layout."""
+    if not lora:
+        return None, None
+    return steps.cast_a(lora[0], scale[0], shape.experts, dtype), steps.cast_b(lora[1], shape.experts, dtype)
 
 
 def _lora_gradients(d_a: Tensor, d_b: Tensor, lora: Sequence[Tensor]) -> list[Tensor]:

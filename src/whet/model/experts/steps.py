@@ -5,8 +5,8 @@
     y += ha · b                                       add_low_rank_
     out = Σ weight · y                                sum_over_choices
 
-and their gradients. `a` and `b` are the adapters of a layer, [G, R, I] and [G, R, O], or None. The adapter's scale is
-in `a`. `kernels.py` computes the same in fewer passes over memory.
+and their gradients. `a` and `b` are the adapter of a layer, [G, R, I] and [G, R, O], or None; its scale is in `a`.
+`kernels.py` computes the same in fewer passes over memory.
 
 Shape letters as in `products.py`; U outputs of gate and up together, F intermediate size.
 """
@@ -23,15 +23,6 @@ from whet.model.experts.activation import Activation
 from whet.model.experts.products import SortedRows, grouped_outer, grouped_product
 
 
-class Adapter(NamedTuple):
-    """The LoRA matrices of one layer of all experts; `a` is scaled."""
-
-    a: Tensor
-    """[G, R, I]"""
-    b: Tensor
-    """[G, R, O]"""
-
-
 def gather_rows(x: Tensor, rows: SortedRows, choices: int, right: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The rows of x [T, I] that the experts take, [S, I], and their product with right [G, R, I], transposed: [S, R]"""
     x_s = x[rows.order // choices]
@@ -39,11 +30,11 @@ def gather_rows(x: Tensor, rows: SortedRows, choices: int, right: Tensor | None)
 
 
 def activate(
-    up0: Tensor, xa: Tensor | None, up: Adapter | None, down: Adapter | None, rows: SortedRows, activation: Activation
+    up0: Tensor, xa: Tensor | None, up_b: Tensor | None, down_a: Tensor | None, rows: SortedRows, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
     """h [S, F] from up0 [S, U], which is without its adapter, and its product with the A of the next layer."""
-    h = activation.function(_with_adapter(up0, xa, up, rows)).to(up0.dtype)
-    return h, None if down is None else grouped_product(h, down.a.transpose(1, 2), rows.ends)
+    h = activation.function(_with_adapter(up0, xa, up_b, rows)).to(up0.dtype)
+    return h, None if down_a is None else grouped_product(h, down_a.transpose(1, 2), rows.ends)
 
 
 class ActivationGradients(NamedTuple):
@@ -64,24 +55,24 @@ class ActivationGradients(NamedTuple):
 
 
 def activate_backward(
-    d_h: Tensor, d_ha: Tensor | None, weight: Tensor, up0: Tensor, xa: Tensor | None, up: Adapter | None,
-    down: Adapter | None, rows: SortedRows, activation: Activation,
+    d_h: Tensor, d_ha: Tensor | None, weight: Tensor, up0: Tensor, xa: Tensor | None, up_b: Tensor | None,
+    down_a: Tensor | None, rows: SortedRows, activation: Activation,
 ) -> ActivationGradients:  # fmt: skip
     """From the gradients of h [S, F] and ha [S, R], both before they are multiplied by the router's weight [S]."""
     dtype, exact = up0.dtype, torch.promote_types(up0.dtype, torch.float32)
     d_h = d_h.to(exact)
-    if down is not None and d_ha is not None:
-        d_h = d_h + grouped_product(d_ha, down.a, rows.ends)
+    if down_a is not None and d_ha is not None:
+        d_h = d_h + grouped_product(d_ha, down_a, rows.ends)
     with autograd_inside_operator():
-        before = _with_adapter(up0, xa, up, rows).detach().requires_grad_()
+        before = _with_adapter(up0, xa, up_b, rows).detach().requires_grad_()
         h = activation.function(before)
         (d_up,) = torch.autograd.grad(h, before, (d_h * weight[:, None]).to(h.dtype))
     h, d_up, weight = h.detach().to(dtype), d_up.to(dtype), weight[:, None]
     return ActivationGradients(
         d_up,
-        None if up is None else grouped_product(d_up, up.b.transpose(1, 2), rows.ends),
+        None if up_b is None else grouped_product(d_up, up_b.transpose(1, 2), rows.ends),
         h,
-        None if down is None else (grouped_product(h, down.a.transpose(1, 2), rows.ends) * weight).to(dtype),
+        None if down_a is None else (grouped_product(h, down_a.transpose(1, 2), rows.ends) * weight).to(dtype),
         None if d_ha is None else (d_ha * weight).to(dtype),
         (d_h * h).sum(dim=1),
     )
@@ -108,11 +99,18 @@ def low_rank_outer(
     return grouped_outer(left.to(exact), taken.to(exact), rows.ends) * factor
 
 
+def cast_a(a: Tensor, scale: float, experts: int, dtype: torch.dtype) -> Tensor:
+    """scale · A in peft's layout [G · R, I] as [G, R, I] in `dtype`, rounded once."""
+    scaled = a.new_empty(a.shape, dtype=dtype)
+    torch.mul(a, scale, out=scaled)
+    return scaled.unflatten(0, (experts, -1))
+
+
 def cast_b(b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     """B in peft's layout [O, R · G] as [G, R, O] in `dtype`."""
     return b.unflatten(1, (-1, experts)).permute(2, 1, 0).to(dtype).contiguous()
 
 
-def _with_adapter(up0: Tensor, xa: Tensor | None, up: Adapter | None, rows: SortedRows) -> Tensor:
+def _with_adapter(up0: Tensor, xa: Tensor | None, b: Tensor | None, rows: SortedRows) -> Tensor:
     exact = up0.to(torch.promote_types(up0.dtype, torch.float32))
-    return exact if up is None or xa is None else exact + grouped_product(xa, up.b, rows.ends)
+    return exact if b is None or xa is None else exact + grouped_product(xa, b, rows.ends)
