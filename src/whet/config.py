@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from whet.checkpoint.config import CheckpointConfig
 from whet.core.config import ConfigPath, Section, config_error, load_config, value_at
@@ -35,6 +35,19 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, description="Seed of data order, initial weights and dropout.")
     project: str | None = Field(default=None, description="Groups runs: `whet runs --project NAME` lists them.")
     tags: list[str] = Field(default=[], description="Words to find the run by.")
+    notify: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="Whom to tell when the run finishes, fails or stalls: URLs, which get a JSON object by POST, and "
+        "shell commands, which get it on stdin and WHET_RUN, WHET_EVENT, WHET_TEXT as variables.",
+    )
+    price: float | None = Field(
+        default=None, gt=0, description="Price of a device hour, in any currency: costs are predicted and counted."
+    )
+
+    @field_validator("notify", mode="before")
+    @classmethod
+    def _notify_one(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
 
 
 class Config(Section):
@@ -77,6 +90,15 @@ class Config(Section):
         missing = [token for token in NAMED_TEMPLATES[name].tokens if token not in added]
         return {**given, "model": {**model, "add_tokens": [*added, *missing]}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_best_with_patience(cls, given: Any) -> Any:
+        """A run that may end early keeps its best checkpoint."""
+        measured, saved = (given.get(name) if isinstance(given, dict) else None for name in ("eval", "checkpoint"))
+        if not isinstance(measured, dict) or measured.get("patience") is None or not isinstance(saved, dict | None):
+            return given
+        return {**given, "checkpoint": {"keep_best": 1, **(saved or {})}}
+
     @model_validator(mode="after")
     def _check_sections(self) -> Config:
         """Values that are valid in their section and invalid together."""
@@ -94,6 +116,11 @@ class Config(Section):
             )
         if self.export.at_end == "adapter" and self.adapter is None:
             raise config_error("export.at_end", "adapter, but without an adapter section every weight is trained")
+        if self.eval.patience is not None and not self.checkpoint.keep_best:
+            raise config_error(
+                "checkpoint.keep_best",
+                f"0, but eval.patience = {self.eval.patience} ends the run after its best checkpoint. Set it to 1",
+            )
         if self.checkpoint.keep_best:
             self._check_keep_best()
         if self.quantize is not None:
@@ -112,8 +139,9 @@ class Config(Section):
         best, task = self.eval.best, self.eval.best.removeprefix("task/")
         if self.eval.every is None:
             raise config_error(
-                "checkpoint.keep_best",
-                f"{self.checkpoint.keep_best}, but nothing is measured between start and end. Set eval.every too",
+                "checkpoint.keep_best" if self.eval.patience is None else "eval.patience",
+                f"{self.eval.patience or self.checkpoint.keep_best}, but nothing is measured between start and end. "
+                "Set eval.every too",
             )
         if best.startswith("task/") and task not in self.eval.task_names:
             raise config_error("eval.best", f"{best}, but eval.tasks does not have {task}. Add it")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from examples import examples
-from whet.report.html_report import render_page, write_report
+from whet.report.run_reports import write_report, write_reports
 from whet.report.run_view import RunView
 from whet.report.summary import result_json, summarize_run
 from whet.report.terminal_report import before_after_table, draw_loss_curve, score_line
@@ -35,7 +35,8 @@ def show_everything(folder: Path) -> RunView:
     """Everything that commands show of a run."""
     run = RunView.read(folder)
     write_report(folder)
-    assert "<html" in render_page(run)
+    assert write_report(folder, "md").read_text().startswith("# ")
+    write_reports([folder, folder], str(folder / "both.html"))
     summarize_run(run)
     json.dumps(result_json(run))
     draw_loss_curve(run.losses)
@@ -53,7 +54,8 @@ def test_a_damaged_file_is_named_on_the_page(make_run: MakeRun, name: str, conte
     run = show_everything(folder)
     if content or name.endswith(".json"):
         assert [text.split(":")[0] for text in run.damage] == [Path(name).name]
-        assert f"<li>{Path(name).name}: " in (folder / "report.html").read_text()
+        assert f'<span class="bad">{Path(name).name}: ' in (folder / "report.html").read_text()
+        assert f"**{Path(name).name.replace('_', '')}: " in (folder / "report.md").read_text().replace("\\", "")
     else:
         assert run.damage == ()  # an empty file of lines is that of a run that has just started
 

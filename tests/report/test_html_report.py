@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from whet.core.errors import WhetError
-from whet.report.html_report import element, write_report
+from whet.report.html_report import element
+from whet.report.run_reports import write_report
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br"}
@@ -63,7 +64,7 @@ def text_of(page: Page) -> str:
 
 def test_a_finished_run(make_run: MakeRun) -> None:
     text = text_of(report(make_run()))
-    assert "builtin:tiny (lora, rank 8) was trained for 3 steps on 258 conversations" in text
+    assert "builtin:tiny (lora, rank 8) was trained for 3 steps, 24 of 258 conversations seen" in text
     assert "the orders score went from 0% to 75%." in text
     for expected in (
         "0% → 75%",
@@ -216,7 +217,7 @@ def test_an_export_that_failed_its_comparison_is_not_verified(make_run: MakeRun,
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ("running", "had completed 3 of 9 steps on 258 conversations at its last heartbeat"),
+        ("running", "had completed 3 of 9 steps, 24 of 258 conversations seen at its last heartbeat"),
         ("stopped", "was stopped after 3 of 9"),
         ("failed", "failed after 3 of 9"),
     ],

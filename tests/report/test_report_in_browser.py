@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.report.html_report import write_report
+from whet.report.run_reports import write_report
 
 pytestmark = pytest.mark.system("chromium")
 

@@ -193,12 +193,14 @@ def test_a_loss_scale_changes_nothing_in_fp64(store: Store, loss_scale: float) -
     assert found.norms == pytest.approx(plain.norms, rel=1e-11)
 
 
+BATCH = SimpleNamespace(place_at=torch.zeros(1, dtype=torch.int64))
+
+
 def test_waiting_for_data_is_timed() -> None:
     def slow(step: int) -> Iterator[Any]:
         for number in range(2):
             time.sleep(0.02)
-            batch = SimpleNamespace(place_at=torch.zeros(1, dtype=torch.int64))
-            yield number, SimpleNamespace(to=lambda device: batch)
+            yield number, SimpleNamespace(to=lambda device: BATCH)
 
     loader: Any = SimpleNamespace(
         totals=lambda step: SimpleNamespace(supervised=1, conversations=1),

@@ -27,7 +27,7 @@ def demo(
     from whet.core.console import info
     from whet.core.files import delete_atomically
     from whet.core.run_folder import RunFolder, read_status
-    from whet.report.html_report import write_report
+    from whet.report.run_reports import write_report
     from whet.report.run_view import RunView
     from whet.report.summary import result_json
     from whet.report.terminal_report import before_after_table, draw_loss_curve

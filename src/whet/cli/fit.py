@@ -88,8 +88,8 @@ def _print(result: FitResult) -> None:
     share = best.peak / result.capacity
     info_item(
         "→", str(best.choice),
-        f"{best.tokens_per_s:,.0f} tokens/s on {result.world} × {result.device}, {share:.0%} of its memory. `whet "
-        "train` uses it while train.micro_rows is auto", "bold",
+        f"{best.tokens_per_s:,.0f} tokens/s on {result.world} × {result.device}, {share:.0%} of its memory, "
+        f"{result.costs} for the steps of this data. `whet train` uses it while train.micro_rows is auto", "bold",
     )  # fmt: skip
     for proposal in result.proposals:
         info_item("?", "to consider", proposal, "yellow")

@@ -12,14 +12,20 @@ from whet.cli.common import JsonOption, QuietOption, cli_command
 
 @cli_command
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    to: Annotated[
+        str, typer.Option(metavar="html|md|FILE", help="HTML, Markdown, or a file whose name ends with .html or .md.")
+    ] = "html",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Write report.html for a run: curves, scores, samples and the ledger on one page that works offline."""
-    from whet.core.console import info
-    from whet.report.html_report import write_report
+    """Write a report: curves, scores, answers before and after, the ledger, costs; offline, on one page.
 
-    page = write_report(run)
+    It goes into the run's folder, that of several runs into the folder that holds them.
+    """
+    from whet.core.console import info
+    from whet.report.run_reports import write_reports
+
+    page = write_reports(runs, to)
     info(f"report: {page}")
     return {"report": str(page)}

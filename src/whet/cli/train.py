@@ -86,7 +86,8 @@ def train(
 def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:
     """Print and return the result; write the report, unless this was a trial."""
     from whet.core.console import info
-    from whet.report.html_report import write_report
+    from whet.core.costs import counted_costs, predicted_costs
+    from whet.report.run_reports import write_report
     from whet.report.run_view import RunView
     from whet.report.summary import result_json
     from whet.report.terminal_report import score_line
@@ -102,6 +103,9 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
         result["export"] = None
         info(f"smoke test passed: prepared, trained, evaluated, saved, exported ({view.folder}, its weights deleted)")
     else:
+        if (costs := counted_costs(folder)) is not None:
+            predicted = predicted_costs(folder)
+            info(f"used {costs}" + (f"; predicted {predicted}" if predicted is not None else ""))
         page = view.folder / "report.html" if was_finished else write_report(folder)
         info(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
     return result

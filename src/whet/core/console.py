@@ -209,6 +209,11 @@ def _format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def live_console() -> Console | None:
+    """The console, if it is a terminal that can show something live; None in a log, and with --quiet."""
+    return _console if _console.is_terminal and not _console.is_dumb_terminal and not _quiet else None
+
+
 @contextmanager
 def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressBar]:
     """A progress bar on a terminal, removed at the end; in a log file, a line every 20 seconds."""

@@ -117,16 +117,16 @@ class LossHistories:
         self._records, self._scores = records[order], _outlier_scores(records)[order]
         documents = self._records["document"]
         starts = np.flatnonzero(np.diff(documents, prepend=np.int64(-1)))
-        self._starts, ends = starts, np.append(starts[1:], len(documents))
+        self._starts = starts
         self.documents: NDArray[np.int64] = documents[starts].astype(np.int64)
-        self.visits: NDArray[np.int64] = (ends - starts).astype(np.int64)
+        self.visits: NDArray[np.int64] = np.diff(starts, append=len(documents)).astype(np.int64)
         """How many steps have had each conversation."""
         self.tokens: NDArray[np.int64] = self._records["tokens"][starts].astype(np.int64)
-        losses = self._records["loss"].astype(np.float64)
+        losses, last = self._records["loss"].astype(np.float64), starts + self.visits - 1
         self.first: NDArray[np.float64] = losses[starts]
-        self.last: NDArray[np.float64] = losses[ends - 1]
+        self.last: NDArray[np.float64] = losses[last]
         self.lowest: NDArray[np.float64] = np.minimum.reduceat(losses, starts) if len(starts) else losses
-        self.score: NDArray[np.float64] = self._scores[ends - 1]
+        self.score: NDArray[np.float64] = self._scores[last]
         """See LossHistory.score."""
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from whet.config import Config
 from whet.core.console import info, info_item
+from whet.core.costs import Costs
 from whet.fit.memory_parts import GIB
 from whet.fit.paper import Candidate, PaperEstimate
 from whet.fit.published import published_speeds
@@ -48,6 +49,7 @@ def as_json(config: Config, estimate: PaperEstimate) -> dict[str, Any]:
         "layouts": [_entry(each) for each in estimate.candidates],
         "tokens_per_s": None if best is None else best.tokens_per_s,
         "hours": estimate.hours,
+        "costs": None if best is None else _costs(config, estimate).as_dict(),
         "steps": facts.steps,
         "tokens_per_step": facts.tokens,
         "reasons": reasons(config, estimate),
@@ -76,13 +78,17 @@ def verdict(config: Config, estimate: PaperEstimate) -> tuple[str, str, str]:
         text = f"{least:.1f} GiB a device at least, and {hardware} have {hardware.usable_bytes / GIB:.1f} for tensors"
         return "✗", "does not fit", f"{text}. {_remedy(estimate)}"
     settings = " ".join(f"{key}={value}" for key, value in best.settings(config).items()) or "as configured"
-    hours = estimate.hours or 0.0
-    duration = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.0f} minutes"
     text = (
         f"{settings}: {best.memory.total / GIB:.1f} of {hardware.usable_bytes / GIB:.1f} GiB a device, about "
-        f"{best.tokens_per_s:,.0f} tokens/s on {hardware}, {duration} for {estimate.facts.steps:,} steps of this data"
+        f"{best.tokens_per_s:,.0f} tokens/s on {hardware}, {_costs(config, estimate)} for "
+        f"{estimate.facts.steps:,} steps of this data"
     )
     return "→", "fits", text
+
+
+def _costs(config: Config, estimate: PaperEstimate) -> Costs:
+    """Of the whole run."""
+    return Costs.of(3600 * (estimate.hours or 0.0), estimate.hardware.world, price=config.run.price)
 
 
 def _remedy(estimate: PaperEstimate) -> str:

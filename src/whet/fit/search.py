@@ -12,6 +12,7 @@ from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
+from whet.core.costs import Costs
 from whet.core.distributed import get_local_device
 from whet.core.errors import WhetError, first_line
 from whet.core.run_folder import RunFolder
@@ -57,6 +58,8 @@ class FitResult:
     predicted: MemoryParts | None
     """Of the best, on paper; None where the model cannot be traced."""
     proposals: list[str]
+    costs: Costs
+    """Of the whole run, with the best choice: its steps alone."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -71,6 +74,7 @@ class FitResult:
                 "evaluation": self.best.evaluation / GIB,
             },
             "measured": [_entry(each) for each in self.measured],
+            "costs": self.costs.as_dict(),
             "proposals": self.proposals,
         }
 
@@ -126,7 +130,9 @@ def _measure_choices(run: Run, config: Config, metric: Metric) -> FitResult:
     best = pick_best(measured, metric)
     proposals = propose(config, best.choice, best.memory, sizes[-1], run.ranks.world_size)
     predicted = _predict(run, best.choice)
-    return FitResult(device_name(device), run.ranks.world_size, capacity, measured, best, predicted, proposals)
+    world = run.ranks.world_size
+    costs = Costs.of(best.step_s * len(run.plan), world, price=config.run.price)
+    return FitResult(device_name(device), world, capacity, measured, best, predicted, proposals, costs)
 
 
 def _predict(run: Run, choice: MemoryChoice) -> MemoryParts | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -102,6 +102,17 @@ class EvalConfig(Section):
     )
     at_start: bool = Field(default=True, description="Evaluate before the first step too.")
     tasks: list[TaskConfig] = Field(default=[], description="Tasks by name or file, such as [orders, my.jsonl:number].")
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        description="Messages that the model answers at every evaluation, into samples.jsonl. Absent: the beginnings "
+        "of a few validation conversations, if there are no tasks; []: none.",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the run after so many evaluations in a row without an improvement of eval.best; the best "
+        "checkpoint is kept, and exported. Absent: never.",
+    )
     examples: int = Field(default=64, ge=1, description="Examples of each task.")
     minutes: float | None = Field(
         default=None,

@@ -165,6 +165,9 @@ def _as_text(value: object) -> str:
     return text.encode("utf-8", "replace").decode()  # JSON can name surrogates, which are no characters
 
 
+FIXED_PROMPTS = "eval.prompts"
+"""The task of samples that answer eval.prompts."""
+
 Series = list[tuple[int, float | None]]
 """A metric by step; None where it was logged without a finite number."""
 
@@ -215,6 +218,8 @@ class RunView:
     status: RunStatus
     plan: dict[str, Any]
     sources: tuple[SourceCounts, ...]
+    held_out: int
+    """Conversations of the training sources that were held out for validation."""
     metrics: tuple[dict[str, Any], ...]
     samples: tuple[LoggedSample, ...]
     events: tuple[dict[str, Any], ...]
@@ -249,6 +254,7 @@ class RunView:
             status=RunStatus.from_json(status),
             plan=_read_object(folder / "plan.json", damage),
             sources=tuple(SourceCounts.from_json(as_dict(record)) for record in as_list(ledger.get("sources"))),
+            held_out=_held_out(ledger),
             metrics=tuple(
                 line
                 for line in (_read_lines(folder / "metrics.jsonl", damage) if metrics is None else metrics)
@@ -365,6 +371,29 @@ class RunView:
     def conversations(self) -> float | None:
         return self._latest("conversations")
 
+    @cached_property
+    def seen_note(self) -> str | None:
+        """How many conversations of the training data were seen: `48 of 298`; None if it is not known."""
+        kept = [source.kept for source in self.sources if source.use == "train"]
+        known = [number for number in kept if number is not None]
+        if not known or len(known) < len(kept):
+            return None
+        total, seen = sum(known) - self.held_out, self._seen()
+        if seen is None or total <= 0:
+            return None
+        return f"{min(seen, total):,.0f} of {total:,.0f}"
+
+    def _seen(self) -> float | None:
+        """Different conversations in losses.bin. Earlier versions have no such file: there, as many as were trained on,
+        unless an epoch repeats some."""
+        import numpy as np
+
+        try:
+            content = (self.folder / "losses.bin").read_bytes()
+        except OSError:
+            return self.conversations if (finite_number(self.plan.get("epochs")) or 0) <= 1 else None
+        return len(np.unique(np.frombuffer(content, dtype="<u4", count=len(content) // 16 * 4)[1::4]))
+
     @property
     def flops(self) -> float | None:
         return self._latest("flops")
@@ -388,6 +417,13 @@ class RunView:
     def _latest(self, key: str) -> float | None:
         points = self.points(key)
         return points[-1][1] if points else None
+
+
+def _held_out(ledger: dict[str, Any]) -> int:
+    """Held out of the training sources, which share a store with the validation then."""
+    stores = as_dict(ledger.get("stores"))
+    is_split = "train" in stores and stores.get("validation") == stores["train"]
+    return (_int_or_none(ledger.get("held_out")) or 0) if is_split else 0
 
 
 def _int_or_none(value: object) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.report.formatting import DASH, format_count, format_number, format_share, format_time
+from whet.report.formatting import DASH, format_number, format_share, format_time
 from whet.report.run_view import RunView
 
 
@@ -78,6 +78,4 @@ def _start_step_note(run: RunView) -> str:
 
 
 def _data_note(run: RunView) -> str:
-    kept = [source.kept for source in run.sources if source.use == "train"]
-    known = [number for number in kept if number is not None]
-    return f" on {format_count(sum(known))} conversations" if known and len(known) == len(kept) else ""
+    return f", {run.seen_note} conversations seen" if run.seen_note is not None else ""

@@ -23,6 +23,7 @@ from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store_check import StoreCheck
+from whet.evaluation.training_losses import TRAINING_LOSSES
 from whet.execution import device_memory
 from whet.execution.compile import should_compile
 from whet.execution.offload import offload_optimizer_state
@@ -233,7 +234,7 @@ def _open_saver(
         config.folder / "checkpoints", model, optimizer, ranks, config.checkpoint.retention,
         config.checkpoint.optimizer, partial(checkpoint_metadata, config), lower_is_better(config.eval.best),
         60.0 * config.parallel.timeout + COLLECTIVE_MARGIN_S,
-        [record_file(config.folder, name) for name in RECORDS],
+        [*(record_file(config.folder, name) for name in RECORDS), config.folder / TRAINING_LOSSES],
     )  # fmt: skip
     best = config.eval.best
     saver.add_scores({step: results[best] for step, results in evaluations.items() if best in results})

@@ -11,6 +11,7 @@ from whet.config import Config
 from whet.core.distributed import Ranks
 from whet.data.plan.planner import plan_single_step
 from whet.data.render.renderer import Renderer
+from whet.inference.fixed_prompts import answer_held_out, answer_prompts, given_prompts
 from whet.inference.inference_model import InferenceModel, stop_token_ids
 from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
@@ -38,6 +39,7 @@ def evaluate_run(
         if len(result.samples) < result.requested:
             metrics[f"scored/{result.task}"] = len(result.samples)
         samples += result.samples
+    samples += _answer_fixed_prompts(config, data, root, ranks, autocast)
     reshard(root)
     return Evaluation(metrics, samples, losses)
 
@@ -75,6 +77,26 @@ def evaluate_tasks(
     model = InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
     tasks = loaded_tasks(config.eval)
     return root.with_full_weights(lambda: score_tasks(tasks, model, ranks, is_sharded(root), config.eval.minutes))
+
+
+def _answer_fixed_prompts(
+    config: Config, data: RunData, root: LossModel, ranks: Ranks, autocast: Callable[[], AbstractContextManager[object]]
+) -> list[AnsweredExample]:
+    """Answers to eval.prompts; without them, and without tasks, to a few held-out prompts."""
+    texts, held_out = config.eval.prompts, data.validation
+    if not texts and (texts is not None or config.eval.tasks or held_out is None):
+        return []
+    renderer, shares_model = Renderer(data.tokenizer, config.data.train_on), is_sharded(root)
+    stop_ids = stop_token_ids(renderer, config.model)
+    model = InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
+
+    def answer() -> list[AnsweredExample]:
+        if texts:
+            return answer_prompts(given_prompts(texts, model), model, ranks, shares_model)
+        assert held_out is not None
+        return answer_held_out(held_out, data.validation_documents.tolist(), model, ranks, shares_model)
+
+    return root.with_full_weights(answer)
 
 
 def _validation_metadata(data: RunData, root: LossModel) -> ValidationMetadata:

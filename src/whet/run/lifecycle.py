@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from whet.checkpoint import directory
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import write_hashed_json
@@ -28,6 +29,7 @@ from whet.run.data import RunData, prepare_data
 from whet.run.export_run import ExportRequest, export_model
 from whet.run.memory_choice import choose_memory_settings
 from whet.run.model_builder import BackgroundModelLoader, require_parallel_layers, set_deterministic
+from whet.run.monitor import monitor_run
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
 from whet.run.resume import open_run_folder, recorded_data, write_run_inputs
 from whet.run.step_rows import require_rows
@@ -69,6 +71,7 @@ def run_training(
         contextlib.closing(HangDetector(config.folder, rank, world_size, timeout_s)) as hang_detector,
         contextlib.closing(BackgroundModelLoader(config)) as loading,
         open_run_folder(config, resume, first=rank == 0) as folder,
+        monitor_run(config, folder is not None and measure is None and not is_finished),
     ):
         if is_finished:
             info(f"{config.folder}: this run is finished; nothing to do")
@@ -130,20 +133,22 @@ def advise_on_out_of_memory() -> Iterator[None]:
 
 
 def _finish(run: Run, data: RunData, folder: RunFolder) -> None:
-    """Export the trained model, unless --until paused the run before its end."""
+    """Export the trained model, unless --until paused the run; the best one if eval.patience ended it."""
     folder.require_present()
     steps, kind = len(run.plan), run.config.export.at_end
-    if run.intervals.last < steps:
+    ends_early = run.ends_early()
+    if run.intervals.last < steps and not ends_early:
         info(f"paused after step {run.intervals.last} of {steps} (--until); --resume continues")
         folder.set_status("stopped", run.intervals.last, steps, exit_code=0)
         return
     if run.saver is not None and kind != "none":
-        _export(run, data, kind, steps)
-    folder.set_status("finished", steps, steps, exit_code=0)
+        best = directory.resolve_step(folder.path / "checkpoints", "best") if ends_early else run.step
+        _export(run, data, kind, best)
+    folder.set_status("finished", run.step, steps, exit_code=0, reason="eval.patience" if ends_early else None)
 
 
 def _export(run: Run, data: RunData, kind: str, step: int) -> None:
-    """Export the last checkpoint, after freeing the memory of training."""
+    """Export the checkpoint of a step, after freeing the memory of training."""
     sharded = is_sharded(run.model)
     release_cuda_graphs(run.model)
     run.optimizer.state.clear()

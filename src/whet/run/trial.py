@@ -75,7 +75,7 @@ def delete_weights(folder: Path) -> None:
 
 def sibling_config(config: Config, kind: str) -> Config:
     """The same run in the folder RUN-KIND, marked as one that may be deleted."""
-    run = config.run.model_copy(update={"tags": [*config.run.tags, _TRIAL_TAG]})
+    run = config.run.model_copy(update={"tags": [*config.run.tags, _TRIAL_TAG], "notify": []})
     return config.model_copy(update={"run": run}).with_folder(config.folder.with_name(f"{config.folder.name}-{kind}"))
 
 

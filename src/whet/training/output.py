@@ -103,6 +103,8 @@ class FolderOutput(RunOutput):
             self._records["samples"].write({"step": step, **sample.as_dict()})
         if losses is not None:
             add_validation_losses(self._folder.path, step, losses)
+        if not results:
+            return
         line = {"time": time.time(), "step": step, **results}
         self._records["metrics"].write(line)
         self._trackers.write(line)

@@ -135,6 +135,6 @@ def initial_evaluation(folder: Path, first: int) -> dict[str, Prefix]:
             lines.append(line)
         found[name] = b"".join(lines)
     has_scores = b'"task/' in found["metrics"]
-    if not found["metrics"] or has_scores != bool(found["samples"]):
+    if not found["metrics"] or (has_scores and not found["samples"]):
         return {}
     return {name: Prefix(len(content), hash_bytes(content)) for name, content in found.items()}

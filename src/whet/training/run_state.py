@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from whet.checkpoint.directory import lower_is_better, rank_by_score
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.distributed import Ranks
@@ -86,6 +87,28 @@ class Run:
 
     def epochs(self, totals: RunTotals) -> float:
         return totals.conversations / self.plan.stats.per_epoch
+
+    def best_evaluation(self) -> int | None:
+        """The step of the evaluation with the best eval.best, the earliest of equal ones; None before the first."""
+        scores = self._scheduled_scores()
+        return next(iter(rank_by_score(scores, scores, lower_is_better(self.config.eval.best))), None)
+
+    def ends_early(self) -> bool:
+        """Whether eval.patience ends the run now. It depends on evaluations alone, which checkpoints have and every
+        rank knows: a resumed run decides as an uninterrupted one."""
+        best, patience = self.best_evaluation(), self.config.eval.patience
+        if patience is None or best is None:
+            return False
+        return sum(step > best for step in self._scheduled_scores()) >= patience
+
+    def _scheduled_scores(self) -> dict[int, float]:
+        """eval.best by step, without the additional evaluation where --until paused the run."""
+        metric, every, first = self.config.eval.best, self.config.eval.every or 1, self.intervals.first
+        return {
+            step: results[metric]
+            for step, results in self.evaluations.items()
+            if metric in results and (step == first or step % every == 0)
+        }
 
 
 @dataclass(frozen=True, slots=True)

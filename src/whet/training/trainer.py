@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
-from whet.core.console import ExponentialAverage, info, progress, warn
+from whet.core.console import ExponentialAverage, info, warn
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
+from whet.core.panel import training_progress
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.model.effect import list_experts, listed
@@ -36,10 +38,12 @@ def train(run: Run) -> None:
         is_rolled_back = False
         if run.intervals.evaluates_before_step(run.step):
             evaluate(run)
+        if run.ends_early():
+            break
         run.model.train()
         smoothed, overlap = ExponentialAverage(), Overlap(run)
         line: dict[str, Any] | None
-        with collect_stop_signals(signals, _announce_stop), progress("training", run.intervals.steps, run.step) as bar:
+        with collect_stop_signals(signals, _announce_stop), training_progress(run.intervals.steps, run.step) as bar:
             while run.step < run.intervals.last:
                 number, epochs_before = run.step + 1, run.epochs(run.totals)
                 with run.profiler.step(number):
@@ -72,7 +76,8 @@ def train(run: Run) -> None:
                             "it again to continue (whet train: with --resume)"
                         )
                     break
-                bar.advance(1, progress_note(line, smoothed.add(line["loss"])))
+                average = smoothed.add(line["loss"])
+                bar.finish_step(line, average, progress_note(line, average))
                 if stop or save or run.intervals.saves_after(run.step, epochs_before, run.epochs(run.totals)):
                     PHASE.enter("saving a checkpoint")
                     run.output.write_phase(run.step)
@@ -85,6 +90,8 @@ def train(run: Run) -> None:
                     )
                 if run.intervals.evaluates_after(run.step):
                     evaluate(run)
+                    if run.ends_early():
+                        break
                     run.model.train()  # not before every step: a model with adapters has thousands of modules
 
 
@@ -174,13 +181,31 @@ def evaluate(run: Run) -> None:
             f"step {run.step}: {', '.join(broken)} of the evaluation is not finite: the model has diverged. "
             f"{LOWER_LR_HINT}"
         )
-    if not results:
+    if not results and not samples:
         return
-    run.evaluations[run.step] = results
+    if results:
+        run.evaluations[run.step] = results
     run.output.write_evaluation(run.step, results, samples, losses)
     best = run.config.eval.best
     if run.saver is not None and run.ranks.is_main and best in results:
         run.saver.add_scores({run.step: results[best]})
+    if run.ends_early():
+        reason = _early_end(run)
+        info(f"step {run.step}: {reason}")
+        run.output.write_event(
+            {"time": time.time(), "step": run.step, "kind": "early-stop", "action": "end", "reason": reason}
+        )
+
+
+def _early_end(run: Run) -> str:
+    """Why a run ends before its last step."""
+    best, patience = run.best_evaluation(), run.config.eval.patience
+    assert best is not None
+    metric = run.config.eval.best
+    return (
+        f"{metric} has not improved in {patience} evaluation{'s' if patience != 1 else ''}: the run ends early. The "
+        f"best is {run.evaluations[best][metric]:.4f} after step {best} (eval.patience)"
+    )
 
 
 def _announce_stop() -> None:

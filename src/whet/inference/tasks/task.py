@@ -78,7 +78,8 @@ class AnsweredExample:
     answer: str
     right: bool | None
     """None for graded scores."""
-    score: float
+    score: float | None
+    """None for answers to prompts without a task."""
     number: int
     """The index of the example in its task."""
 
@@ -103,7 +104,7 @@ class TaskResult:
 
     @property
     def scores(self) -> list[float]:
-        return [sample.score for sample in self.samples]
+        return [sample.score for sample in self.samples if sample.score is not None]
 
     @property
     def score(self) -> float:

@@ -1,0 +1,103 @@
+"""Prompts that the model answers at every evaluation, so that one can read how it changes: those of eval.prompts, or,
+in runs without tasks, the beginnings of a few held-out conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from whet.core.console import warn
+from whet.core.distributed import Ranks
+from whet.core.errors import WhetError, first_line
+from whet.data.conversation import Message
+from whet.data.prepare.store import Store
+from whet.execution.device_memory import free_cached
+from whet.inference.generate import context_length, generate
+from whet.inference.inference_model import InferenceModel
+from whet.inference.sampling import Sampling
+from whet.inference.tasks.task import AnsweredExample
+
+GIVEN, HELD_OUT = "eval.prompts", "data.validation"
+"""Where a prompt comes from: `task` in samples.jsonl."""
+_MAX_NEW_TOKENS, _MAX_HELD_OUT_TOKENS = 256, 64
+_HELD_OUT_PROMPTS, _PROMPT_TOKENS_OF_TEXT = 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPrompt:
+    """A prompt, as text and as tokens."""
+
+    origin: str
+    text: str
+    expected: str
+    """The answer in the data; empty for those of eval.prompts."""
+    ids: list[int]
+    max_new_tokens: int
+
+
+def given_prompts(texts: Sequence[str], model: InferenceModel) -> list[FixedPrompt]:
+    """Those of eval.prompts, each the message of a user; a WhetError for one that the model cannot answer."""
+    prompts, context = [], context_length(model.model)
+    for number, text in enumerate(texts):
+        ids = model.prompt_ids([Message("user", text)])
+        if context is not None and len(ids) >= context:
+            raise WhetError(
+                f"eval.prompts.{number}: it has {len(ids):,} tokens, and the model's context is {context:,}. Shorten it"
+            )
+        prompts.append(FixedPrompt(GIVEN, text, "", ids, _MAX_NEW_TOKENS))
+    return prompts
+
+
+def held_out_prompts(store: Store, documents: Sequence[int], model: InferenceModel) -> list[FixedPrompt]:
+    """The beginnings of a few validation conversations, spread evenly, up to their first supervised token; of plain
+    text, which is supervised as a whole, its first tokens."""
+    context, prompts = context_length(model.model) or 1 << 62, list[FixedPrompt]()
+    usable = [number for number in documents if store.targets[number]]
+    for at in dict.fromkeys(np.linspace(0, len(usable) - 1, min(_HELD_OUT_PROMPTS, len(usable))).astype(int).tolist()):
+        ids, supervised = store.ids(usable[at]).tolist(), np.flatnonzero(store.loss(usable[at]))
+        start = int(supervised[supervised > 0][0])
+        start = start if start > 1 else min(_PROMPT_TOKENS_OF_TEXT, len(ids) // 2 + 1)
+        end = next((i for i in range(start, len(ids)) if not store.loss(usable[at])[i]), len(ids))
+        if start + _MAX_HELD_OUT_TOKENS < context:
+            text, expected = (model.renderer.tokenizer.decode(part) for part in (ids[:start], ids[start:end]))
+            prompts.append(FixedPrompt(HELD_OUT, str(text), str(expected), ids[:start], _MAX_HELD_OUT_TOKENS))
+    return prompts
+
+
+def answer_prompts(
+    prompts: Sequence[FixedPrompt], model: InferenceModel, ranks: Ranks, shares_model: bool
+) -> list[AnsweredExample]:
+    """The model's most likely answers. Ranks share the prompts, unless the model is sharded over them."""
+    rank, world = (0, 1) if shares_model else (ranks.rank, ranks.world_size)
+    own = range(rank, len(prompts), world)
+    model = replace(model, sampling=Sampling(), tool=None)
+    with model.context():
+        completions = generate(
+            model.model, [prompts[i].ids for i in own], model.sampling, model.stop_ids, pad_id=model.pad_id,
+            limits=[prompts[i].max_new_tokens for i in own],
+        )  # fmt: skip
+    answered = [
+        AnsweredExample(
+            prompts[i].origin, prompts[i].text, prompts[i].expected, model.decode(each.ids), None, None, i
+        )
+        for i, each in zip(own, completions, strict=True)
+    ]
+    return answered if shares_model else sorted(ranks.all_gather(answered), key=lambda sample: sample.number)
+
+
+def answer_held_out(
+    store: Store, documents: Sequence[int], model: InferenceModel, ranks: Ranks, shares_model: bool
+) -> list[AnsweredExample]:
+    """Answers to held-out prompts. Nobody asked for them, so that a model that cannot generate does not end the run."""
+    try:
+        prompts = held_out_prompts(store, documents, model)
+        return answer_prompts(prompts, model, ranks, shares_model)
+    except (WhetError, torch.OutOfMemoryError, NotImplementedError) as error:
+        if ranks.world_size > 1:  # the others wait for this one
+            raise
+        free_cached(ranks.device, after_failure=True)
+        warn(f"held-out prompts were not answered: {first_line(error)}. eval.prompts=[] turns them off")
+        return []
