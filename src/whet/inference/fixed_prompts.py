@@ -80,9 +80,7 @@ def answer_prompts(
             limits=[prompts[i].max_new_tokens for i in own],
         )  # fmt: skip
     answered = [
-        AnsweredExample(
-            prompts[i].origin, prompts[i].text, prompts[i].expected, model.decode(each.ids), None, None, i
-        )
+        AnsweredExample(prompts[i].origin, prompts[i].text, prompts[i].expected, model.decode(each.ids), None, None, i)
         for i, each in zip(own, completions, strict=True)
     ]
     return answered if shares_model else sorted(ranks.all_gather(answered), key=lambda sample: sample.number)

@@ -35,10 +35,9 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~]|^[#>+=-])")
 _WIDTH, _SPARKLINE = 88, 40
 
 
-def render_markdown(title: str, state: str | None, summary: str, sections: Iterable[Section], folder: Path) -> str:
+def render_markdown(title: str, state: str, summary: str, sections: Iterable[Section], folder: Path) -> str:
     """A whole report. `folder`: where its content comes from."""
-    told = _text(mask_secrets(summary))
-    parts = [f"# {_text(mask_secrets(title))}", told if state is None else f"*{_text(state)}*. {told}"]
+    parts = [f"# {_text(mask_secrets(title))}", f"*{_text(state)}*. {_text(mask_secrets(summary))}"]
     for section in sections:
         parts += [f"## {_text(section.title)}"] if section.title is not None else []
         parts += [_cell(section.note)] if section.note is not None else []

@@ -49,9 +49,8 @@ def write_reports(folders: Sequence[Path], to: str = "html") -> Path:
         text = render(run.name, run.status.state, summarize_run(run), run_sections(run), run.folder)
     else:
         names = _distinct_names(runs)
-        text = render(
-            f"{len(runs)} runs", None, "; ".join(names), comparison_sections(runs, names), _common_folder(folders)
-        )
+        sections, folder = comparison_sections(runs, names), _common_folder(folders)
+        text = render(f"{len(runs)} runs", "compared", ", ".join(names), sections, folder)
     try:
         atomic_write(path, text.encode("utf-8", "replace"))  # JSON can name surrogates
     except OSError as error:
@@ -85,7 +84,7 @@ def _distinct_names(runs: Sequence[RunView]) -> list[str]:
 
 def comparison_sections(runs: Sequence[RunView], names: Sequence[str]) -> list[Section]:
     """The runs beside each other, then each by itself."""
-    kinds = ("main", "validation", "third", "fourth", "fifth", "sixth")
+    kinds = ("main", "second", "third", "fourth", "fifth", "sixth")
     lines = [
         ChartLine(escape_controls(mask_secrets(name)), smoothed(run.series("loss")), kinds[number % len(kinds)])
         for number, (run, name) in enumerate(zip(runs, names, strict=True))

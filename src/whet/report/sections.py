@@ -258,9 +258,7 @@ def exports_section(run: RunView) -> Section | None:
         )
         for certificate in run.certificates
     ]
-    return Section(
-        "Exports", [Table(head, rows)], "Every export is loaded again and compared with the trained model."
-    )
+    return Section("Exports", [Table(head, rows)], "Every export is loaded again and compared with the trained model.")
 
 
 def _exported_cell(effect: dict[str, Any]) -> str:
