@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"core"},
     "web": {"core"},
     "dash": {*_ENGINE, "run", "launch", "report", "runs", "search", "web"},
+    "serve": {*_ENGINE, "run", "web"},
 }
 """cli may import anything; the package itself and __main__ hold no code."""
 

@@ -28,6 +28,7 @@ from whet.cli import (
     report,
     runs,
     search,
+    serve,
     train,
 )
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
@@ -73,6 +74,7 @@ for name, function in (
     ("search", search.search),
     ("eval", evaluate.evaluate),
     ("chat", chat.chat),
+    ("serve", serve.serve),
     ("export", export.export),
     ("merge", merge.merge),
     ("report", report.report),

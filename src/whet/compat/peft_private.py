@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -113,3 +114,33 @@ def renamed_targets(model_type: str) -> set[str]:
 
     kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
     return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
+
+
+def mix_adapters(model: nn.Module) -> Callable[[Sequence[str | None]], AbstractContextManager[None]] | None:
+    """`Linear.forward(…, adapter_names=…)`: a context in which row i of a batch runs with the i-th adapter, or without
+    one (None). None if an adapter is more than plain LoRA of linear layers: peft cannot mix the others."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    others = (modules_to_save_type(), trainable_tokens_type())
+    if any(isinstance(module, others) for module in model.modules()):
+        return None
+    if not all(is_lora_linear(layer) and not layer.lora_variant for layer in layers):
+        return None
+    names: list[str] = []
+
+    def inject(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return (args, {**kwargs, "adapter_names": names}) if names else None
+
+    for layer in layers:
+        layer.register_forward_pre_hook(inject, with_kwargs=True)
+
+    @contextlib.contextmanager
+    def use(chosen: Sequence[str | None]) -> Iterator[None]:
+        names[:] = ["__base__" if name is None else name for name in chosen]
+        try:
+            yield
+        finally:
+            names.clear()
+
+    return use

@@ -20,7 +20,8 @@ from types import FrameType
 from whet.core.resources import available_memory
 
 _MEMORY_BYTES = 2**31
-_LARGE_THREADS = ("load the model", "checkpoint staging", "checkpoint writer")
+ENGINE_THREAD = "generation engine"
+_LARGE_THREADS = ("load the model", "checkpoint staging", "checkpoint writer", ENGINE_THREAD)
 """Threads of whet that allocate gigabytes, and must not fail because a template is rendered meanwhile."""
 _REPEAT_S = 0.1
 """A signal that comes at a time when nothing can be raised is sent again."""

@@ -28,28 +28,42 @@ class DecodeRunner:
     """Runs decode steps on the first rows of a state [5, num_slots] that stays on the device."""
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, sampling: Sampling, seen_tokens: Tensor | None, device: torch.device,
-        use_cuda_graphs: bool, pad_to_sizes: bool,
+        self, model: nn.Module, cache: KVCache, sampling: Sampling | None, seen_tokens: Tensor | None,
+        device: torch.device, use_cuda_graphs: bool, pad_to_sizes: bool,
     ) -> None:  # fmt: skip
-        """`seen_tokens` [num_slots, vocabulary]: the tokens of each sequence, for the repetition penalty."""
+        """`sampling`: None if sequences differ in it; then only `logits` works. `seen_tokens` [num_slots, vocabulary]:
+        the tokens of each sequence, for the repetition penalty."""
         self._model, self._cache, self._sampling, self._seen_tokens = model, cache, sampling, seen_tokens
         self.state = torch.zeros((5, cache.num_slots), dtype=torch.int64, device=device)
         self._capture, self._pad_to_sizes = make_capture() if use_cuda_graphs else None, pad_to_sizes
         self._graphs: dict[tuple[int, int], Callable[[], None] | None] = {}
+        self._logits: Tensor | None = None
 
     def run(self, state: Tensor, max_length: int, steps: int) -> Tensor:
         """[steps, N]: the next tokens of N sequences with state [5, N] on the host; the longest has `max_length`."""
         rows = state.shape[1]
-        padded, limit = self._padded_shape(rows, max_length + steps)
-        if padded > rows:  # padding rows are inactive: their position stays 0
-            state = torch.cat([state, state.new_zeros((5, padded - rows))], dim=1)
-        state = state.contiguous()
-        self.state[:, :padded].copy_(state.pin_memory() if self._capture else state, non_blocking=True)
+        padded, limit = self._load_state(state, max_length + steps)
         tokens = torch.empty((steps, rows), dtype=torch.int64, device=self.state.device)
         for step in range(steps):
             self._run_step(padded, limit)
             tokens[step].copy_(self.state[TOKEN, :rows])
         return tokens.cpu()
+
+    def logits(self, state: Tensor, max_length: int) -> Tensor:
+        """[N, V]: the logits of one step, for sequences that are sampled each in its own way."""
+        self._run_step(*self._load_state(state, max_length + 1))
+        assert self._logits is not None
+        return self._logits[: state.shape[1]]
+
+    def _load_state(self, state: Tensor, max_length: int) -> tuple[int, int]:
+        """Copy the state to the device; return (rows, positions) to compute."""
+        rows = state.shape[1]
+        padded, limit = self._padded_shape(rows, max_length)
+        if padded > rows:  # padding rows are inactive: their position stays 0
+            state = torch.cat([state, state.new_zeros((5, padded - rows))], dim=1)
+        state = state.contiguous()
+        self.state[:, :padded].copy_(state.pin_memory() if self._capture else state, non_blocking=True)
+        return padded, limit
 
     def _padded_shape(self, rows: int, max_length: int) -> tuple[int, int]:
         """(rows, positions) to compute, rounded up to a few sizes so that few graphs are captured.
@@ -95,6 +109,11 @@ class DecodeRunner:
                 input_ids=token[:, None], position_ids=position[:, None], use_cache=False,
                 kv_attention=DecodeAttention(self._cache, position, limit),
             )  # fmt: skip
+        if self._sampling is None:
+            if self._logits is None:  # in the first step, which is never captured
+                self._logits = output.logits.new_empty((self._cache.num_slots, output.logits.shape[-1]))
+            self._logits[:rows].copy_(output.logits[:, -1])
+            return
         token.copy_(sample_next_tokens(output.logits[:, -1], key, num_sampled, self._sampling, seen_tokens))
         position.add_(active)
         num_sampled.add_(1)

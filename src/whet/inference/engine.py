@@ -2,13 +2,15 @@
 
 Prompts are prefilled without padding, packed into one row; all sequences in progress are decoded together, one token
 per step. A completion does not depend on the other sequences of the batch, up to floating-point rounding of a matmul.
+
+`Engine` completes a list of prompts; `whet.inference.online_engine` completes what arrives, each in its own way.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +52,7 @@ GPU_BATCHING = BatchingPolicy(decode_steps=8, max_prefill_tokens=8192, free_slot
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Options that apply to every prompt of a batch."""
+    """How to complete a prompt."""
 
     sampling: Sampling
     stop_ids: frozenset[int]
@@ -59,6 +61,12 @@ class GenerationOptions:
     tool: Tool | None = None
     on_token: Callable[[int, int], None] | None = None
     """Called with (index of the prompt, token) for every generated token."""
+
+    @property
+    def stop_window(self) -> int:
+        """Tokens at the end of a completion in which a new stop string lies: at most one per byte, and the one that it
+        begins in."""
+        return 1 + max((len(string.encode()) for string in self.sampling.stop), default=0)
 
 
 @dataclass(slots=True)
@@ -73,20 +81,27 @@ class Completion:
     """With finish reason `string`: the text before the stop string. `ids` may include the start of that string."""
 
 
-@dataclass(slots=True)
-class _ActiveSequence:
-    """A prompt and its completion."""
+@dataclass(slots=True, eq=False)
+class GenerationSequence:
+    """A prompt and its completion in progress."""
 
     index: int
     prompt: Sequence[int]
     rng_key: int
     limit: int
-    completion: Completion
-    tool_state: ToolState | None
+    options: GenerationOptions
+    completion: Completion = field(default_factory=Completion)
+    tool_state: ToolState | None = None
     forced: deque[int] = field(default_factory=deque)
     """Tokens that a tool inserts next, in place of sampled ones."""
     num_sampled: int = 0
     done: bool = False
+    """Finished, or cancelled: the engine drops it before its next step."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """What to prefill: the prompt, and what was generated before the sequence lost its slot."""
+        return [*self.prompt, *self.completion.ids]
 
     @property
     def position(self) -> int:
@@ -111,13 +126,12 @@ class Engine:
         """`layers`: what the model's layers require of attention, as `probe_kv_cache` returns it."""
         self._model, self._options = model, options
         self._device = next(model.parameters()).device
-        self._prefill_backend = _prefill_backend(self._device, _compute_dtype(model), layers)
+        self._prefill_backend = choose_prefill_backend(model, layers)
         self._sharded = any(is_sharded(module) for module in model.modules())
         self._policy = policy or (CPU_BATCHING if self._device.type == "cpu" else GPU_BATCHING)
         # tools, streaming and stop strings must see every token before the next step
         every_token = bool(options.tool or options.on_token or options.sampling.stop)
         self._decode_steps = 1 if every_token else self._policy.decode_steps
-        self._stop_window = 1 + max((len(string.encode()) for string in options.sampling.stop), default=0)
 
     @torch.inference_mode()
     def run(
@@ -132,19 +146,21 @@ class Engine:
         keys = rng_keys(prompts, self._options.sampling.seed)
         tool = self._options.tool
         waiting = deque(
-            _ActiveSequence(i, prompts[i], keys[i], limits[i], completions[i], tool.new_state() if tool else None)
+            GenerationSequence(
+                i, prompts[i], keys[i], limits[i], self._options, completions[i], tool.new_state() if tool else None
+            )
             for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         )
         max_length = max(len(row.prompt) + row.limit for row in waiting) + self._decode_steps
         slot_length = max_length + -max_length % 64
         self._cache = KVCache(min(batch_size, len(prompts), self._max_slots(slot_length)), slot_length)
         self._seen_tokens = self._allocate_seen_tokens() if self._options.sampling.repetition_penalty != 1 else None
-        use_cuda_graphs = self._device.type == "cuda" and not self._sharded and not _has_experts(self._model)
+        use_cuda_graphs = self._device.type == "cuda" and not self._sharded and not has_experts(self._model)
         self._runner = DecodeRunner(
             self._model, self._cache, self._options.sampling, self._seen_tokens, self._device, use_cuda_graphs,
             self._policy.pad_to_sizes,
         )  # fmt: skip
-        rows: list[_ActiveSequence | None] = []  # the sequence in each slot
+        rows: list[GenerationSequence | None] = []  # the sequence in each slot
         with use_kv_cache(self._model):
             while waiting or any(rows):
                 PHASE.enter("generating")
@@ -161,48 +177,30 @@ class Engine:
                     on_finished(finished)
         return completions
 
-    def _should_prefill(self, rows: list[_ActiveSequence | None], waiting: deque[_ActiveSequence]) -> bool:
+    def _should_prefill(self, rows: list[GenerationSequence | None], waiting: deque[GenerationSequence]) -> bool:
         free = self._cache.num_slots - sum(row is not None for row in rows)
         return bool(waiting) and free >= min(
             max(1, self._cache.num_slots // self._policy.free_slot_divisor), len(waiting)
         )
 
     def _admit(
-        self, rows: list[_ActiveSequence | None], waiting: deque[_ActiveSequence]
-    ) -> list[tuple[int, _ActiveSequence]]:
+        self, rows: list[GenerationSequence | None], waiting: deque[GenerationSequence]
+    ) -> list[tuple[int, GenerationSequence]]:
         """Assign free slots to waiting prompts: as many as fit into one prefill pass, at least one."""
         rows.extend([None] * (self._cache.num_slots - len(rows)))
-        admitted: list[tuple[int, _ActiveSequence]] = []
+        admitted: list[tuple[int, GenerationSequence]] = []
         tokens = 0
         for slot, row in enumerate(rows):
-            fits = not admitted or (waiting and tokens + len(waiting[0].prompt) <= self._policy.max_prefill_tokens)
+            fits = not admitted or (waiting and tokens + len(waiting[0].tokens) <= self._policy.max_prefill_tokens)
             if row is None and waiting and fits:
                 rows[slot] = sequence = waiting.popleft()
                 admitted.append((slot, sequence))
-                tokens += len(sequence.prompt)
+                tokens += len(sequence.tokens)
         return admitted
 
-    def _prefill(self, admitted: list[tuple[int, _ActiveSequence]]) -> int:
-        """Run the prompts, packed into one row, and sample their first tokens; return how many sequences finished."""
-        edges = [0]
-        tokens, positions, indices = list[int](), list[int](), list[int]()
-        for slot, row in admitted:
-            length = len(row.prompt)
-            edges.append(edges[-1] + length)
-            tokens += row.prompt
-            positions += range(length)
-            indices += range(slot * self._cache.slot_length, slot * self._cache.slot_length + length)
-        inputs = torch.tensor([tokens, positions, indices]).to(self._device)
-        cu_seqlens = torch.tensor(edges, dtype=torch.int32).to(self._device)
-        documents = Documents(cu_seqlens, max(len(row.prompt) for _, row in admitted), edges)
-        last = cu_seqlens[1:].long() - 1
-        output = self._model(
-            input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False, logits_to_keep=last,
-            kv_attention=PrefillAttention(self._cache, inputs[2], documents, self._prefill_backend),
-        )  # fmt: skip
-        logits = output.logits[0]
-        if len(logits) != len(admitted):  # a model that ignores logits_to_keep
-            logits = logits[last]
+    def _prefill(self, admitted: list[tuple[int, GenerationSequence]]) -> int:
+        """Run the prompts and sample their first tokens; return how many sequences finished."""
+        logits = prefill_logits(self._model, self._cache, admitted, self._prefill_backend)
         seen_tokens = None
         if self._seen_tokens is not None:
             for slot, row in admitted:
@@ -211,9 +209,9 @@ class Engine:
             seen_tokens = self._seen_tokens[[slot for slot, _ in admitted]]
         keys, counts = torch.tensor([[row.rng_key, row.num_sampled] for _, row in admitted]).to(self._device).T
         sampled = sample_next_tokens(logits, keys, counts, self._options.sampling, seen_tokens).tolist()
-        return sum(self._append_token(row, token) for (_, row), token in zip(admitted, sampled, strict=True))
+        return sum(append_token(row, token) for (_, row), token in zip(admitted, sampled, strict=True))
 
-    def _decode(self, rows: list[_ActiveSequence | None]) -> int:
+    def _decode(self, rows: list[GenerationSequence | None]) -> int:
         """Run some decode steps for all sequences; return how many finished."""
         state = torch.tensor([[0] * 5 if row is None else row.decode_state() for row in rows]).T
         max_length = 1 + max(row.position for row in rows if row is not None)
@@ -221,69 +219,93 @@ class Engine:
         tokens = self._runner.run(state, max_length, self._decode_steps).T.tolist()
         for row, sampled in zip(rows, tokens, strict=True):
             if row is not None and not row.done:
-                finished += any(self._append_token(row, token) for token in sampled)
+                finished += any(append_token(row, token) for token in sampled)
         return finished
 
-    def _append_token(self, row: _ActiveSequence, token: int) -> bool:
-        """Append a sampled token, or the one that a tool forces in its place; return whether the sequence is done."""
-        options, completion = self._options, row.completion
-        row.num_sampled += 1
-        was_forced = bool(row.forced)
-        token = row.forced.popleft() if was_forced else token
-        if row.tool_state is not None:
-            row.forced.extend(row.tool_state.observe(token))
-        if token in options.stop_ids and not row.forced and not was_forced:
-            row.done, completion.finish_reason, completion.stop_token = True, FINISH_END, (token,)
-            return True
-        completion.ids.append(token)
-        if options.on_token is not None:
-            options.on_token(row.index, token)
-        if options.sampling.stop and options.decode is not None:
-            # a new stop string lies in the last tokens: at most one token per byte, and the one it begins in
-            tail = options.decode(completion.ids[-self._stop_window :])
-            kept = None
-            if any(string in tail for string in options.sampling.stop):
-                kept = truncate_at_stop_string(completion.ids, options.sampling.stop, options.decode)
-            if kept is not None:
-                (completion.ids, completion.text), completion.finish_reason = kept, FINISH_STRING
-                row.done = True
-        row.done = row.done or len(completion.ids) >= row.limit
-        return row.done
-
-    def _compact(self, rows: list[_ActiveSequence | None], waiting: deque[_ActiveSequence]) -> None:
+    def _compact(self, rows: list[GenerationSequence | None], waiting: deque[GenerationSequence]) -> None:
         """Once no prompt waits, move the last sequences into free slots, so that decode steps get smaller."""
         for slot, row in enumerate(rows):
             if row is not None and row.done:
                 rows[slot] = None
-        while not waiting and rows:
-            if rows[-1] is None:
-                rows.pop()
-            elif None in rows:
-                free, last = rows.index(None), rows.pop()
-                assert last is not None
-                self._cache.copy_slot(len(rows), free, last.position)
+        if not waiting:
+            for source, target in compact_rows(rows, self._cache):
                 if self._seen_tokens is not None:
-                    self._seen_tokens[free].copy_(self._seen_tokens[len(rows)])
-                rows[free] = last
-            else:
-                break
+                    self._seen_tokens[target].copy_(self._seen_tokens[source])
 
     def _allocate_seen_tokens(self) -> Tensor:
         vocabulary = self._model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         return torch.zeros((self._cache.num_slots, vocabulary), dtype=torch.bool, device=self._device)
 
     def _max_slots(self, slot_length: int) -> int:
-        """Slots that fit into half of the device's free memory, or a quarter of the host's. Unlimited for a sharded
-        model: its ranks must agree on the number, and their free memory differs."""
-        if self._sharded:
-            return 1 << 30
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            budget = free // 2
+        """Slots that fit into the memory for the KV cache. Unlimited for a sharded model: its ranks must agree on the
+        number, and their free memory differs."""
+        return 1 << 30 if self._sharded else max(1, max_cached_tokens(self._model) // slot_length)
+
+
+def prefill_logits(
+    model: nn.Module, cache: KVCache, admitted: Sequence[tuple[int, GenerationSequence]], backend: str
+) -> Tensor:
+    """[N, V]: the logits after the tokens of each sequence; they run packed into one row, and the cache keeps them."""
+    edges = [0]
+    tokens, positions, indices = list[int](), list[int](), list[int]()
+    for slot, row in admitted:
+        length = len(row.tokens)
+        edges.append(edges[-1] + length)
+        tokens += row.tokens
+        positions += range(length)
+        indices += range(slot * cache.slot_length, slot * cache.slot_length + length)
+    device = next(model.parameters()).device
+    inputs = torch.tensor([tokens, positions, indices]).to(device)
+    cu_seqlens = torch.tensor(edges, dtype=torch.int32).to(device)
+    documents = Documents(cu_seqlens, max(len(row.tokens) for _, row in admitted), edges)
+    last = cu_seqlens[1:].long() - 1
+    output = model(
+        input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False, logits_to_keep=last,
+        kv_attention=PrefillAttention(cache, inputs[2], documents, backend),
+    )  # fmt: skip
+    logits: Tensor = output.logits[0]
+    return logits if len(logits) == len(admitted) else logits[last]  # a model that ignores logits_to_keep
+
+
+def append_token(row: GenerationSequence, token: int) -> bool:
+    """Append a sampled token, or the one that a tool forces in its place; return whether the sequence is done."""
+    options, completion = row.options, row.completion
+    row.num_sampled += 1
+    was_forced = bool(row.forced)
+    token = row.forced.popleft() if was_forced else token
+    if row.tool_state is not None:
+        row.forced.extend(row.tool_state.observe(token))
+    if token in options.stop_ids and not row.forced and not was_forced:
+        row.done, completion.finish_reason, completion.stop_token = True, FINISH_END, (token,)
+        return True
+    completion.ids.append(token)
+    if options.on_token is not None:
+        options.on_token(row.index, token)
+    if options.sampling.stop and options.decode is not None:
+        tail = options.decode(completion.ids[-options.stop_window :])
+        kept = None
+        if any(string in tail for string in options.sampling.stop):
+            kept = truncate_at_stop_string(completion.ids, options.sampling.stop, options.decode)
+        if kept is not None:
+            (completion.ids, completion.text), completion.finish_reason = kept, FINISH_STRING
+            row.done = True
+    row.done = row.done or len(completion.ids) >= row.limit
+    return row.done
+
+
+def compact_rows(rows: list[GenerationSequence | None], cache: KVCache) -> Iterator[tuple[int, int]]:
+    """Move the last sequences into free slots; yields (slot, new slot) of each."""
+    while rows:
+        if rows[-1] is None:
+            rows.pop()
+        elif None in rows:
+            free, last = rows.index(None), rows.pop()
+            assert last is not None
+            cache.copy_slot(len(rows), free, last.position)
+            rows[free] = last
+            yield len(rows), free
         else:
-            budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-        return max(1, budget // (slot_length * _kv_bytes_per_token(self._model)))
+            break
 
 
 def truncate_at_stop_string(
@@ -299,7 +321,7 @@ def truncate_at_stop_string(
     return ids[:kept], kept_text
 
 
-def _has_experts(model: nn.Module) -> bool:
+def has_experts(model: nn.Module) -> bool:
     """Mixture-of-experts layers read each expert's row count from the device, which a CUDA graph cannot capture."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
@@ -312,11 +334,24 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def _prefill_backend(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention]) -> str:
+def choose_prefill_backend(model: nn.Module, layers: Sequence[LayerAttention]) -> str:
+    """varlen where the device has it, else SDPA for each prompt."""
     try:
-        return choose_attention("varlen", device, dtype, layers)
+        return choose_attention("varlen", next(model.parameters()).device, _compute_dtype(model), layers)
     except WhetError:
         return "sdpa"
+
+
+def max_cached_tokens(model: nn.Module) -> int:
+    """Tokens whose keys and values fit into half of the device's free memory, or a quarter of the host's."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        budget = free // 2
+    else:
+        budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return budget // _kv_bytes_per_token(model)
 
 
 def _kv_bytes_per_token(model: nn.Module) -> int:

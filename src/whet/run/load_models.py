@@ -120,7 +120,7 @@ def load_model_pair(reference: str, against: str, load: LoadMode = "auto") -> tu
     """Two models to compare; if the first is an adapter of the second, they share weights."""
     reference, against = pin_version(reference), pin_version(against)
     folder, run = local_path(reference), find_run(reference)
-    if is_adapter_folder(folder) and _is_same_model(base_model_of(folder), against):
+    if is_adapter_folder(folder) and is_same_model(base_model_of(folder), against):
         return _load_adapter_and_base(reference, against, load)
     if run is not None and _is_adapter_run_of(run[0], against):
         silence_libraries()
@@ -264,10 +264,11 @@ def _model_config(reference: str) -> ModelConfig:
 def _is_adapter_run_of(run: Path, base: str) -> bool:
     """Whether a run trained an adapter of the model `base`."""
     config = read_run_config(run)
-    return config.adapter is not None and _is_same_model(config.model.path, base)
+    return config.adapter is not None and is_same_model(config.model.path, base)
 
 
-def _is_same_model(one: str, other: str) -> bool:
+def is_same_model(one: str, other: str) -> bool:
+    """Whether two references are the same files."""
     try:
         located = [locate_model(path) for path in (one, other)]
     except WhetError:

@@ -45,9 +45,22 @@ def resolve_model_reference(config: Config) -> Config:
         folder = _find_export(run, step)
         if folder is None:
             info(f"model.path: {config.model.path}: exporting the weights after step {step}")
-            folder = _export_in_subprocess(run, step)
+            folder = _export_in_subprocess(run, step, "--to", "merged", "--dtype", "exact")
     require_certified_files(folder)
     return _with_model(config, str(resolve_path(folder)))
+
+
+def exported_adapter(run: Path, which: str) -> Path:
+    """The folder of the adapter that a run trained, after a step: an earlier export, or a new one."""
+    step = directory.resolve_step(run / "checkpoints", which)
+    exports = run / "exports"
+    with file_lock(exports / f".{directory.checkpoint_name(step)}.lock"):
+        for name in ("adapter", f"adapter-{directory.checkpoint_name(step)}"):
+            said = _read_certificate(exports / name / "certificate.json")
+            if said.get("step") == step and said.get("verified"):
+                return exports / name
+        info(f"{run}: exporting its adapter after step {step}")
+        return _export_in_subprocess(run, step, "--to", "adapter")
 
 
 def _with_version(config: Config) -> Config:
@@ -124,10 +137,9 @@ def _find_export(run: Path, step: int) -> Path | None:
     return None
 
 
-def _export_in_subprocess(run: Path, step: int) -> Path:
+def _export_in_subprocess(run: Path, step: int, *options: str) -> Path:
     """In a subprocess, so that nothing of that model stays in memory."""
-    wish = ("--to", "merged", "--dtype", "exact", "--json", "--quiet")
-    command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", *wish]
+    command = [sys.executable, "-m", "whet", "export", f"{run}@{step}", *options, "--json", "--quiet"]
     alone = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
     try:
@@ -137,4 +149,4 @@ def _export_in_subprocess(run: Path, step: int) -> Path:
     if "export" in answer:
         return Path(answer["export"])
     reason = answer.get("error") or (done.stderr.strip().splitlines() or ["no output"])[-1]
-    raise WhetError(f"model.path: {run}@{step}: the weights of this run cannot be exported: {reason}")
+    raise WhetError(f"{run}@{step}: the weights of this run cannot be exported: {reason}")

@@ -91,6 +91,11 @@ class WebServer(uvicorn.Server):
         await super().startup(sockets)
         self._on_start()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would leave the application's threads running
+            await self.lifespan.shutdown()
+
     def stop(self) -> None:
         """Stop as SIGTERM does; another thread may call it."""
         self.force_exit = self.should_exit

@@ -1,0 +1,1 @@
+"""`whet serve`: an OpenAI-compatible API over the engine, and a chat page."""

@@ -1,0 +1,163 @@
+"""The web application: OpenAI's endpoints, health, metrics and the chat page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from whet.serve.endpoints import ENDPOINTS, Endpoint, ServedModel, server_sent_event
+from whet.serve.metrics import Metrics
+from whet.serve.requests import parse_request
+from whet.serve.service import Generation, GenerationService
+from whet.web.guard import App, Event, Guard, Limits, Receive, Rejection, Scope, Send
+
+_PAGE_FILES = {
+    "/": ("whet.serve", "page.html", "text/html"),
+    "/chat.js": ("whet.serve", "chat.js", "text/javascript"),
+    "/chat.css": ("whet.serve", "chat.css", "text/css"),
+    "/report.css": ("whet.report", "report.css", "text/css"),
+}
+
+
+def make_app(
+    models: Sequence[ServedModel], service: GenerationService, metrics: Metrics, token: str | None,
+    limits: Limits | None = None,
+) -> App:  # fmt: skip
+    """The application, behind its guard."""
+    by_id = {served.id: served for served in models}
+
+    @contextlib.asynccontextmanager
+    async def run_engine(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await asyncio.to_thread(service.stop)
+
+    app = FastAPI(lifespan=run_engine, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Rejection)
+    async def rejected(_: Request, error: Rejection) -> Response:
+        return Response(error.body(), error.status, error.headers, "application/json")
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        wrong = Rejection(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}")
+        return Response(wrong.body(), error.status_code, dict(error.headers or {}), "application/json")
+
+    async def generate(request: Request) -> Response:
+        handler, kind = ENDPOINTS[request.url.path]
+        parsed = parse_request(kind, await request.body())
+        served = by_id.get(parsed.model)
+        if served is None:
+            raise _unknown_model(parsed.model, by_id)
+        endpoint = handler(served, parsed, service)  # type: ignore[arg-type]
+        await endpoint.prepare()
+        return _GeneratedResponse(endpoint, service, metrics, bool(parsed.stream))
+
+    for path in ENDPOINTS:
+        app.post(path)(generate)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [served.as_dict() for served in models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        if name not in by_id:
+            raise _unknown_model(name, by_id)
+        return by_id[name].as_dict()
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = 200 if service.is_alive else 503
+        state = "ok" if status == 200 else "the engine has stopped"
+        return Response(json.dumps({"status": state}), status, media_type="application/json")
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.as_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def show_page(request: Request) -> Response:
+        package, name, kind = _PAGE_FILES[request.url.path]
+        return Response(files(package).joinpath(name).read_bytes(), media_type=f"{kind}; charset=utf-8")
+
+    for path in _PAGE_FILES:
+        app.get(path)(show_page)
+    return _count_responses(Guard(app, token, limits or Limits()), metrics)
+
+
+def _unknown_model(name: str, known: Iterable[str]) -> Rejection:
+    return Rejection(404, f"model: no model {name[:100]!r} here; known: {', '.join(known)}", "model", "model_not_found")
+
+
+class _GeneratedResponse(Response):
+    """Generates while it is sent; a client that leaves cancels the generation."""
+
+    def __init__(self, endpoint: Endpoint, service: GenerationService, metrics: Metrics, streams: bool) -> None:
+        super().__init__()
+        self._endpoint, self._service, self._metrics, self._streams = endpoint, service, metrics, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.generate(self._endpoint.sequences) as generation:
+            sending = self._send_stream if self._streams else self._send_whole
+            if not await _unless_disconnected(receive, sending(generation, send)):
+                self._metrics.disconnected += 1
+
+    async def _send_whole(self, generation: Generation, send: Send) -> None:
+        content = json.dumps(await self._endpoint.result(generation), ensure_ascii=False).encode("utf-8", "replace")
+        await Response(content, media_type="application/json")({"type": "http"}, _no_more, send)
+
+    async def _send_stream(self, generation: Generation, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for chunk in self._endpoint.events(generation):
+                await send({"type": "http.response.body", "body": server_sent_event(chunk), "more_body": True})
+        except Rejection as failed:  # too late for a status
+            await send({"type": "http.response.body", "body": b"data: " + failed.body() + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _no_more() -> Event:
+    return {"type": "http.disconnect"}
+
+
+async def _unless_disconnected(receive: Receive, work: Awaitable[None]) -> bool:
+    """Await `work`, or until the client leaves; returns whether the work was done."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+            return True
+        return False
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _count_responses(app: App, metrics: Metrics) -> App:
+    known = {*ENDPOINTS, *_PAGE_FILES, "/v1/models", "/health", "/metrics"}
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def count(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in known else "other"
+                metrics.responses[path, event["status"]] += 1
+            await send(event)
+
+        await app(scope, receive, count)
+
+    return counted

@@ -1,0 +1,190 @@
+"""Tool calls: how a template writes them, what is a call in an answer, and what the client gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import OpenAI
+from web_servers import running
+
+from whet.core.errors import WhetError
+from whet.data.render.renderer import Renderer
+from whet.inference.engine import append_token
+from whet.inference.inference_model import InferenceModel
+from whet.inference.online_engine import OnlineSequence
+from whet.model.config import ModelConfig
+from whet.model.load.tokenizer import load_tokenizer
+from whet.serve.app import make_app
+from whet.serve.endpoints import ServedModel
+from whet.serve.metrics import Metrics
+from whet.serve.service import GenerationService
+from whet.serve.tool_calls import JsonCalls, TaggedCalls, ToolCallFormat, find_tool_call_format, visible_length
+
+CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for c in m.get('tool_calls') or [] %}CALL{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HERMES = CHATML.replace("CALL", "{{ '<tool_call>\n' + (c['function'] | tojson) + '\n</tool_call>' }}")
+LLAMA = CHATML.replace(
+    "CALL", "{{ {'name': c['function']['name'], 'parameters': c['function']['arguments']} | tojson }}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+FORMAT = JsonCalls("<tool_call>", "</tool_call>")
+BARE = JsonCalls("", "")
+
+
+def renderer(template: str) -> Renderer:
+    tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
+    tokenizer.chat_template = template
+    return Renderer(tokenizer, "assistant")
+
+
+def test_the_format_is_what_the_template_writes() -> None:
+    assert find_tool_call_format(renderer(HERMES)) == FORMAT
+    assert find_tool_call_format(renderer(LLAMA)) == BARE
+    listed = CHATML.replace("CALL", "{{ '[TOOL_CALLS] [' + (c['function'] | tojson) + ']' }}")
+    assert find_tool_call_format(renderer(listed)) == JsonCalls("[TOOL_CALLS]", "")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("CALL", ""),
+        CHATML.replace("CALL", "{{ '<call>' + c['function']['name'] + '</call>' }}"),
+        HERMES.replace("{% if tools %}", "{% if false %}"),
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + HERMES,
+    ],
+    ids=["calls left out", "not JSON", "tools left out", "tools refused"],
+)
+def test_a_template_without_readable_calls_is_refused(template: str) -> None:
+    with pytest.raises(WhetError, match="the model's chat template"):
+        find_tool_call_format(renderer(template))
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rīga", "days": 3}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "rest", "names"),
+    [
+        (CALL, FORMAT, "", ["weather"]),
+        (f"Let me see.\n{CALL}\n{CALL}", FORMAT, "Let me see.", ["weather", "weather"]),
+        ('<tool_call>{"name": "weather", "arguments": "{}"}', FORMAT, "", ["weather"]),
+        ('It is {"name": "weather", "arguments": {}}', FORMAT, 'It is {"name": "weather", "arguments": {}}', []),
+        ('<tool_call>{"name": "weather", "arg', FORMAT, '<tool_call>{"name": "weather", "arg', []),
+        ('<tool_call>{"name": 7}</tool_call>', FORMAT, '<tool_call>{"name": 7}</tool_call>', []),
+        ('{"name": "weather", "parameters": {}}', BARE, "", ["weather"]),
+        ('{"name": "weather", "parameters": {}}; {"name": "weather", "parameters": {}}', BARE, "", ["weather"] * 2),
+        ('{"name": "Anna", "parameters": {}}', BARE, '{"name": "Anna", "parameters": {}}', []),
+        ('Here: {"name": "weather", "parameters": {}}', BARE, 'Here: {"name": "weather", "parameters": {}}', []),
+        ('[TOOL_CALLS] [{"name": "weather", "arguments": {}}]', JsonCalls("[TOOL_CALLS]", ""), "", ["weather"]),
+    ],
+)
+def test_what_is_a_call(text: str, form: ToolCallFormat, rest: str, names: list[str]) -> None:
+    found, calls = form.parse(text, [WEATHER])
+    assert (found.strip(), [call.name for call in calls]) == (rest, names)
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+
+
+TAGGED = CHATML.replace(
+    "CALL",
+    "{{ '<tool_call>\n<function=' + c['function']['name'] + '>\n' }}"
+    "{% for key, value in c['function']['arguments'].items() %}"
+    "{{ '<parameter=' + key + '>\n' + (value if value is string else value | tojson) + '\n</parameter>\n' }}"
+    "{% endfor %}{{ '</function>\n</tool_call>' }}",
+)
+TAGS = TaggedCalls(
+    "<tool_call>\n<function=", ">\n<parameter=", ">\n", "\n</parameter>\n<parameter=",
+    "\n</parameter>\n</function>\n</tool_call>", ">\n</function>\n</tool_call>",
+)  # fmt: skip
+
+
+def test_calls_with_tags_are_read_as_the_template_writes_them() -> None:
+    assert find_tool_call_format(renderer(TAGGED)) == TAGS
+    tool = {"function": {"name": "weather", "parameters": {"properties": {"zip": {"type": "string"}}}}}
+    text = (
+        "Let me see.\n<tool_call><function=weather><parameter=zip>04109</parameter>\n<parameter=days>3</parameter>\n"
+        "<parameter=city>\nNew <b>York</b>\n</parameter>\n</function></tool_call>"
+    )
+    rest, (call,) = TAGS.parse(text, [tool])
+    assert (rest, call.name) == ("Let me see.\n", "weather")
+    assert json.loads(call.arguments) == {"zip": "04109", "days": 3, "city": "New <b>York</b>"}
+    assert TAGS.parse("<tool_call>\n<function=now>\n</function>\n</tool_call>", [])[1][0].arguments == "{}"
+    for broken in ("<tool_call>\n<function=now>\n<parameter=a>\n1", "<function=now>", "<tool_call>\n<function=>"):
+        assert TAGS.parse(broken, []) == (broken, [])
+
+
+WORDS = (
+    *"{}[]\",: \nx>", "<tool_call>", "</tool_call>", '"name"', '"weather"', CALL, "<function=", "weather",
+    "<parameter=", "</parameter>", "</function>",
+)  # fmt: skip
+PIECES = st.lists(st.sampled_from(WORDS))
+
+
+@given(PIECES.map("".join), st.sampled_from([FORMAT, BARE, TAGS]))
+def test_any_answer_is_parsed_and_what_was_shown_stays_true(text: str, form: ToolCallFormat) -> None:
+    rest, calls = form.parse(text, [WEATHER])
+    assert calls or rest == text
+    shown = 0
+    for end in range(len(text) + 1):
+        visible = visible_length(text[:end], form.opening)
+        assert shown <= visible or not form.opening
+        shown = max(shown, visible)
+    if calls and form.opening:
+        assert rest.startswith(text[: visible_length(text, form.opening)].rstrip())
+
+
+class ScriptedEngine:
+    """Generates given tokens; all else of the server is real."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids, self.waiting, self.running = ids, list[OnlineSequence](), list[OnlineSequence]()
+
+    def submit(self, sequence: OnlineSequence) -> None:
+        self.running.append(sequence)
+
+    def step(self) -> None:
+        for row in self.running:
+            append_token(row, self._ids[len(row.completion.ids)])
+        self.running = [row for row in self.running if not row.done]
+
+
+def test_the_client_gets_calls_whole_and_streamed(tiny: InferenceModel) -> None:
+    model = replace(tiny, renderer=renderer(HERMES))
+    tokenizer = model.renderer.tokenizer
+    ids = [*tokenizer.encode(f"Let me see. {CALL}", add_special_tokens=False), model.stop_ids[0]]
+    metrics = Metrics()
+    service = GenerationService(ScriptedEngine(ids), 8, metrics)
+    options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER]}
+    with (
+        running(make_app([ServedModel("m", model)], service, metrics, None)) as url,
+        OpenAI(base_url=f"{url}v1", api_key="any", max_retries=0) as client,
+    ):
+        whole = client.chat.completions.create(**options)
+        (call,) = whole.choices[0].message.tool_calls
+        assert (whole.choices[0].finish_reason, whole.choices[0].message.content) == ("tool_calls", "Let me see.")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rīga", "days": 3})
+        chunks = list(client.chat.completions.create(**options, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas).strip() == "Let me see."
+        (streamed,) = [each for delta in deltas for each in delta.tool_calls or ()]
+        assert (streamed.index, streamed.function.model_dump()) == (0, call.function.model_dump())
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        # the result goes back as a message
+        after = [
+            *options["messages"],
+            whole.choices[0].message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+        ]
+        assert client.chat.completions.create(**{**options, "messages": after}).choices[0].message.tool_calls
+        plain = client.chat.completions.create(**options, tool_choice="none").choices[0]
+        assert (plain.finish_reason, plain.message.tool_calls) == ("stop", None)
+        assert "<tool_call>" in plain.message.content
