@@ -41,7 +41,8 @@ def export_spec_of() -> Callable[..., Any]:
     """export_spec_of(model, "f16"): the spec of its export, with the tokenizer of builtin:tiny."""
 
     def make(model: Any, dtype: str = "f32", tokenizer: Any = None, **more: Any) -> Any:
-        from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
+        from whet.exporting.dtypes import EXPORT_DTYPES
+        from whet.exporting.spec import ExportSpec, GenerationSettings
         from whet.exporting.trained_model import TrainedModel
         from whet.model.config import ModelConfig
         from whet.model.load.tokenizer import load_tokenizer

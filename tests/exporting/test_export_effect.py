@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tiny_architectures import tiny_config
+from whet.exporting.dtypes import EXPORT_DTYPES
 from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.exporter import write_export
-from whet.exporting.spec import EXPORT_DTYPES, ExportFindings, ExportMismatchError, ExportSpec, GenerationSettings
+from whet.exporting.spec import ExportFindings, ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.effect import effect_summary

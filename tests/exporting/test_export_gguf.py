@@ -12,7 +12,7 @@ import torch
 from whet.core.errors import WhetError
 from whet.exporting import gguf_file
 from whet.exporting.exporter import write_export
-from whet.exporting.gguf_file import pre_tokenizer_name, set_pre_tokenizer
+from whet.exporting.gguf_tokenizer import pre_tokenizer_name, set_pre_tokenizer
 from whet.exporting.spec import ExportMismatchError
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer

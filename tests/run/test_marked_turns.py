@@ -16,8 +16,9 @@ from whet.data.config import DataConfig, Marker, Markers, Source
 from whet.data.conversation import Conversation, MarkedText, Message, Origin
 from whet.data.render.marked_text import MarkedRenderer
 from whet.data.render.renderer import Rendered, Renderer
+from whet.exporting.dtypes import EXPORT_DTYPES
 from whet.exporting.exporter import write_export
-from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
+from whet.exporting.spec import ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
 from whet.model.config import ModelConfig

@@ -21,17 +21,6 @@ class ExportKind(StrEnum):
     MEGATRON = "megatron"
 
 
-class ExportDtype(StrEnum):
-    """The dtype of the exported weights."""
-
-    F64 = "f64"
-    F32 = "f32"
-    BF16 = "bf16"
-    F16 = "f16"
-    Q8_0 = "q8_0"
-    EXACT = "exact"
-
-
 @cli_command
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, RUN@STEP, RUN@best or models:NAME.")],
@@ -44,10 +33,11 @@ def export(
         ),
     ] = ExportKind.MERGED,
     dtype: Annotated[
-        ExportDtype | None,
+        str | None,
         typer.Option(
             "--dtype",
-            help="The dtype of the weights; default: that of the training computation; exact: as stored.",
+            help="f32, bf16, f16 or f64; exact: as stored; for gguf also q8_0, q6_k, q5_k_m, q4_k_m and the other "
+            "types of llama.cpp. Default: that of the training computation.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Output folder; default: RUN/exports/KIND.")] = None,
@@ -69,6 +59,6 @@ def export(
 
     if check is not None:
         return {"export": str(check), "certificate": check_export(run, check).as_dict()}
-    request = ExportRequest(to.value, dtype and dtype.value, out, int(shard_size * 1e9), tensor_parallel)
+    request = ExportRequest(to.value, dtype, out, int(shard_size * 1e9), tensor_parallel)
     folder, certificate = export_run(run, request)
     return {"export": str(folder), "certificate": certificate.as_dict()}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.console import progress
-from whet.exporting.spec import ExportDtype, ExportFindings
+from whet.exporting.dtypes import ExportDtype
+from whet.exporting.spec import ExportFindings
 from whet.exporting.trained_model import TrainedModel, trim_heap
 from whet.model.effect import WeightEffect, listed, relative_change
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
@@ -27,7 +28,6 @@ _ROWS_AT_A_TIME = 2**22
 """Elements that are compared at a time."""
 _MAX_DEVIATION = 0.1
 """Of the export from the trained weight, relative to what training changed, beyond rounding."""
-_Q8_ROUNDING = 2**-6
 
 
 class ExportedWeights(Protocol):
@@ -164,7 +164,7 @@ class _Counts:
         """The largest distance of an expert in the export from the trained one that rounding does not explain, relative
         to what training changed."""
         limits = torch.finfo(dtype.torch_dtype)
-        relative = _Q8_ROUNDING if dtype.name == "q8_0" else limits.eps
+        relative = limits.eps if dtype.rounding is None else dtype.rounding
         rounding = relative * self.norms.sqrt() + limits.eps * limits.tiny * self.elements.sqrt()  # subnormal numbers
         beyond = (self.deviations.sqrt() - rounding).clamp(min=0)
         return float((beyond / self.squares.sqrt().clamp(min=torch.finfo().tiny)).nan_to_num(torch.inf).max())

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from whet.core.checksums import write_hashed_json
 from whet.core.errors import os_error
 from whet.core.files import atomic_dir, require_disk_space
-from whet.exporting.gguf_file import GGUFFormat
+from whet.exporting.dtypes import export_dtype_of
+from whet.exporting.gguf_file import GGUFFormat, max_positions, quantize_export, unquantized_dtype
 from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
 from whet.exporting.peft_adapter import PeftAdapterFormat
-from whet.exporting.spec import (
-    Certificate,
-    ExportFindings,
-    ExportFormat,
-    ExportMismatchError,
-    ExportSpec,
-    export_dtype_of,
-)
+from whet.exporting.spec import Certificate, ExportFindings, ExportFormat, ExportMismatchError, ExportSpec
 from whet.exporting.verification import compare_logits
 from whet.model.effect import effect_certificate
 from whet.model.load.weight_files import hash_model_folder
@@ -42,8 +37,7 @@ def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Seq
         export_format.require_supported(spec)
         require_disk_space(folder, export_format.estimate_bytes(spec), "the export")
         with atomic_dir(folder) as temporary:
-            export_format.write(spec, temporary)
-            certificate = verify_export(spec, kind, temporary, probes)
+            certificate = _write_verified(spec, kind, temporary, probes)
             write_hashed_json(temporary / "certificate.json", certificate.as_dict())
             if not certificate.verified:
                 raise ExportMismatchError(
@@ -55,9 +49,25 @@ def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Seq
     return certificate
 
 
+def _write_verified(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
+    """Write and verify. What llama.cpp quantizes is verified before, too: after it, small faults would hide among the
+    rounding errors."""
+    is_quantized_later = spec.dtype.llama_ftype is not None
+    first = dataclasses.replace(spec, dtype=unquantized_dtype(spec)) if is_quantized_later else spec
+    EXPORT_FORMATS[kind].write(first, folder)
+    certificate = verify_export(first, kind, folder, probes)
+    if not is_quantized_later or not certificate.verified:
+        return certificate
+    about = quantize_export(spec, folder)
+    quantized = verify_export(spec, kind, folder, probes)
+    return dataclasses.replace(quantized, effect=certificate.effect, details=about | quantized.details)
+
+
 def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
     """Load an export and compare it with the trained model; the certificate lists the mismatches."""
     export_format, findings = EXPORT_FORMATS[kind], ExportFindings()
+    if kind == "gguf":
+        probes = [ids[: max_positions(spec)] for ids in probes]
     trained = spec.model.logits(probes)
     exported = export_format.load_and_verify(spec, folder, probes, findings)
     if exported is not None:
@@ -73,8 +83,9 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         kind=kind, step=spec.step, verified=not findings.reasons, reasons=findings.reasons, dtype=spec.dtype.name,
         loaded_by=export_format.loaded_by, conversations=len(probes), tokens=len(trained),
         max_logit_difference=findings.max_logit_difference, kl=findings.kl, same_next_token=findings.same_next_token,
-        same_ids=findings.same_ids, stops=findings.stops,
+        same_ids=findings.same_ids, same_template=findings.same_template, stops=findings.stops,
         files=hash_model_folder(folder),
         quantize="nf4" if spec.model.is_quantized else None,
         effect=effect_certificate(findings.effect),
+        details=findings.details,
     )  # fmt: skip

@@ -4,294 +4,206 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whet.compat.transformers_private import rope_frequencies
 from whet.core.errors import WhetError, first_line
-from whet.exporting.effect import LoadedWeights, compare_weights
+from whet.exporting import llama_cpp
+from whet.exporting.dtypes import EXPORT_DTYPES, ExportDtype, export_dtype_of
+from whet.exporting.effect import compare_weights
+from whet.exporting.gguf_families import (
+    GGUFLayout,
+    add_hyperparameters,
+    context_length,
+    family_notes,
+    require_family,
+    rope_parameters,
+    rope_tensors,
+    text_config,
+)
+from whet.exporting.gguf_tokenizer import add_tokenizer, set_pre_tokenizer, tokenizer_rules
+from whet.exporting.importance_matrix import write_importance_matrix
+from whet.exporting.ollama import write_modelfile
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
-from whet.exporting.trained_model import compute_logits
-from whet.exporting.verification import compare_tokenizers
+from whet.exporting.trained_model import MAX_POSITIONS, TrainedModel, compute_logits
+from whet.exporting.verification import HARD_TEXT, compare_tokenizers, rendered_prompts
 from whet.model.load.builtin_models import set_gguf_special_tokens
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-# Tokenizer. llama.cpp has a hard-coded list of pre-tokenizers (the regular expressions that split text before BPE
-# merges), and the file names one of them in `tokenizer.ggml.pre`. Under a wrong name, digits or capitals are split
-# differently while most prompts look right, so tokenizers without a known name are refused.
-
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
-_WORD_PATTERN = (
-    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-)
-_SPLIT_PATTERNS = {_WORD_PATTERN % r"\p{N}{1,3}": "llama-bpe", _WORD_PATTERN % r"\p{N}": "qwen2"}
-PRE_TOKENIZER_NAMES = ("gpt-2", "smollm", *_SPLIT_PATTERNS.values())
-
-
-def pre_tokenizer_name(tokenizer: PreTrainedTokenizerFast) -> str:
-    """llama.cpp's name for the pre-tokenizer of this tokenizer."""
-    serialized = json.loads(tokenizer.backend_tokenizer.to_str())
-    if serialized["model"]["type"] != "BPE" or serialized["model"].get("byte_fallback"):
-        raise WhetError(
-            "--to gguf: this model's tokenizer is not byte-level BPE (it may be SentencePiece), and whet writes only "
-            f"byte-level BPE with the pre-tokenizers {', '.join(PRE_TOKENIZER_NAMES)}. Use --to merged, and "
-            "llama.cpp's own converter"
-        )
-    outer = serialized["pre_tokenizer"] or {}
-    steps = outer.get("pretokenizers", [outer])
-    types = [step.get("type") for step in steps]
-    if types == ["ByteLevel"] and steps[0].get("use_regex", True):
-        return "gpt-2"
-    if types == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):
-        return "smollm"
-    if types == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        known = _SPLIT_PATTERNS.get(steps[0]["pattern"].get("Regex"))
-        if known is not None and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]:
-            return known
-    raise WhetError(
-        f"--to gguf: whet knows no GGUF name for the pre-tokenizer of this model ({types}), only for "
-        f"{', '.join(PRE_TOKENIZER_NAMES)}. Use --to merged, and llama.cpp's own converter"
-    )
-
-
-def set_pre_tokenizer(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    """Give a tokenizer llama.cpp's pre-tokenizer of this name. transformers ignores the name when it loads a GGUF."""
-    from tokenizers import Regex, pre_tokenizers
-
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if name in ("gpt-2", "smollm"):
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
-        steps = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    else:
-        pattern = next(regex for regex, known in _SPLIT_PATTERNS.items() if known == name)
-        steps = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_only])
-    tokenizer.backend_tokenizer.pre_tokenizer = steps
-    if name == "llama-bpe":
-        tokenizer.backend_tokenizer.model.ignore_merges = True
-
-
-def gguf_vocabulary(tokenizer: PreTrainedTokenizerFast, rows: int) -> tuple[list[str], list[int], list[str]]:
-    """(tokens, their types, merges). Embedding rows without a token get the name of an unused one."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    if max(vocabulary.values()) >= rows:
-        raise WhetError(
-            f"--to gguf: the tokenizer has {max(vocabulary.values()) + 1:,} tokens, but the model has only {rows:,} "
-            "embedding rows. Use the tokenizer that came with the model"
-        )
-    tokens, types = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows
-    for token, number in vocabulary.items():
-        tokens[number], types[number] = token, NORMAL
-    for number, added in tokenizer.added_tokens_decoder.items():
-        tokens[number], types[number] = added.content, CONTROL if added.special else USER_DEFINED
-    merges: list[Any] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    return tokens, types, [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-
-
-# Weights and hyperparameters.
-
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""model_type of transformers → architecture of llama.cpp. Mistral without a sliding window is a Llama."""
 _MATRIX_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-_Q8_0_BLOCK = 32
+_Q8_0_BLOCK, _K_BLOCK = 32, 256
+_UNQUANTIZED_PARTS = ("_norm.weight", "ffn_gate_inp", ".bias", "attn_sinks", "rope_f")
+"""Small tensors that stay in fp32, as llama.cpp expects."""
 
 
 class GGUFFormat:
     """One file, written weight by weight. Vectors are always in fp32."""
 
-    loaded_by = "transformers (gguf_file)"
+    @property
+    def loaded_by(self) -> str:
+        return "llama.cpp" if llama_cpp.is_installed() else "transformers (gguf_file)"
 
     def require_supported(self, spec: ExportSpec) -> None:
         if find_spec("gguf") is None:
-            raise WhetError("--to gguf: the package gguf is not installed. pip install 'whet[export]'")
-        _require_architecture(spec.model.language_model.config)
-        pre_tokenizer_name(spec.generation.tokenizer)
+            raise WhetError(f"--to gguf: the package gguf is not installed. {llama_cpp.INSTALL}")
+        if spec.dtype.llama_ftype is not None:
+            llama_cpp.require_quantizer(spec.dtype)
+        require_family(text_config(spec.model.language_model.config), llama_cpp.is_installed())
+        if tokenizer_rules(spec.generation.tokenizer).model != "gpt2" and not llama_cpp.is_installed():
+            raise WhetError(
+                "--to gguf: a SentencePiece tokenizer is verified with llama.cpp, and the package cyllama is not "
+                f"installed. {llama_cpp.INSTALL}"
+            )
 
     def estimate_bytes(self, spec: ExportSpec) -> int:
-        return int(spec.model.num_parameters * spec.dtype.bytes_per_weight) + 2**24
+        dtypes = {spec.dtype, unquantized_dtype(spec)}
+        return int(spec.model.num_parameters * sum(dtype.bytes_per_weight for dtype in dtypes)) + 2**24
 
     def write(self, spec: ExportSpec, folder: Path) -> None:
         from gguf import GGUFWriter
 
-        config: Any = spec.model.language_model.config
-        architecture = _require_architecture(config)
+        config, architecture, layout = _parts(spec.model)
         writer = GGUFWriter(folder / f"{spec.name}-{spec.dtype.name}.gguf", architecture)
-        _add_hyperparameters(writer, spec, config, architecture)
-        _add_tokenizer(writer, spec.generation, config.vocab_size)
-        for name, shape, kind, _ in _tensors(spec, config, architecture):
-            _add_tensor_info(writer, name, shape, kind)
+        writer.add_type("model")
+        writer.add_name(spec.name)
+        writer.add_file_type(_FILE_TYPES[spec.dtype.name])
+        writer.add_quantization_version(2)
+        add_hyperparameters(writer, config, architecture)
+        add_tokenizer(writer, spec.generation, config.vocab_size)
+        for weight in spec.model.weights():
+            for name, part in layout.split(weight.name, torch.empty(weight.shape, device="meta")).items():
+                _add_tensor_info(writer, name, tuple(part.shape), _tensor_type(name, part, spec.dtype))
+        extra = rope_tensors(config)
+        for name, value in extra.items():
+            _add_tensor_info(writer, name, tuple(value.shape), "F32")
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for _, _, kind, read in _tensors(spec, config, architecture):
-            writer.write_tensor_data(_quantize(read(), kind))
+        for weight in spec.model.weights():
+            shape = torch.empty(weight.shape, device="meta")
+            if layout.split(weight.name, shape):
+                for name, part in layout.split(weight.name, weight.read()).items():
+                    writer.write_tensor_data(_quantize(part, _tensor_type(name, part, spec.dtype)))
+        for value in extra.values():
+            writer.write_tensor_data(_quantize(value, "F32"))
         writer.close()
+        write_modelfile(folder, gguf_file(folder).name, spec.generation)
 
     def load_and_verify(
         self, spec: ExportSpec, folder: Path, probes: Sequence[Sequence[int]], findings: ExportFindings
     ) -> Tensor | None:
-        """transformers dequantizes all weights to fp32, so the whole model is in memory."""
-        from gguf import GGUFReader
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        (file,) = folder.glob("*.gguf")
-        source = {"pretrained_model_name_or_path": str(folder), "gguf_file": file.name}
+        file = gguf_file(folder)
         try:
-            config, rope = AutoConfig.from_pretrained(**source), _rope_parameters(spec.model.language_model.config)
-            fields = GGUFReader(file).fields
-            if rope["rope_type"] != "default":  # stored as a tensor or as keys, which transformers ignores
-                config.rope_parameters = rope
-            config.head_dim = fields[f"{fields['general.architecture'].contents()}.attention.key_length"].contents()
-            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of transformers
-                model, loading_info = AutoModelForCausalLM.from_pretrained(
-                    **source, config=config, dtype=torch.float32, output_loading_info=True
-                )
-            missing = sorted(map(str, {*loading_info["missing_keys"], *loading_info["mismatched_keys"]}))
-            if missing:
-                raise ValueError(f"missing weights: {missing[:3]}")
-            _verify_tokenizer(spec.generation, source, fields, probes, findings)
+            if llama_cpp.is_installed():
+                logits = _read_with_llama_cpp(spec, file, probes, findings)
+            else:
+                logits = _read_with_transformers(spec, file, probes, findings)
+            compare_weights(spec.model, GGUFWeights(file, spec.model), spec.dtype, findings)
+            findings.details |= _describe_tensors(file, spec.dtype)
+            if notes := family_notes(*_parts(spec.model)[:2]):
+                findings.details["notes"] = notes
         except Exception as error:  # a damaged or forged file can raise almost anything
-            findings.reasons.append(f"transformers cannot load it: {first_line(error)}")
+            findings.reasons.append(f"{self.loaded_by.split()[0]} cannot load it: {first_line(error)}")
             return None
-        compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
-        return compute_logits(model, probes)
+        return logits
 
 
-def _require_architecture(config: Any) -> str:
-    known = _ARCHITECTURES.get(config.model_type)
-    if known is None:
+def gguf_file(folder: Path) -> Path:
+    """The file of an export."""
+    return next(folder.glob("*.gguf"))
+
+
+def unquantized_dtype(spec: ExportSpec) -> ExportDtype:
+    """What is written first: the dtype itself, or, for llama.cpp's quantizer, the smallest one that loses nothing."""
+    if spec.dtype.llama_ftype is None:
+        return spec.dtype
+    lossless = export_dtype_of(spec.model.lossless_dtype)
+    return EXPORT_DTYPES["f32"] if spec.model.has_adapter or lossless.name == "f64" else lossless
+
+
+def max_positions(spec: ExportSpec) -> int:
+    """Positions at which llama.cpp must compute what the trained model does."""
+    config, architecture, _ = _parts(spec.model)
+    return context_length(config, architecture)
+
+
+def quantize_export(spec: ExportSpec, folder: Path) -> dict[str, Any]:
+    """Replace the unquantized file of an export by a quantized one. Returns what the certificate says of the importance
+    matrix."""
+    from gguf import GGUFReader
+
+    source, matrix, about = gguf_file(folder), folder / "importance-matrix.gguf.tmp", None
+    target = folder / f"{spec.name}-{spec.dtype.name}.gguf"
+    if spec.calibration:
+        about = write_importance_matrix(spec.model, _parts(spec.model)[2], spec.calibration, matrix)
+    try:
+        tensors = len(GGUFReader(source).tensors)
+        llama_cpp.quantize_file(source, target, spec.dtype, matrix if spec.calibration else None, tensors)
+    except llama_cpp.LlamaCppError as error:
         raise WhetError(
-            f"--to gguf: whet cannot write {config.model_type} models as GGUF, only {', '.join(_ARCHITECTURES)}. Use "
-            "--to merged, and llama.cpp's own converter on that folder"
-        )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None:
-        raise WhetError(
-            f"--to gguf: this {config.model_type} model has a sliding window of {window} tokens, which GGUF does not "
-            f"support for the architecture {known}. Use --to merged"
-        )
-    biased = next((name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)), None)
-    if known != "qwen2" and biased is not None:
-        raise WhetError(
-            f"--to gguf: this {config.model_type} model has biases ({biased}), which transformers ignores when it "
-            "loads a GGUF, so the file could not be verified. Use --to merged, and llama.cpp's own converter on that "
-            "folder"
-        )
-    rope = _rope_parameters(config)["rope_type"]
-    if rope not in ("default", "linear", "llama3"):
-        raise WhetError(
-            f"--to gguf: this model has the RoPE type {rope}, and whet writes default, linear and llama3. Use --to "
-            "merged, and llama.cpp's own converter on that folder"
-        )
-    return known
+            f"--dtype: llama.cpp cannot quantize this model to {spec.dtype.name}: {error}. Use another type, such as "
+            "q8_0, or --to merged"
+        ) from None
+    source.unlink()
+    matrix.unlink(missing_ok=True)
+    write_modelfile(folder, target.name, spec.generation)
+    return {"importance_matrix": about}
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    return {"rope_type": "default", **(config.rope_parameters or {})}
+class GGUFWeights:
+    """The weights in a GGUF file, dequantized; for `compare_weights`, and to compute with."""
+
+    def __init__(self, file: Path, model: TrainedModel) -> None:
+        from gguf import GGUFReader
+
+        _, _, self.layout = _parts(model)
+        self._tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+
+    def tensors(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        return self.layout.split(name, value)
+
+    def read(self, name: str) -> Tensor | None:
+        from gguf.quants import dequantize
+
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return None
+        values = torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
+        return values.to(torch.float32).view(*reversed(tensor.shape.tolist()))
+
+    def joined(self, name: str) -> Tensor | None:
+        """A weight of the model, from its parts in the file; None if they are not there."""
+
+        def read(part: str) -> Tensor:
+            found = self.read(part)
+            if found is None:
+                raise KeyError(part)
+            return found
+
+        with contextlib.suppress(KeyError):
+            return self.layout.join(name, read)
+        return None
 
 
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _parts(model: TrainedModel) -> tuple[Any, str, GGUFLayout]:
+    """(config of the language model, architecture, layout)."""
+    config = text_config(model.language_model.config)
+    architecture = require_family(config, llama_cpp.is_installed())
+    return config, architecture, GGUFLayout(config, architecture)
 
 
-def _add_hyperparameters(writer: Any, spec: ExportSpec, config: Any, architecture: str) -> None:
-    from gguf import RopeScalingType
-
-    rope, head = _rope_parameters(config), _head_dim(config)
-    writer.add_type("model")
-    writer.add_name(spec.name)
-    writer.add_file_type(_FILE_TYPES[spec.dtype.name])
-    writer.add_quantization_version(2)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_vocab_size(config.vocab_size)
-    if architecture == "llama":
-        writer.add_rope_dimension_count(head)
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-
-
-def _add_tokenizer(writer: Any, settings: GenerationSettings, rows: int) -> None:
-    tokenizer = settings.tokenizer
-    tokens, types, merges = gguf_vocabulary(tokenizer, rows)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    ends = (tokenizer.eos_token_id, settings.end_of_turn_id, *settings.stop_ids)
-    eos = next((number for number in ends if number is not None), None)
-    if eos is not None:
-        writer.add_eos_token_id(eos)
-    if settings.end_of_turn_id is not None:
-        writer.add_eot_token_id(settings.end_of_turn_id)
-    if tokenizer.bos_token_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.pad_token_id is not None:
-        writer.add_pad_token_id(tokenizer.pad_token_id)
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
-
-
-def _tensors(spec: ExportSpec, config: Any, architecture: str) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
-    """(name, shape, type, function that reads it) in the order of the file; nothing is read yet."""
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(key for key in MODEL_ARCH if MODEL_ARCH_NAMES[key] == architecture)
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
-    if _rope_parameters(config)["rope_type"] == "llama3":
-        factors = _rope_factors(config)
-        yield "rope_freqs.weight", factors.shape, "F32", lambda: torch.from_numpy(factors)
-    for weight in spec.model.weights():
-        name = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise WhetError(f"--to gguf: GGUF has no name for this model's weight {weight.name}. Use --to merged")
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        permuted = heads.get(weight.name.split(".")[-2]) if architecture == "llama" else None
-        yield name, weight.shape, _tensor_type(weight.shape, spec.dtype.name), _permuted_reader(weight.read, permuted)
-
-
-def _permuted_reader(read: Any, heads: int | None) -> Any:
-    return read if heads is None else lambda: _permute_rope(read(), heads)
-
-
-def _permute_rope(weight: Tensor, heads: int) -> Tensor:
-    """For a Llama, llama.cpp rotates adjacent elements of queries and keys, transformers elements half a head apart."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def _rope_factors(config: Any) -> np.ndarray[Any, Any]:
-    """Llama 3.1's divisor of each RoPE frequency."""
-    scaled = rope_frequencies(config, "llama3")
-    head, theta = _head_dim(config), _rope_parameters(config)["rope_theta"]
-    plain = 1.0 / (theta ** (torch.arange(0, head, 2, dtype=torch.float32) / head))
-    return np.asarray((plain / scaled).to(torch.float32).numpy())
-
-
-def _tensor_type(shape: tuple[int, ...], dtype: str) -> str:
-    if len(shape) < 2:
+def _tensor_type(name: str, part: Tensor, dtype: ExportDtype) -> str:
+    if part.dim() < 2 or any(words in name for words in _UNQUANTIZED_PARTS):
         return "F32"
-    return "F16" if dtype == "q8_0" and shape[-1] % _Q8_0_BLOCK else _MATRIX_TYPES[dtype]
+    return "F16" if dtype.name == "q8_0" and part.shape[-1] % _Q8_0_BLOCK else _MATRIX_TYPES[dtype.name]
 
 
 def _add_tensor_info(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:
@@ -301,7 +213,7 @@ def _add_tensor_info(writer: Any, name: str, shape: tuple[int, ...], kind: str) 
     packed = kind in ("BF16", "Q8_0")
     stored = quant_shape_to_byte_shape(shape, GGMLQuantizationType[kind]) if packed else shape
     dtype = np.dtype(np.uint8) if packed else np.dtype(np.float16 if kind == "F16" else np.float32)
-    size = int(np.prod(stored)) * dtype.itemsize
+    size = math.prod(stored) * dtype.itemsize
     writer.add_tensor_info(name, stored, dtype, size, GGMLQuantizationType[kind] if packed else None)
 
 
@@ -312,24 +224,88 @@ def _quantize(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
     return np.asarray(quantize(weight.to(torch.float32).contiguous().numpy(), GGMLQuantizationType[kind]))
 
 
-def _verify_tokenizer(
-    settings: GenerationSettings,
-    source: dict[str, str],
-    fields: Any,
-    probes: Sequence[Sequence[int]],
-    findings: ExportFindings,
-) -> None:
-    """transformers loads tokens, merges and template; pre-tokenizer and special tokens are read from the file's
-    fields."""
-    from transformers import AutoTokenizer
+def _describe_tensors(file: Path, dtype: ExportDtype) -> dict[str, Any]:
+    """How many tensors have which type, and which of them could not have the one that was asked for."""
+    from gguf import GGUFReader
 
+    types, fallbacks, widths = Counter[str](), Counter[str](), set[int]()
+    for tensor in GGUFReader(file).tensors:
+        kind, width = tensor.tensor_type.name, int(tensor.shape[0])
+        types[kind.lower()] += 1
+        is_block_32 = kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16")
+        if dtype.uses_blocks_of_256 and width % _K_BLOCK and is_block_32:
+            fallbacks[kind.lower()] += 1
+            widths.add(width)
+    found: dict[str, Any] = {"tensors": dict(types)}
+    if fallbacks:
+        found["fell_back"] = dict(fallbacks)
+        found["fell_back_because"] = (
+            f"rows of {', '.join(map(str, sorted(widths)))} weights are no multiple of the {_K_BLOCK} that "
+            f"{dtype.name} groups"
+        )
+    return found
+
+
+def _read_with_llama_cpp(
+    spec: ExportSpec, file: Path, probes: Sequence[Sequence[int]], findings: ExportFindings
+) -> Tensor:
+    settings = spec.generation
+    tokenizer, end = settings.tokenizer, settings.end_of_answer_id
+    plain = [*_texts(settings, probes), HARD_TEXT]
+    if tokenizer_rules(tokenizer).first_text_only:
+        plain = []
+    texts = [*plain, *rendered_prompts(settings, _texts(settings, probes))]
+    positions = max(1, MAX_POSITIONS // max(1, len(probes)))
+    read = llama_cpp.read_file(file, texts, probes, positions, [] if end is None else [end])
+    count = len(findings.reasons)
+    for text, ids in zip(texts, read.ids, strict=True):
+        if ids != tokenizer.encode(text, add_special_tokens=False):
+            findings.reasons.append(f"its tokenizer splits {text[:60]!r} differently")
+            break
+    findings.same_ids = len(findings.reasons) == count
+    findings.same_template = (read.template or None) == (tokenizer.chat_template or None)
+    if not findings.same_template:
+        findings.reasons.append("its chat template is not the one used in training")
+    _check_end(settings, read.ends, findings)
+    return read.logits
+
+
+def _read_with_transformers(
+    spec: ExportSpec, file: Path, probes: Sequence[Sequence[int]], findings: ExportFindings
+) -> Tensor:
+    """transformers dequantizes all weights to fp32, so the whole model is in memory. It ignores RoPE scaling and the
+    rules of the tokenizer, which are read from the file's fields."""
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    config, rope = AutoConfig.from_pretrained(**source), rope_parameters(spec.model.language_model.config)
+    fields = GGUFReader(file).fields
+    if rope["rope_type"] != "default":  # stored as a tensor or as keys, which transformers ignores
+        config.rope_parameters = rope
+    config.head_dim = fields[f"{fields['general.architecture'].contents()}.attention.key_length"].contents()
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of transformers
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            **source, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    missing = sorted(map(str, {*loading_info["missing_keys"], *loading_info["mismatched_keys"]}))
+    if missing:
+        raise ValueError(f"missing weights: {missing[:3]}")
     loaded = AutoTokenizer.from_pretrained(**source)
     set_pre_tokenizer(loaded, str(fields["tokenizer.ggml.pre"].contents()))
     set_gguf_special_tokens(loaded, fields)
-    texts = [settings.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in probes]
-    compare_tokenizers(settings, loaded, texts, findings)
+    compare_tokenizers(spec.generation, loaded, _texts(spec.generation, probes), findings)
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    _check_end(spec.generation, [fields[key].contents() for key in keys if key in fields], findings)
+    return compute_logits(model, probes)
+
+
+def _texts(settings: GenerationSettings, probes: Sequence[Sequence[int]]) -> list[str]:
+    return [settings.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in probes]
+
+
+def _check_end(settings: GenerationSettings, ends: Sequence[int], findings: ExportFindings) -> None:
     end = settings.end_of_answer_id
-    findings.stops = end is None or end in [fields[key].contents() for key in keys if key in fields]
+    findings.stops = end is None or end in ends
     if not findings.stops:
         findings.reasons.append(f"it does not stop at {settings.tokenizer.convert_ids_to_tokens(end)!r}")

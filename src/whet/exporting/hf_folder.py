@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from whet.compat.transformers_private import save_custom_code, to_checkpoint_tensors
 from whet.core.errors import first_line
+from whet.exporting.dtypes import ExportDtype
 from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafetensorsWriter
-from whet.exporting.spec import ExportDtype, ExportFindings, ExportSpec, GenerationSettings
+from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel, compute_logits, trim_heap
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
 from whet.model.load.pretrained import prepare_float64_

@@ -19,9 +19,10 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, os_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, resolve_path, user_path, write_json
+from whet.exporting.dtypes import export_dtype_of
 from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.hf_folder import write_weights
-from whet.exporting.spec import ExportFindings, export_dtype_of
+from whet.exporting.spec import ExportFindings
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.verification import compare_logits
 from whet.model.config import ModelConfig

@@ -1,5 +1,4 @@
-"""What an export is: dtype and tolerances, generation settings, the request of one export, the interface of a format,
-the certificate."""
+"""What an export is: generation settings, the request of one export, the interface of a format, the certificate."""
 
 from __future__ import annotations
 
@@ -8,78 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from whet.core.errors import WhetError
+from whet.exporting.dtypes import ExportDtype
 from whet.exporting.trained_model import TrainedModel
 from whet.model.effect import WeightEffect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-@dataclass(frozen=True, slots=True)
-class ExportDtype:
-    """A dtype by its name in --dtype, and how far rounding to it may move the predictions."""
-
-    name: str
-    torch_name: str
-    bytes_per_weight: float
-    max_logit_difference: float
-    """Relative to the largest logit."""
-    max_kl: float
-    """Mean Kullback-Leibler divergence per position, in nats."""
-    min_same_next_token: float
-    """Fraction of positions."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.torch_name)
-
-
-EXPORT_DTYPES = {
-    dtype.name: dtype
-    for dtype in (
-        ExportDtype("f64", "float64", 8, 1e-4, 1e-6, 0.99),
-        ExportDtype("f32", "float32", 4, 1e-3, 1e-5, 0.99),
-        ExportDtype("bf16", "bfloat16", 2, 0.1, 0.05, 0.9),
-        ExportDtype("f16", "float16", 2, 0.05, 0.02, 0.9),
-        ExportDtype("q8_0", "float32", 34 / 32, 0.15, 0.05, 0.9),
-    )
-}
-EXACT = "exact"
-_DTYPES_OF_KIND = {
-    "merged": ("f64", "f32", "bf16", "f16"),
-    "gguf": ("f32", "bf16", "f16", "q8_0"),
-    "megatron": ("f32", "bf16", "f16"),
-}
-_NAME_OF_TORCH_DTYPE = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-
-
-def choose_dtype(kind: str, requested: str | None, compute: torch.dtype, weights: torch.dtype) -> ExportDtype:
-    """The requested dtype, or by default the one that training computed in: a bf16 run with fp32 master weights exports
-    bf16. `exact` is the dtype of the trained weights."""
-    if kind == "adapter":
-        if requested is not None:
-            raise WhetError(
-                f"--dtype: {requested}, but an adapter is exported in the dtype it was trained in. Leave --dtype out"
-            )
-        return export_dtype_of(compute)
-    supported = _DTYPES_OF_KIND[kind]
-    if requested == EXACT:
-        requested, compute = None, weights
-    if requested is not None and requested not in supported:
-        raise WhetError(
-            f"--dtype: {requested} does not exist for --to {kind}. Use one of {', '.join((*supported, EXACT))}"
-        )
-    name = requested or _NAME_OF_TORCH_DTYPE[compute]
-    return EXPORT_DTYPES[name if name in supported else "f32"]
-
-
-def export_dtype_of(dtype: torch.dtype) -> ExportDtype:
-    """The tolerances of bf16 for dtypes without a name, such as fp8."""
-    return EXPORT_DTYPES[_NAME_OF_TORCH_DTYPE.get(dtype, "bf16")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +49,8 @@ class ExportSpec:
     name: str = "whet"
     run_effect: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the run knows of each weight, and an export does not show: whether it got a gradient, which experts did."""
+    calibration: Sequence[Sequence[int]] = ()
+    """Token ids of training conversations, for the importance matrix of llama.cpp's quantizer; none: no such matrix."""
 
 
 @dataclass(slots=True)
@@ -125,7 +63,10 @@ class ExportFindings:
     kl: float | None = None
     same_next_token: float | None = None
     same_ids: bool = False
+    same_template: bool | None = None
     stops: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+    """What only some formats have, by its key in the certificate."""
     effect: list[WeightEffect] = field(default_factory=list)
     """On every trained weight."""
 
@@ -179,6 +120,8 @@ class Certificate:
     """Fraction of positions where both models predict the same next token."""
     same_ids: bool
     """The reloaded chat template and tokenizer give the same token ids."""
+    same_template: bool | None
+    """The export's chat template is the one used in training."""
     stops: bool
     """The reloaded model stops at the end of its turn."""
     files: dict[str, str]
@@ -186,6 +129,9 @@ class Certificate:
     """The quantization of the base model during training; the comparison is with the quantized model."""
     effect: dict[str, Any] = field(default_factory=dict)
     """What training changed: a summary, and `modules`, a list of all trained weights."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """For GGUF: `tensors` by type, those that `fell_back` to another, the `importance_matrix`, task `scores`."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        found = {name: getattr(self, name) for name in self.__slots__ if name != "details"}
+        return found | self.details

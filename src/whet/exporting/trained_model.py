@@ -26,7 +26,8 @@ from whet.model.quantize import count_weights, dequantize_linear, dequantize_par
 ReadWeight = Callable[[str, torch.dtype], Tensor]
 """(name inside the language model, dtype) → weight."""
 
-_MAX_POSITIONS = 512
+MAX_POSITIONS = 512
+"""At which logits are compared, in all probes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ def compute_logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
     model.eval()
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"]
     device = next((found for found in devices if found.type != "cpu"), torch.device("cpu"))
-    positions = max(1, _MAX_POSITIONS // max(1, len(probes)))
+    positions = max(1, MAX_POSITIONS // max(1, len(probes)))
     has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": positions} if has_option else {}
     with native_attention(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,15 @@ from torch import Tensor
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
-from whet.exporting.spec import ExportDtype, ExportFindings, GenerationSettings
+from whet.exporting.dtypes import ExportDtype
+from whet.exporting.spec import ExportFindings, GenerationSettings
 from whet.model.modules import cache_works
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _ROWS_AT_A_TIME = 64
-_HARD_TEXT = "Größe: 1234567,89 €\n\n\tThe 2nd line's   gap; <b>tag</b> 漢字 🙂 don't WE'LL x=3.14"
+HARD_TEXT = "Größe: 1234567,89 €\n\n\tThe 2nd line's   gap; <b>tag</b> 漢字 🙂 don't WE'LL x=3.14"
 """Digits, whitespace, contractions and scripts on which similar tokenizers differ."""
 _GREEDY_RELEVANT_KEYS = (
     "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_bos_token_id",
@@ -77,18 +79,39 @@ def compare_tokenizers(
     """Compare chat template, token ids of `texts` and of a hard one, and eos token. Sets findings.same_ids."""
     count = len(findings.reasons)
     own = settings.tokenizer
-    if own.chat_template != loaded.chat_template:
+    findings.same_template = own.chat_template == loaded.chat_template
+    if not findings.same_template:
         findings.reasons.append("its chat template is not the one used in training")
-    for text in (*texts, _HARD_TEXT):
+    for text in (*texts, HARD_TEXT):
         if own.encode(text, add_special_tokens=False) != loaded.encode(text, add_special_tokens=False):
             findings.reasons.append(f"its tokenizer splits {text[:60]!r} differently")
             break
     else:
         if own.chat_template is not None and len(findings.reasons) == count:
-            _compare_rendered_ids(own, loaded, [*texts, _HARD_TEXT], findings)
+            _compare_rendered_ids(own, loaded, [*texts, HARD_TEXT], findings)
     if own.eos_token_id != loaded.eos_token_id:
         findings.reasons.append(f"the eos token of its tokenizer is {loaded.eos_token!r} instead of {own.eos_token!r}")
     findings.same_ids = len(findings.reasons) == count
+
+
+def rendered_prompts(settings: GenerationSettings, texts: Sequence[str]) -> list[str]:
+    """The prompts that the chat template makes of the texts, after user, assistant, user; none without a template."""
+    if settings.tokenizer.chat_template is None:
+        return []
+    renderer = Renderer(settings.tokenizer, "assistant")
+    found = []
+    for messages in _exchanges([*texts, HARD_TEXT]):
+        with contextlib.suppress(BadRecordError):
+            found.append(renderer.prompt_text(messages))
+    return found
+
+
+def _exchanges(texts: Sequence[str]) -> list[list[Message]]:
+    """Each text as a question, with the next one as the answer before it."""
+    return [
+        [Message("user", first), Message("assistant", second), Message("user", first)]
+        for first, second in zip(texts, [*texts[1:], texts[0]], strict=True)
+    ]
 
 
 def _compare_rendered_ids(
@@ -97,12 +120,10 @@ def _compare_rendered_ids(
     """Compare the prompts of both tokenizers after user, assistant, user. Their ids are those before an answer in
     training."""
     trained, exported = Renderer(own, "assistant"), Renderer(loaded, "assistant")
-    for first, second in zip(texts, [*texts[1:], texts[0]], strict=True):
-        turns = [("user", first), ("assistant", second), ("user", first)]
-        messages = [Message(role, text) for role, text in turns]
+    for messages in _exchanges(texts):
         expected = _prompt_ids(trained, messages)
         if expected is not None and _prompt_ids(exported, messages) != expected:
-            findings.reasons.append(f"its chat template renders {first[:60]!r} to other token ids")
+            findings.reasons.append(f"its chat template renders {messages[0].content[:60]!r} to other token ids")
             return
 
 

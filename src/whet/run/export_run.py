@@ -20,8 +20,10 @@ from whet.core.errors import WhetError
 from whet.core.files import resolve_path
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
+from whet.exporting.dtypes import assess_quantization, choose_dtype
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
-from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings, choose_dtype
+from whet.exporting.gguf_file import gguf_file
+from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
 from whet.model.effect import EFFECT_FILE, describe_effect
@@ -31,12 +33,14 @@ from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
 from whet.run.load_models import load_checkpoint_model
 from whet.run.model_builder import build_model
+from whet.run.quantized_scores import score_quantized
 from whet.run.register_model import run_reference
 from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 _PROBE_COUNT = 4  # conversations on which an export is compared with the trained model
+_CALIBRATION_TOKENS = 8_192
 KIND_ALIASES = {"hf": "merged"}
 
 
@@ -58,7 +62,7 @@ def export_model(
     finished run, the name of the folder ends with the step."""
     kind = KIND_ALIASES.get(request.kind, request.kind)
     spec = _build_spec(config, data, request, kind, step, ranks)
-    name = kind if request.dtype is None else f"{kind}-{request.dtype}"
+    name = kind if request.dtype is None else f"{kind}-{request.dtype.lower()}"
     name = name if is_final else f"{name}-{directory.checkpoint_name(step)}"
     folder = request.out or config.folder / "exports" / name
     if request.out is not None:
@@ -70,7 +74,31 @@ def export_model(
         f"same next token at {certificate.same_next_token:.1%} of positions"
     )
     info(describe_effect(certificate.effect))
+    if kind == "gguf":
+        certificate = _report_gguf(config, spec, folder, certificate, ranks)
     return folder, certificate
+
+
+def _report_gguf(config: Config, spec: ExportSpec, folder: Path, certificate: Certificate, ranks: Ranks) -> Certificate:
+    """Print what a user needs to know of a GGUF file; of a quantized one, score the run's tasks, too."""
+    file = gguf_file(folder)
+    types = ", ".join(f"{count} {kind}" for kind, count in certificate.details["tensors"].items())
+    info(f"tensors: {types}")
+    if because := certificate.details.get("fell_back_because"):
+        count = sum(certificate.details["fell_back"].values())
+        info(f"{count} of them have another type than {certificate.dtype} gives: {because}")
+    for note in certificate.details.get("notes", ()):
+        info(note)
+    if spec.dtype.is_quantized and certificate.same_next_token is not None and certificate.kl is not None:
+        info(assess_quantization(spec.dtype, certificate.same_next_token, certificate.kl))
+        if config.eval.tasks:
+            scores = score_quantized(config, spec, file, ranks)
+            certificate = dataclasses.replace(certificate, details=certificate.details | {"scores": scores})
+            write_hashed_json(folder / "certificate.json", certificate.as_dict())
+            for task, found in scores.items():
+                info(f"{task}: {found['export']:.3f} in {certificate.dtype}, {found['trained']:.3f} as trained")
+    info(f"Ollama:     ollama create {spec.name} -f {folder / 'Modelfile'}\nLM Studio:  lms import {file}")
+    return certificate
 
 
 def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificate]:
@@ -130,6 +158,18 @@ def _probe_conversations(data: RunData) -> list[list[int]]:
     return [store.ids(int(document)).tolist() for document in documents[:_PROBE_COUNT]]
 
 
+def _calibration_conversations(data: RunData) -> list[list[int]]:
+    """Token ids of training conversations, for the importance matrix."""
+    store, found, tokens = data.train.store, list[list[int]](), 0
+    for document in data.train_documents:
+        ids = store.ids(int(document)).tolist()[: _CALIBRATION_TOKENS - tokens]
+        if len(ids) < 2:
+            break
+        found.append(ids)
+        tokens += len(ids)
+    return found
+
+
 def _build_spec(
     config: Config, data: RunData, request: ExportRequest, kind: str, step: int, ranks: Ranks
 ) -> ExportSpec:
@@ -147,6 +187,7 @@ def _build_spec(
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
         resolve_path(config.folder).name, _read_effect(config.folder, step),
+        _calibration_conversations(data) if dtype.llama_ftype is not None else (),
     )  # fmt: skip
 
 

@@ -91,8 +91,9 @@ def test_they_compute_as_their_dequantized_weights_do(kind: str) -> None:
 def test_they_are_exported(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    from whet.exporting.dtypes import EXPORT_DTYPES
     from whet.exporting.exporter import write_export
-    from whet.exporting.spec import EXPORT_DTYPES, ExportSpec, GenerationSettings
+    from whet.exporting.spec import ExportSpec, GenerationSettings
     from whet.exporting.trained_model import TrainedModel
     from whet.model.config import ModelConfig
     from whet.model.load.tokenizer import load_tokenizer

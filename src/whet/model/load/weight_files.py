@@ -74,11 +74,11 @@ def require_files_inside(path: str) -> None:
 # A folder that whet exported, merged or imported has a certificate with the hashes of its files.
 
 _CERTIFICATE = "certificate.json"
-_NOT_CERTIFIED = (_CERTIFICATE, "README.md")
+_NOT_CERTIFIED = (_CERTIFICATE, "README.md", "Modelfile")
 
 
 def hash_model_folder(folder: Path) -> dict[str, str]:
-    """Path in the folder → hash of every file but the model card, which its owner may edit."""
+    """Path in the folder → hash of every file but the model card and the Modelfile, which their owner may edit."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in _NOT_CERTIFIED)
     return _hash_files(folder, [str(file.relative_to(folder)) for file in files])
 

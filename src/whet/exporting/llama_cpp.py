@@ -1,0 +1,152 @@
+"""llama.cpp as an export uses it: its quantizer, and its reading of the finished file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from whet.core.console import progress
+from whet.core.errors import WhetError
+from whet.core.resources import available_cores
+from whet.exporting.dtypes import ExportDtype
+
+INSTALL = "pip install 'whet[export]'"
+_PROGRAM = "llama-quantize"
+_CHILD = (sys.executable, "-m", "whet.exporting.llama_cpp_child")
+_STEP = re.compile(r"\[\s*\d+/\s*\d+\]")
+"""The log of the quantizer: [  12/ 290] blk.0.attn_k.weight - …"""
+_KEPT_LINES = 40
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "GGML_NO_BACKTRACE": "1"}
+"""Threads that wait by computing make a busy machine 50 times slower; llama.cpp starts a debugger when it aborts."""
+
+
+class LlamaCppError(Exception):
+    """llama.cpp failed; the text is its own reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCppReading:
+    """What llama.cpp makes of a GGUF file."""
+
+    vocabulary: int
+    ids: list[list[int]]
+    """Of the texts."""
+    template: str | None
+    ends: list[int]
+    """The tokens, of those asked about, at which generation ends."""
+    logits: Tensor
+    """[N, V] at the last positions of each probe."""
+
+
+def is_installed() -> bool:
+    """Whether llama.cpp can read files here."""
+    return find_spec("cyllama") is not None
+
+
+def require_quantizer(dtype: ExportDtype) -> None:
+    """Raise if nothing here can write this type."""
+    if not is_installed() and shutil.which(_PROGRAM) is None:
+        raise WhetError(
+            f"--dtype: {dtype.name} is written by llama.cpp's quantizer, and neither the package cyllama nor the "
+            f"program {_PROGRAM} is here. {INSTALL}; or use --dtype q8_0, which whet writes itself"
+        )
+
+
+def quantize_file(source: Path, target: Path, dtype: ExportDtype, importance_matrix: Path | None, tensors: int) -> None:
+    """Write `target`, a quantized copy of a GGUF file with so many tensors. Raises LlamaCppError."""
+    arguments: str | None = None
+    if is_installed():
+        command = [*_CHILD, "quantize"]
+        settings = {"source": str(source), "target": str(target), "ftype": dtype.llama_ftype}
+        matrix = None if importance_matrix is None else str(importance_matrix)
+        arguments = json.dumps({**settings, "threads": available_cores(), "importance_matrix": matrix})
+    else:
+        matrix_option = [] if importance_matrix is None else ["--imatrix", str(importance_matrix)]
+        command = [_PROGRAM, *matrix_option, str(source), str(target), dtype.name.upper(), str(available_cores())]
+    lines: list[str] = []
+    with (
+        _process(command, arguments, subprocess.STDOUT) as process,
+        progress(f"quantizing to {dtype.name}", tensors) as bar,
+    ):
+        assert process.stdout is not None
+        for raw in process.stdout:
+            line = raw.decode(errors="replace").strip()
+            lines = [*lines[1 - _KEPT_LINES :], line]
+            if _STEP.search(line):
+                bar.advance()
+    if process.returncode != 0 or not target.exists():
+        raise LlamaCppError(_reason(lines, process.returncode))
+
+
+def read_file(
+    file: Path, texts: Sequence[str], probes: Sequence[Sequence[int]], positions: int, ends: Sequence[int]
+) -> LlamaCppReading:
+    """Load a GGUF file in llama.cpp: ids of the texts, logits at the last `positions` of each probe. Raises
+    LlamaCppError."""
+    arguments = {
+        "file": str(file), "texts": list(texts), "probes": [list(ids) for ids in probes], "positions": positions,
+        "threads": available_cores(), "ends": list(ends),
+    }  # fmt: skip
+    rows = sum(min(len(ids), positions) for ids in probes)
+    about: dict[str, Any] = {}
+    logits = bytearray()
+    with tempfile.TemporaryFile() as log, _process([*_CHILD, "read"], json.dumps(arguments), log) as process:
+        assert process.stdout is not None
+        if first := process.stdout.readline():
+            about = json.loads(first)
+            logits = bytearray(4 * rows * about["vocabulary"])
+            received = _read_into(process.stdout, logits)
+        process.wait()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").splitlines()
+    if process.returncode != 0 or not about or received < len(logits):
+        raise LlamaCppError(_reason(lines, process.returncode))
+    table = torch.frombuffer(logits, dtype=torch.float32).view(rows, about["vocabulary"])
+    return LlamaCppReading(about["vocabulary"], about["ids"], about["template"], about["ends"], table)
+
+
+@contextmanager
+def _process(command: Sequence[str], arguments: str | None, log: int | IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does not outlive the block: Ctrl-C reaches llama.cpp only between two calls of Python."""
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write((arguments or "").encode())
+        stdin.seek(0)
+        process = subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **_ENVIRONMENT}
+        )
+    try:
+        yield process
+        process.wait()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read_into(stream: IO[bytes], buffer: bytearray) -> int:
+    """Fill the buffer; fewer bytes if the stream ends before."""
+    view, filled = memoryview(buffer), 0
+    while filled < len(buffer) and (count := stream.readinto(view[filled:])):  # type: ignore[attr-defined]
+        filled += count
+    return filled
+
+
+def _reason(lines: Sequence[str], code: int | None) -> str:
+    """llama.cpp's own words for what went wrong."""
+    wrong = [line for line in lines if re.search(r"\berror|failed|GGML_ASSERT|Missing", line)]
+    told = [line for line in wrong if not line.startswith("error: ")]  # of the child, which has seen a code only
+    found = next(iter(told or wrong or [line for line in reversed(lines) if line]), "")
+    return found.strip() or f"it ended with code {code}"
