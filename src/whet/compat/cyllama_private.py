@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from cyllama.llama.llama_cpp import LlamaModel
 
 _STRUCT_SIZE = 56
 """Of llama_model_quantize_params: four ints, six bools, four pointers; the object ends with it."""
@@ -15,12 +14,16 @@ _FTYPE, _IMATRIX = 4, 24
 """Where the type and the pointer to the importance matrix are in it."""
 
 
-class ModelWithVocabulary(LlamaModel):
-    """A model whose context returns logits: it reads `n_vocab` of its model, which LlamaModel lacks."""
+def load_llama_model(file: str, settings: Any) -> Any:
+    """A model whose context returns logits: that reads `n_vocab` of its model, which LlamaModel lacks."""
+    from cyllama.llama.llama_cpp import LlamaModel
 
-    @property
-    def n_vocab(self) -> int:
-        return self.get_vocab().n_vocab
+    class ModelWithVocabulary(LlamaModel):
+        @property
+        def n_vocab(self) -> int:
+            return self.get_vocab().n_vocab
+
+    return ModelWithVocabulary(file, settings)
 
 
 class _Entry(ctypes.Structure):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.compat.cyllama_private import ModelWithVocabulary, set_importance_matrix
+from whet.compat.cyllama_private import load_llama_model, set_importance_matrix
 
 
 def quantize(source: str, target: str, ftype: int, threads: int, importance_matrix: str | None) -> None:
@@ -51,7 +51,7 @@ def read(file: str, texts: list[str], probes: list[list[int]], positions: int, t
 
     loading = llama_cpp.LlamaModelParams()
     loading.n_gpu_layers, loading.check_tensors = 0, True
-    model = ModelWithVocabulary(file, loading)
+    model = load_llama_model(file, loading)
     vocabulary = model.get_vocab()
     about = {
         "vocabulary": vocabulary.n_vocab,
