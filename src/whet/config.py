@@ -92,7 +92,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_best_with_patience(cls, given: Any) -> Any:
+    def _keep_best_if_stopping_early(cls, given: Any) -> Any:
         """A run that may end early keeps its best checkpoint."""
         measured, saved = (given.get(name) if isinstance(given, dict) else None for name in ("eval", "checkpoint"))
         if not isinstance(measured, dict) or measured.get("patience") is None or not isinstance(saved, dict | None):

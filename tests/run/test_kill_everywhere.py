@@ -64,7 +64,7 @@ class Place:
             json.loads((self.run / name).read_text())
             for name in ("status.json", "ledger.json", "checkpoints/step-000002/manifest.json")
         )
-        patterns = ("checkpoints/*", "plan/*", "exports/merged/*", "samples.jsonl", "events.jsonl")
+        patterns = ("checkpoints/*", "plan/*", "exports/merged/*", "samples.jsonl", "events.jsonl", "losses.bin")
         files = [file for pattern in patterns for file in self.run.glob(pattern) if file.is_file()]
         hidden = [file for file in self.folder.rglob(".*") if file.name != ".metadata" and file.suffix != ".lock"]
         return {

@@ -195,3 +195,20 @@ def test_patience_ends_a_run_with_its_best_kept_also_after_a_stop(
         assert asked == [(step, text) for step in (0, 2, 4) for text in ("Hello", "3 chairs")]
     whole, parts = (read_training_losses(tmp_path / name) for name in ("whole", "parts"))
     assert whole.tobytes() == parts.tobytes()
+
+
+def test_without_tasks_a_run_answers_held_out_prompts_before_and_after(
+    whet: Callable[..., Any], tmp_path: Path, recipe: str
+) -> None:
+    done = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", "eval.prompts=null")
+    assert done.code == 0, done.err
+    found = lines(tmp_path / "run", "samples")
+    assert [line["step"] for line in found] == [0] * 4 + [1] * 4
+    assert len({line["prompt"] for line in found}) == 4
+    for line in found:
+        assert line["task"] == "data.validation"
+        assert line["prompt"].endswith("<|im_start|>assistant\n")
+        assert line["expected"].startswith('{"item": ')
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "4 of 4 held-out samples" in page
+    assert "4 of 200 conversations seen" in page

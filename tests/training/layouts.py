@@ -127,6 +127,8 @@ class Trace:
     weights: dict[str, torch.Tensor]
     apart: tuple[str, ...] = ()
     """Weights of which some processes hold the same part, and not the same numbers."""
+    conversations: tuple[float, ...] = ()
+    """The loss of each conversation, step by step, in the order of their numbers."""
 
 
 def make_store() -> Store:
@@ -228,7 +230,13 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         linear_cross_entropy._CHUNK_BYTES_CPU = before
         loader.close()
     weights = {name: unsharded(weight).cpu() for name, weight in model.state_dict().items()}
-    return Trace([r.loss for r in results], [r.grad_norm for r in results], weights, apart(model, ranks))
+    conversations = [
+        float(loss)
+        for step, result in enumerate(results)
+        for _, loss in sorted(zip(plan.documents_of(step).tolist(), result.conversation_losses, strict=True))
+    ]
+    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+    return Trace(losses, norms, weights, apart(model, ranks), tuple(conversations))
 
 
 def apart(model: nn.Module, ranks: Ranks) -> tuple[str, ...]:
@@ -256,8 +264,9 @@ def run_naively(store: Store, family: str = "tiny", steps: int = STEPS, router_a
     decay = {True: OPTIMIZER.weight_decay, False: 0.0}
     groups = [{"params": [p], "weight_decay": decay[p.ndim > 1]} for p in model.parameters()]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, foreach=False)
-    losses, norms = [], []
+    losses, norms, conversations = [], [], []
     for step in range(len(plan)):
+        parts = []
         total, count, routers = torch.zeros((), dtype=torch.float64), 0, []
         for document in plan.documents_of(step):
             ids = torch.from_numpy(store.ids(int(document)))
@@ -266,7 +275,9 @@ def run_naively(store: Store, family: str = "tiny", steps: int = STEPS, router_a
                 output = model(input_ids=ids[None], **{"output_router_logits": True} if router_aux_loss else {})
             logits = output.logits[0]
             routers += list(output.router_logits) if router_aux_loss else []
-            total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            loss = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            parts.append((int(document), loss.item()))
+            total = total + loss
             count += int((labels[1:] != -100).sum())
         objective = total / count
         if router_aux_loss:
@@ -275,8 +286,9 @@ def run_naively(store: Store, family: str = "tiny", steps: int = STEPS, router_a
         objective.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         losses.append(total.item() / count)
+        conversations += [loss for _, loss in sorted(parts)]
         optimizer.step()
-    return Trace(losses, norms, model.state_dict())
+    return Trace(losses, norms, model.state_dict(), (), tuple(conversations))
 
 
 def load_balancing_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -391,6 +403,7 @@ def main(folder: Path) -> None:
         if ranks.is_main:
             torch.save(trace.weights, folder / f"{number}.pt")
             found = {"losses": trace.losses, "norms": trace.norms, "apart": trace.apart}
+            found["conversations"] = trace.conversations
             (folder / f"{number}.json").write_text(json.dumps(found))
     ends = end_of_each_rank(store, ranks)
     noisy = copies_under_noise(store, ranks)

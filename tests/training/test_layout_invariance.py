@@ -1,4 +1,5 @@
-"""The layout does not matter: losses, gradient norms and final weights are those of the plainest loop there is."""
+"""The layout does not matter: losses, also of each conversation, gradient norms and final weights are those of the
+plainest loop there is."""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ def assert_equal(found: Trace, naive: Trace, atol: float = 1e-9) -> None:
     assert len(found.losses) == len(naive.losses)
     assert found.losses == pytest.approx(naive.losses, rel=1e-9)
     assert found.norms == pytest.approx(naive.norms, rel=1e-9)
+    assert found.conversations == pytest.approx(naive.conversations, rel=1e-8)
     for name, weight in naive.weights.items():
         torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=atol)
 
@@ -120,7 +122,8 @@ def test_neither_the_number_of_processes_matters_nor_what_they_shard(
         weights = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         if (plain := plain_of(layout)) not in alone:
             alone[plain] = run_plainly(store, plain)
-        assert_equal(Trace(found["losses"], found["norms"], weights), alone[plain], atol)
+        trace = Trace(found["losses"], found["norms"], weights, conversations=tuple(found["conversations"]))
+        assert_equal(trace, alone[plain], atol)
         assert found["apart"] == []
     assert json.loads((tmp_path / "noisy.json").read_text()) == []
     ends = json.loads((tmp_path / "ends.json").read_text())

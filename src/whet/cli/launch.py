@@ -135,7 +135,7 @@ def launch(
     if wait or chain > 1 or then:
         raise UsageError("--wait, --chain and --then are for Slurm: add --on slurm")
     command = train_command(recipe, overrides or (), quiet, until)
-    job = make_launch_job(command, config.folder, config.run.name or "", config.launch, resume)
+    job = make_launch_job(command, config.folder, config.run.name or "", config.launch, resume, config.run.notify)
     if is_new:
         require_rows(config, job.nodes, job.processes)
     if dry_run:

@@ -192,7 +192,7 @@ class ProgressBar:
             times = self._format_times(task.completed, task.total)
             line = f"{task.description} {task.completed:g}{of} · {times}{f' · {note}' * bool(note)}"
             _write_log(line)
-            if not _console.is_terminal and not _quiet:
+            if live_console() is None and not _quiet:
                 _console.print(line)
 
     def _format_times(self, done: float, total: float | None) -> str:

@@ -50,7 +50,9 @@ class TrainingLossWriter:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             losses = (nats / tokens).astype(np.float32)
         records["loss"] = np.where(np.isfinite(losses), losses, np.nan)
-        os.write(self._handle, records.tobytes())
+        content = memoryview(records.tobytes())
+        while content:
+            content = content[os.write(self._handle, content) :]
 
     def close(self) -> None:
         os.close(self._handle)

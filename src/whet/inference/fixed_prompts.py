@@ -42,7 +42,10 @@ def given_prompts(texts: Sequence[str], model: InferenceModel) -> list[FixedProm
     """Those of eval.prompts, each the message of a user; a WhetError for one that the model cannot answer."""
     prompts, context = [], context_length(model.model)
     for number, text in enumerate(texts):
-        ids = model.prompt_ids([Message("user", text)])
+        try:
+            ids = model.prompt_ids([Message("user", text)])
+        except WhetError as error:
+            raise WhetError(f"eval.prompts.{number}: {error}") from None
         if context is not None and len(ids) >= context:
             raise WhetError(
                 f"eval.prompts.{number}: it has {len(ids):,} tokens, and the model's context is {context:,}. Shorten it"
@@ -68,34 +71,33 @@ def held_out_prompts(store: Store, documents: Sequence[int], model: InferenceMod
 
 
 def answer_prompts(
-    prompts: Sequence[FixedPrompt], model: InferenceModel, ranks: Ranks, shares_model: bool
+    prompts: Sequence[FixedPrompt], model: InferenceModel, ranks: Ranks, shares_model: bool, is_optional: bool = False
 ) -> list[AnsweredExample]:
-    """The model's most likely answers. Ranks share the prompts, unless the model is sharded over them."""
+    """The model's most likely answers. Ranks share the prompts, unless the model is sharded over them.
+
+    `is_optional`: nobody asked for them, so that a model that cannot generate does not end the run.
+    """
     rank, world = (0, 1) if shares_model else (ranks.rank, ranks.world_size)
     own = range(rank, len(prompts), world)
-    model = replace(model, sampling=Sampling(), tool=None)
-    with model.context():
-        completions = generate(
-            model.model, [prompts[i].ids for i in own], model.sampling, model.stop_ids, pad_id=model.pad_id,
-            limits=[prompts[i].max_new_tokens for i in own],
-        )  # fmt: skip
+    try:
+        answers = _generate([prompts[i] for i in own], replace(model, sampling=Sampling(), tool=None))
+    except (WhetError, torch.OutOfMemoryError, NotImplementedError) as error:
+        if not is_optional or (shares_model and ranks.world_size > 1):  # the others wait for this rank
+            raise
+        free_cached(ranks.device, after_failure=True)
+        warn(f"held-out prompts were not answered: {first_line(error)}. eval.prompts=[] turns them off")
+        own, answers = range(0), []
     answered = [
-        AnsweredExample(prompts[i].origin, prompts[i].text, prompts[i].expected, model.decode(each.ids), None, None, i)
-        for i, each in zip(own, completions, strict=True)
+        AnsweredExample(prompts[i].origin, prompts[i].text, prompts[i].expected, answer, None, None, i)
+        for i, answer in zip(own, answers, strict=True)
     ]
     return answered if shares_model else sorted(ranks.all_gather(answered), key=lambda sample: sample.number)
 
 
-def answer_held_out(
-    store: Store, documents: Sequence[int], model: InferenceModel, ranks: Ranks, shares_model: bool
-) -> list[AnsweredExample]:
-    """Answers to held-out prompts. Nobody asked for them, so that a model that cannot generate does not end the run."""
-    try:
-        prompts = held_out_prompts(store, documents, model)
-        return answer_prompts(prompts, model, ranks, shares_model)
-    except (WhetError, torch.OutOfMemoryError, NotImplementedError) as error:
-        if ranks.world_size > 1:  # the others wait for this one
-            raise
-        free_cached(ranks.device, after_failure=True)
-        warn(f"held-out prompts were not answered: {first_line(error)}. eval.prompts=[] turns them off")
-        return []
+def _generate(prompts: Sequence[FixedPrompt], model: InferenceModel) -> list[str]:
+    with model.context():
+        completions = generate(
+            model.model, [each.ids for each in prompts], model.sampling, model.stop_ids, pad_id=model.pad_id,
+            limits=[each.max_new_tokens for each in prompts],
+        )  # fmt: skip
+    return [model.decode(each.ids) for each in completions]

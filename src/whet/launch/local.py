@@ -56,6 +56,8 @@ class LaunchJob:
     wait_s: float
     log_policies: Sequence[LogPolicy] = ()
     resume: bool = False
+    notify: Sequence[str] = ()
+    """Whom to tell when the run has failed for good (run.notify)."""
 
     @property
     def uses_torchrun(self) -> bool:
@@ -70,8 +72,9 @@ def train_command(recipe: Path, overrides: Sequence[str], quiet: bool, until: in
 
 
 def make_launch_job(
-    command: tuple[str, ...], folder: Path | None, name: str, launch: LaunchConfig, resume: bool = False
-) -> LaunchJob:
+    command: tuple[str, ...], folder: Path | None, name: str, launch: LaunchConfig, resume: bool = False,
+    notify: Sequence[str] = (),
+) -> LaunchJob:  # fmt: skip
     """Count this machine's devices and resolve the rendezvous."""
     nodes, most = launch.node_range()
     if nodes != most:
@@ -96,7 +99,7 @@ def make_launch_job(
     return LaunchJob(
         command=command, folder=folder, name=name, nodes=nodes, processes=processes, rendezvous=rendezvous, env=env,
         named=tuple(launch.env), max_restarts=launch.max_restarts, wait_s=launch.wait,
-        log_policies=launch.log_policies, resume=resume,
+        log_policies=launch.log_policies, resume=resume, notify=notify,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from whet.core.console import info, warn
 from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, write_json
+from whet.core.notify import Notifier
 from whet.core.processes import child_pids, identify_process
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
 from whet.core.signals import exit_is_undisturbed, stop_signals
@@ -83,6 +84,10 @@ def _finish_launch(
     has_crashed = decision.exit_code == ExitCode.FAILED or len(attempts) > 1
     if job.folder is not None and has_crashed and decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT):
         record_failure(job.folder, decision.reason, decision.exit_code)
+    if job.folder is not None and decision.exit_code in (ExitCode.FAILED, ExitCode.INPUT) and given_up.read() is None:
+        notifier = Notifier(job.notify, job.folder)
+        notifier.send("failed", decision.reason, attempts=len(attempts))
+        notifier.wait()
     if decision.exclude is not None:
         exclude_node(decision.exclude)
     if decision.exclude is not None or decision.exit_code not in (

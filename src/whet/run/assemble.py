@@ -38,7 +38,7 @@ from whet.parallel.ddp import broadcast_weights
 from whet.parallel.mesh import Mesh, build_mesh
 from whet.parallel.ulysses import apply_ulysses
 from whet.run.data import RunData
-from whet.run.evaluation import evaluate_run
+from whet.run.evaluation import evaluate_run, require_prompts
 from whet.run.memory_choice import with_previous_choice
 from whet.run.model_builder import (
     BackgroundModelLoader,
@@ -90,6 +90,7 @@ def assemble(
     precision = choose_precision(config, ranks.device)
     plan = Plan.load(config.folder / "plan")
     model = _build_training_model(config, data, loading, mesh, precision)
+    require_prompts(config, data, model)
     if model.unpacked:
         plan = plan.unpacked(data.train.store.lengths)
     check_rows(config, data, plan, bool(model.unpacked), is_new)

@@ -11,7 +11,7 @@ from whet.config import Config
 from whet.core.distributed import Ranks
 from whet.data.plan.planner import plan_single_step
 from whet.data.render.renderer import Renderer
-from whet.inference.fixed_prompts import answer_held_out, answer_prompts, given_prompts
+from whet.inference.fixed_prompts import answer_prompts, given_prompts, held_out_prompts
 from whet.inference.inference_model import InferenceModel, stop_token_ids
 from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
@@ -86,17 +86,30 @@ def _answer_fixed_prompts(
     texts, held_out = config.eval.prompts, data.validation
     if not texts and (texts is not None or config.eval.tasks or held_out is None):
         return []
-    renderer, shares_model = Renderer(data.tokenizer, config.data.train_on), is_sharded(root)
-    stop_ids = stop_token_ids(renderer, config.model)
-    model = InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
+    model, shares_model = _inference_model(config, data, root, autocast), is_sharded(root)
 
     def answer() -> list[AnsweredExample]:
         if texts:
             return answer_prompts(given_prompts(texts, model), model, ranks, shares_model)
         assert held_out is not None
-        return answer_held_out(held_out, data.validation_documents.tolist(), model, ranks, shares_model)
+        prompts = held_out_prompts(held_out, data.validation_documents.tolist(), model)
+        return answer_prompts(prompts, model, ranks, shares_model, is_optional=True)
 
     return root.with_full_weights(answer)
+
+
+def require_prompts(config: Config, data: RunData, root: LossModel) -> None:
+    """Refuse prompts that the model cannot answer before the first step, not at the first evaluation."""
+    if config.eval.prompts:
+        given_prompts(config.eval.prompts, _inference_model(config, data, root, contextlib.nullcontext))
+
+
+def _inference_model(
+    config: Config, data: RunData, root: LossModel, autocast: Callable[[], AbstractContextManager[object]]
+) -> InferenceModel:
+    renderer = Renderer(data.tokenizer, config.data.train_on)
+    stop_ids = stop_token_ids(renderer, config.model)
+    return InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
 
 
 def _validation_metadata(data: RunData, root: LossModel) -> ValidationMetadata:

@@ -24,7 +24,7 @@ from whet.core.errors import StoppedError, WhetError
 from whet.core.files import read_json_lines
 from whet.core.heartbeat import PHASE, describe_phase
 from whet.core.notify import Notifier
-from whet.core.run_folder import read_status
+from whet.core.run_folder import SUPERVISOR_VARIABLE, read_status
 from whet.core.signals import StopRequested
 
 _PERIOD_S = 10.0
@@ -50,7 +50,7 @@ class RunMonitor:
         """The first prediction is kept: it is compared with what the run has cost in the end."""
         self._told_of = -1.0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="whet-monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="whet-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class RunMonitor:
         self._closed.set()
         self._thread.join(timeout=10.0)
 
-    def _watch(self) -> None:
+    def _run_thread(self) -> None:
         is_open = True
         while is_open:
             is_open = not self._closed.wait(self._period_s)
@@ -124,9 +124,11 @@ def monitor_run(config: Config, is_on: bool) -> Iterator[None]:
         raise
     except BaseException as error:
         monitor.close()
-        status = _status(config.folder)
-        notifier.send("failed", str(error) or type(error).__name__, step=status.get("step"), steps=status.get("steps"))
-        notifier.wait()
+        if SUPERVISOR_VARIABLE not in os.environ:  # `whet launch` may start it again, and tells when it gives up
+            status = _status(config.folder)
+            reason = str(error) or type(error).__name__
+            notifier.send("failed", reason, step=status.get("step"), steps=status.get("steps"))
+            notifier.wait()
         raise
     monitor.close()
     status = _status(config.folder)

@@ -151,7 +151,7 @@ def choose_start(
     saved = directory.list_steps(run / "checkpoints")
     before = [at for at in (first, *directory.resumable_steps(run / "checkpoints")) if at < step]
     seconds = [float(line["step_s"]) for line in lines.values() if line.get("tokens_per_s") and line.get("step_s")]
-    world = _recorded_plan(run).get("world")
+    world = _read_plan_json(run).get("world")
     replay_s = (step - 1 - before[-1]) * median(seconds or [0.0]) * (world if isinstance(world, int) else 1)
     if step - 1 in saved:
         return ReplayStart(step - 1, 0, replay_s)
@@ -289,7 +289,7 @@ def _mean(losses: NDArray[np.float64]) -> float | None:
     return finite_or_none(float(losses.mean())) if len(losses) else None
 
 
-def _recorded_plan(run: Path) -> dict[str, Any]:
+def _read_plan_json(run: Path) -> dict[str, Any]:
     """plan.json; empty if it is missing or damaged, because only the estimated time depends on it."""
     with contextlib.suppress(WhetError):
         return read_hashed_json(run / "plan.json")

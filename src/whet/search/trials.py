@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _TRIAL_SETTINGS: dict[str, dict[str, Any]] = {
-    "export": {"at_end": "none"}, "eval": {"at_start": False}, "checkpoint": {"keep_last": 1},
+    "export": {"at_end": "none"}, "eval": {"at_start": False, "prompts": []}, "checkpoint": {"keep_last": 1},
 }  # fmt: skip
 """Settings of a trial that the recipe does not give: nobody exports most of them, and all begin with the same model."""
 
@@ -79,9 +79,11 @@ def write_trial_recipe(space: Space, values: Assignment, folder: Path, number: i
     name = trial_name(number)
     run = recipe.pop("run", {})
     run |= {"name": f"{search}-{name}", "dir": str(folder / name), "tags": [*run.get("tags", []), f"search:{search}"]}
+    run["notify"] = []
     for section, settings in _TRIAL_SETTINGS.items():
         given = recipe.get(section)
         recipe[section] = {**settings, **(given if isinstance(given, dict) else {})}
+    recipe["eval"].pop("patience", None)  # the search decides when a trial ends
     file = folder / "recipes" / f"{name}.yaml"
     file.parent.mkdir(exist_ok=True)
     atomic_write(file, dump_yaml({"run": run, **recipe}))
