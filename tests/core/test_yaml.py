@@ -171,7 +171,7 @@ def test_a_file_that_is_no_recipe_is_an_error_that_names_it(tmp_path: Path, cont
 def test_a_missing_file_and_a_folder_are_errors_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"nope\.yaml: no such file\. Give the path of a recipe"):
         read_yaml(tmp_path / "nope.yaml")
-    with pytest.raises(WhetError, match=rf"{tmp_path}: this is a folder; a recipe is a YAML file in it"):
+    with pytest.raises(WhetError, match=rf"{tmp_path}: this is a folder\. Give the path of a recipe"):
         read_yaml(tmp_path)
 
 

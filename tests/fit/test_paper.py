@@ -189,13 +189,24 @@ def test_the_command_estimates_for_its_own_data() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "shard"), [("1x8xH200", 8), ("2x8xH200", 16)])
-def test_70b_is_sharded_over_all_devices(plan: str, shard: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "in_16_bits", "where", "less"),
+    [("1x8xH200", True, "parallel.shard=8, inside a node", "1/4"),
+     ("2x8xH200", False, "parallel.shard=16, over 2 nodes", "1/8")],
+)  # fmt: skip
+def test_70b_is_sharded_over_all_devices(plan: str, in_16_bits: bool, where: str, less: str) -> None:
+    hardware = parse_hardware(plan)
+    train: dict[str, Any] = {"precision": "bf16", "batch": {"rows": hardware.world}, "micro_rows": 1}
     config = recipe(
-        model={"path": "random:llama-70b", "dtype": "bf16"}, data={"max_length": 4096},
-        train={"precision": "bf16", "optimizer": {"name": "adamw16bit"}},
+        model={"path": "random:llama-70b", "dtype": "bf16" if in_16_bits else "auto"}, data={"max_length": 4096},
+        train=train | ({"optimizer": {"name": "adamw16bit"}} if in_16_bits else {}), parallel={"recompute": "full"},
     )  # fmt: skip
-    found = estimate(config, parse_hardware(plan), facts(length=4096))
-    assert found.best is not None
-    assert found.best.shard == shard
-    assert found.unsharded / GIB == pytest.approx(4 * 2 * 70.55e9 / GIB, rel=0.01)
+    found = estimate(config, hardware, facts(rows=hardware.world, length=4096))
+    assert found.unsharded / GIB == pytest.approx(4 * (2 if in_16_bits else 4) * 70.55e9 / GIB, rel=0.01)
+    assert found.best is not None, verdict(config, found)
+    assert found.best.shard == hardware.world
+    assert verdict(config, found)[1] == "fits"
+    assert (
+        f"each device holds 1/{hardware.world} of it ({where}): with {less} on each, a device would need "
+        in " ".join(reasons(config, found))
+    )

@@ -35,7 +35,7 @@ class Started:
     folder: Path
 
     def wait_for_step(self, step: int) -> None:
-        until = time.monotonic() + 90
+        until = time.monotonic() + 300
         while steps_in(self.folder) < step:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended too early: {self.process.communicate()}")
@@ -43,7 +43,7 @@ class Started:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int) -> None:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while not (self.folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").exists():
             assert time.monotonic() < until, "the checkpoint was not written"
             time.sleep(0.01)

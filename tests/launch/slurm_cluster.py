@@ -69,7 +69,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def wait_for_state(self, job: int, *states: str, timeout_s: float = 120) -> str:
+    def wait_for_state(self, job: int, *states: str, timeout_s: float = 300) -> str:
         until = time.monotonic() + timeout_s
         while True:
             text = self.run("scontrol", "show", "job", str(job), "--oneliner")
@@ -87,7 +87,7 @@ class Cluster:
         jobs = self.run("squeue", "-h", "-o", "%A").split()
         if jobs:
             self.run("scancel", *jobs)
-        until = time.monotonic() + 15
+        until = time.monotonic() + 150
         while self.run("squeue", "-h").strip() and time.monotonic() < until:
             time.sleep(0.2)
 
@@ -119,7 +119,7 @@ class Cluster:
         self.run("scontrol", "update", f"NodeName=n{number}", "State=DOWN", "Reason=died")
 
     def wait_for_nodes(self) -> None:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while len(self.run("sinfo", "-hN", "-t", "idle", "-p", "debug").split("\n")) <= self.count:
             assert time.monotonic() < until, (self.lab / "log/slurmctld.log").read_text()[-2000:]
             time.sleep(0.1)

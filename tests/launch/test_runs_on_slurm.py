@@ -36,7 +36,7 @@ def submit(folder: Path, *options: str, lines: str = "sleep 99") -> list[int]:
 
 
 def wait_for(folder: Path, *states: str) -> RunSummary:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while (found := summarize_run_folder(folder)).state.name not in states:
         assert time.monotonic() < until, (found.state, found.as_dict())
         time.sleep(0.05)
@@ -129,7 +129,7 @@ def test_a_second_shell_shows_stops_and_resumes(
         assert done.returncode == 0, done.stderr
     else:
         start("whet", "train" if where == "local" else "launch", recipe, *settings, run="runs/a")
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not run.exists() or step_of(run) < 3:
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_cancel_of_a_slurm_run_ends_it_with_its_chain(cluster: Cluster, tmp_path
         "--then", "eval {run}", "--json",
     )  # fmt: skip
     jobs = json.loads(ended.out)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while step_of(run) < 3:
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -31,7 +31,7 @@ SEARCH = (
 
 
 def wait(place: SlurmPlace) -> list[TrialEnd]:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not (ends := place.poll(0.5)):
         assert time.monotonic() < until
     return ends
@@ -76,7 +76,7 @@ def start_search(cluster: Cluster, recipe: str, tmp_path: Path) -> Callable[...,
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while steps_in(run) < step:
         assert time.monotonic() < until, f"{run} did not reach step {step}"
         time.sleep(0.02)

@@ -242,7 +242,7 @@ def test_one_task_per_process_is_the_same_run(
 
 
 def wait_for_step(cluster: Cluster, job: int, run: Path, step: int) -> None:
-    metrics, until = run / "metrics.jsonl", time.monotonic() + 120
+    metrics, until = run / "metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or f'"step": {step}' not in metrics.read_text():
         assert time.monotonic() < until, cluster.output(run, job)
         time.sleep(0.05)

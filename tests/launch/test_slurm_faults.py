@@ -229,7 +229,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def wait_for_step(cluster: Cluster, job: int, run: Path, step: int) -> None:
-    metrics, until = run / "metrics.jsonl", time.monotonic() + 120
+    metrics, until = run / "metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or f'"step": {step}' not in metrics.read_text():
         assert time.monotonic() < until, cluster.output(run, job)
         time.sleep(0.05)

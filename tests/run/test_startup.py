@@ -190,7 +190,7 @@ def test_a_run_reports_the_time_to_its_first_step_by_phase(
     assert process.returncode == 0, said
     seconds = first_step(folder)
     assert list(seconds) == ["first_step_s", *PARTS]
-    assert all(seconds[part] > 0 for part in PARTS)
+    assert {part for part in PARTS if seconds[part] == 0} == {"fit_s"}  # a CPU has no memory to fit the worst batch to
     assert seconds["first_step_s"] == pytest.approx(sum(seconds[part] for part in PARTS), abs=0.01)
     assert 0.3 < seconds["import_s"] < seconds["first_step_s"] < wall
     line = re.search(r"first step after ([\d.]+) s: [\d.]+ s imports", said)  # parts that took no time are left out

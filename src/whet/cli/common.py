@@ -23,8 +23,15 @@ QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print errors only; combine with --json for the result.")
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-RecipeArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
+_RECIPE = typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
+RecipeArgument = Annotated[Path, _RECIPE]
+OptionalRecipeArgument = Annotated[Path | None, _RECIPE]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")]
+UntilOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="STEP", help="Stop after this step; the learning-rate schedule is still that of the whole run."
+    ),
 ]
 OverridesArgument = Annotated[
     list[str] | None,

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.cli.common import (
+    JsonOption,
+    OptionalRecipeArgument,
+    OverridesArgument,
+    QuietOption,
+    ResumeOption,
+    UntilOption,
+    cli_command,
+)
 from whet.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,23 +52,13 @@ class LaunchCommand(TyperCommand):
 @cli_command
 def launch(
     ctx: typer.Context,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
-    ] = None,
+    recipe: OptionalRecipeArgument = None,
     overrides: OverridesArgument = None,
     on: Annotated[
         LaunchTarget | None, typer.Option(help="Where to run: here (local), as a Slurm job, or on Kubernetes.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
-    until: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="STEP",
-            help="Stop after this step; the learning-rate schedule is still that of the whole run.",
-        ),
-    ] = None,
+    resume: ResumeOption = False,
+    until: UntilOption = None,
     dry_run: Annotated[
         bool,
         typer.Option(

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command, import_without_gc
+from whet.cli.common import (
+    JsonOption,
+    OptionalRecipeArgument,
+    OverridesArgument,
+    QuietOption,
+    ResumeOption,
+    UntilOption,
+    cli_command,
+    import_without_gc,
+)
 from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError
 from whet.core.signals import StopRequested, raise_on_stop_signals
@@ -15,20 +24,10 @@ from whet.core.signals import StopRequested, raise_on_stop_signals
 
 @cli_command
 def train(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False),
-    ] = None,
+    recipe: OptionalRecipeArgument = None,
     overrides: OverridesArgument = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
-    until: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="STEP",
-            help="Stop after this step; the learning-rate schedule is still that of the whole run.",
-        ),
-    ] = None,
+    resume: ResumeOption = False,
+    until: UntilOption = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Test the whole pipeline in five tiny steps, in a folder of its own.")
     ] = False,

@@ -75,6 +75,21 @@ def read_text(path: Path) -> str:
     return raw.decode()
 
 
+def read_required_text(path: Path, remedy: str) -> str:
+    """read_text of a file that a command cannot do without. `remedy`: what to give instead."""
+    try:
+        return read_text(path)
+    except FileNotFoundError:
+        raise WhetError(f"{path}: no such file. {remedy}") from None
+    except IsADirectoryError:
+        raise WhetError(f"{path}: this is a folder. {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise WhetError(f"{path}: not a text file ({error.reason} at byte {error.start}). {remedy}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise os_error(error, "reading it", path) or WhetError(f"{path}: cannot be read: {reason}") from None
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file, or a WhetError with the file and the line."""
     try:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from whet.core.errors import WhetError, first_line, os_error
-from whet.core.files import read_text
+from whet.core.errors import WhetError, first_line
+from whet.core.files import read_required_text
 from whet.core.limits import limited
 
 _MAX_VALUES, _MAX_SECONDS = 100_000, 10.0
@@ -89,17 +89,7 @@ class Node:
 
 def read_yaml(path: Path, expand: Expand = "all") -> Node:
     """The content of a YAML file, which must be a mapping at the top."""
-    try:
-        text = read_text(path)
-    except FileNotFoundError:
-        raise WhetError(f"{path}: no such file. Give the path of a recipe, for example recipes/tiny.yaml") from None
-    except IsADirectoryError:
-        raise WhetError(f"{path}: this is a folder; a recipe is a YAML file in it") from None
-    except UnicodeDecodeError as error:
-        raise WhetError(f"{path}: not a text file ({error.reason} at byte {error.start}); a recipe is YAML") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise os_error(error, "reading it", path) or WhetError(f"{path}: cannot be read: {reason}") from None
+    text = read_required_text(path, "Give the path of a recipe, a YAML file such as recipes/tiny.yaml")
     node = parse_yaml(text, str(path), expand=expand)
     if node.value is None:
         raise WhetError(f"{path}: the file is empty. A recipe needs at least model and data; see recipes/tiny.yaml")

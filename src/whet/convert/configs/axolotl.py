@@ -18,6 +18,7 @@ from whet.convert.configs.rules import (
     put_schedule,
     put_sharding,
     put_targets,
+    put_validation_size,
     total_steps,
 )
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
@@ -270,11 +271,7 @@ def put_data(draft: Draft) -> None:
         draft.put("data.sources.0.format", "text", "pretraining_dataset")
         draft.note("different", "pretraining_dataset", "Axolotl streams it; whet prepares it before step 1")
         learned.add("all")
-    if size := draft.number("val_set_size"):
-        if size < 1:
-            draft.put("data.validation.fraction", float(size), "val_set_size")
-        else:
-            draft.note("no equivalent", "val_set_size", "a number of records; data.validation.fraction is a fraction")
+    put_validation_size(draft, "val_set_size")
     _put_mask(draft, learned)
     template = draft.text("chat_template")
     if draft.has("chat_template_jinja"):

@@ -8,7 +8,14 @@ from typing import Any
 from whet.convert.configs.draft import Draft, is_off
 from whet.convert.configs.huggingface import DEFAULTS, HUB, LOGS, ROWS, SPEED, put_deepspeed, put_training_arguments
 from whet.convert.configs.read import find_file
-from whet.convert.configs.rules import LAUNCHER_ROWS, put_adapter, put_batch, put_launcher, put_targets
+from whet.convert.configs.rules import (
+    LAUNCHER_ROWS,
+    put_adapter,
+    put_batch,
+    put_launcher,
+    put_targets,
+    put_validation_size,
+)
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
 from whet.convert.configs.trl import dataset_path
 from whet.core.files import read_json, user_path
@@ -152,11 +159,7 @@ def put_sources(draft: Draft) -> None:
         draft.note("decide", "dataset", f"{folder / 'dataset_info.json'}, which says where these datasets are, was not "
                    "found: set the path of each source")  # fmt: skip
     draft.use("dataset_dir")
-    if size := draft.number("val_size"):
-        if size < 1:
-            draft.put("data.validation.fraction", float(size), "val_size")
-        else:
-            draft.note("no equivalent", "val_size", "a number of records; data.validation.fraction is a fraction")
+    put_validation_size(draft, "val_size")
     weights = draft.texts("interleave_probs") if isinstance(draft.raw("interleave_probs"), str) else []
     if weights and draft.has("dataset"):
         for number, weight in enumerate(weights[: len(_names(draft, "dataset"))]):

@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.core.errors import WhetError, os_error
-from whet.core.files import read_text, user_path
+from whet.core.errors import WhetError
+from whet.core.files import read_required_text, user_path
 from whet.core.yaml import Node, parse_yaml
 
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -20,7 +20,7 @@ _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 
 def read_tree(path: Path, commands: tuple[str, ...] = ()) -> Node:
     """The mapping in a file. `commands`: words by which to know the command line, if the file holds one."""
-    text = _read(path)
+    text = read_required_text(path, "Give the configuration file of the other program").removeprefix("\ufeff")
     command = next((word for word in commands if word in text), commands[0] if commands else "")
     if path.suffix in _SCRIPTS:
         return parse_command(text, str(path), command)
@@ -50,20 +50,6 @@ def find_file(name: str, folder: Path) -> Path | None:
         if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for names that no file can have
             return path
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path).removeprefix("\ufeff")
-    except FileNotFoundError:
-        raise WhetError(f"{path}: no such file. Give the configuration file of the other program") from None
-    except IsADirectoryError:
-        raise WhetError(f"{path}: this is a folder; give the configuration file in it") from None
-    except UnicodeDecodeError as error:
-        raise WhetError(f"{path}: not a text file ({error.reason} at byte {error.start})") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise os_error(error, "reading it", path) or WhetError(f"{path}: cannot be read: {reason}") from None
 
 
 def _json_fault(text: str) -> str:

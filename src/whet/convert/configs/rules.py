@@ -371,6 +371,15 @@ def _is_on(draft: Draft, key: str, *variants: str) -> bool:
     return draft.raw(key) in variants or draft.flag(key)
 
 
+def put_validation_size(draft: Draft, key: str) -> None:
+    """A fraction of the records, or their number."""
+    if size := draft.number(key):
+        if size < 1:
+            draft.put("data.validation.fraction", float(size), key)
+        else:
+            draft.note("no equivalent", key, "a number of records; data.validation.fraction is a fraction")
+
+
 def put_sharding(draft: Draft, key: str, offload: str = "") -> None:
     """ZeRO or FSDP: weights, gradients and optimizer state sharded over all processes."""
     if draft.world is not None:

@@ -15,8 +15,15 @@ from whet.data.read.container import Container, RawRecord, marked_encoding, open
 from whet.data.read.formats import FORMATS
 from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
 from whet.data.read.record_fields import closest_key, find_optional, present_names
-from whet.data.read.shapes import SCORE, TURN_KEYS, name_preference, name_shape, name_unanswered, unused_texts
 from whet.data.read.text_formats import find_chat_marker
+from whet.data.read.unsupported_records import (
+    SCORE,
+    TURN_KEYS,
+    name_preference,
+    name_shape,
+    name_unanswered,
+    unused_texts,
+)
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
 _SUPERSEDES = {

@@ -20,9 +20,9 @@ from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
 from whet.data.read.excel_files import ExcelFile
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
-from whet.data.read.shapes import find_records_inside
 from whet.data.read.text_files import CsvFile, TextFile
 from whet.data.read.token_files import TokenFile
+from whet.data.read.unsupported_records import find_records_inside
 
 _EXAMPLE_RECORD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 

@@ -113,7 +113,7 @@ RECORD_FIELDS = {
     "tools": ("tools", "functions"),
     "label": ("label", "kto_tag", "desirable", "is_desirable"),
 }
-"""`label` is KTO's mark; `shapes.py` rejects records whose answer it calls bad."""
+"""`label` is KTO's mark; `unsupported_records.py` rejects records whose answer it calls bad."""
 _RECORD_KEYS = frozenset(name for known in RECORD_FIELDS.values() for name in known)
 _SWITCHES = ("on", "off", "yes", "no", "true", "false")
 

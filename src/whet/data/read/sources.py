@@ -27,8 +27,8 @@ from whet.data.read.detection import detect_source_format
 from whet.data.read.formats import parser_of
 from whet.data.read.locate import locate_containers
 from whet.data.read.record_filter import RecordFilter
-from whet.data.read.shapes import reject_unsupported
 from whet.data.read.token_files import describe_mask_rules
+from whet.data.read.unsupported_records import reject_unsupported
 
 _CONTENT_OPTIONS = {
     "format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask",

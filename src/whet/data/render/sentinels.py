@@ -69,7 +69,7 @@ class TextSlot:
 
 
 def text_slots(messages: Sequence[Message]) -> list[TextSlot]:
-    """All texts in the order in which `map_texts` visits them.
+    """The texts of messages that a template prints, in the order in which `map_texts` visits them.
 
     Many templates drop the reasoning of earlier answers on purpose. That of the answer to the last user turn must stay.
     """

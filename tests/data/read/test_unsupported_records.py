@@ -20,8 +20,8 @@ from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Origin, PlainText
 from whet.data.read.detection import detect_format
 from whet.data.read.formats import FORMATS
-from whet.data.read.shapes import reject_unsupported
 from whet.data.read.sources import SourceReader, read_source
+from whet.data.read.unsupported_records import reject_unsupported
 
 Jsonl = Callable[..., Path]
 USER, ANSWER = {"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}
