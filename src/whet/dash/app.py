@@ -2,61 +2,44 @@
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 import whet
-from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.dash.actions import resume, stop
 from whet.dash.comparison import compare
-from whet.dash.conversations import conversations_of_step
-from whet.dash.curves import AxisName, read_curves, to_json
+from whet.dash.conversations import conversations_of_step, loss_histories, one_document
+from whet.dash.curves import AxisName, read_curves
+from whet.dash.data_routes import add_data_routes
 from whet.dash.live import Feeds, TooManyClientsError, poll_list, poll_run
 from whet.dash.metrics_file import MetricsFile
+from whet.dash.model_process import ModelProcess
+from whet.dash.model_routes import add_model_routes
 from whet.dash.registry_view import registered_models
+from whet.dash.responses import add_error_handlers, file_response, json_response, require_page, stream_response
 from whet.dash.run_details import describe_run, evaluations, ledger_lines, log_tail, summary_json
 from whet.dash.runs_folder import NotFoundError, RunsFolder
+from whet.evaluation.training_losses import LossPattern
 from whet.report.charts import smoothing_beta
-from whet.web.guard import CONTENT_SECURITY_POLICY, Limits
+from whet.web.guard import Limits
 
 RunName = Annotated[str, Query(alias="run", max_length=1000)]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
 LIMITS = Limits(body_bytes=2**18)
 _MAX_FILES = 64
 """Runs whose metrics are kept in memory."""
-
-
-_POLICY = f"{CONTENT_SECURITY_POLICY}; require-trusted-types-for 'script'; trusted-types"
-"""The page makes no HTML of text: a browser that knows trusted types forbids it."""
-
-_HEADERS = {"content-security-policy": _POLICY}
-
-
-def _require_page(csrf: str) -> Callable[[Request], None]:
-    """Refuses a change without a header that only a page of this server can know and send."""
-
-    def check(request: Request) -> None:
-        if request.method == "GET":
-            return
-        if not hmac.compare_digest(request.headers.get("x-whet-csrf", "").encode(), csrf.encode()):
-            raise HTTPException(403, "the header x-whet-csrf is missing or of another server: reload the page")
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(415, "the body must be application/json")
-
-    return check
 
 
 class MetricsFiles:
@@ -78,28 +61,40 @@ class MetricsFiles:
 def create_app(root: Path, feeds: Feeds) -> FastAPI:
     """The application that shows the runs in a folder; `whet.web.guard` decides who may send it requests."""
     csrf = secrets.token_urlsafe(24)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_require_page(csrf))])
+    processes = ModelProcess(), ModelProcess()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        for process in processes:
+            process.stop()
+
+    app = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, dependencies=[Depends(require_page(csrf))]
+    )
     folders, metrics = RunsFolder(root), MetricsFiles()
     add_error_handlers(app)
 
     @app.get("/api/session")
     def session() -> Response:
-        return _json({"csrf": csrf, "root": str(folders.root), "version": whet.__version__})
+        return json_response({"csrf": csrf, "root": str(folders.root), "version": whet.__version__})
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return _json({"runs": [summary_json(run) for run in folders.summaries()], "models": registered_models()})
+        return json_response(
+            {"runs": [summary_json(run) for run in folders.summaries()], "models": registered_models()}
+        )
 
     @app.get("/api/run")
     def run(name: RunName) -> Response:
         file = metrics.get(folders.find(name))
         with file.lock:
             file.refresh(0.5)
-            return _json(describe_run(folders, name, file))
+            return json_response(describe_run(folders, name, file))
 
     @app.get("/api/run/evaluations")
     def run_evaluations(name: RunName) -> Response:
-        return _json({"evaluations": evaluations(folders.find(name))})
+        return json_response({"evaluations": evaluations(folders.find(name))})
 
     @app.get("/api/run/curves")
     def curves(
@@ -115,7 +110,9 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
             is_complete = file.refresh(0.5)
             beta = smoothing_beta(file.steps.rows) if smoothing is None else smoothing
             charts = read_curves(file, x, low, high, points, beta)
-            return _json({"charts": charts, "complete": is_complete, "rows": file.steps.rows, "smoothing": beta})
+            return json_response(
+                {"charts": charts, "complete": is_complete, "rows": file.steps.rows, "smoothing": beta}
+            )
 
     @app.get("/api/run/ledger")
     def ledger(
@@ -124,30 +121,49 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         reason: Annotated[str | None, Query(max_length=500)] = None,
         start: Annotated[int, Query(ge=0, le=10**9)] = 0,
     ) -> Response:
-        return _json(ledger_lines(folders.find(name), outcome, reason, start))
+        return json_response(ledger_lines(folders.find(name), outcome, reason, start))
 
     @app.get("/api/run/step")
     def step(name: RunName, step: Annotated[int, Query(ge=0, le=2**53)]) -> Response:
-        return _json(conversations_of_step(folders, folders.find(name), step))
+        return json_response(conversations_of_step(folders, folders.find(name), step))
+
+    @app.get("/api/run/losses")
+    def losses(
+        name: RunName,
+        pattern: LossPattern | None = None,
+        sort: Annotated[str, Query(max_length=20)] = "last",
+        ascending: bool = False,
+        start: Annotated[int, Query(ge=0, le=10**9)] = 0,
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    ) -> Response:
+        return json_response(loss_histories(folders, folders.find(name), pattern, sort, ascending, start, limit))
+
+    @app.get("/api/run/conversation")
+    def conversation(
+        name: RunName, document: Annotated[int, Query(ge=0, le=2**53)], use: Literal["train", "validation"] = "train"
+    ) -> Response:
+        return json_response(one_document(folders, folders.find(name), use, document))
 
     @app.get("/api/run/log")
     def log(name: RunName, rank: Annotated[int, Query(ge=0, le=10**6)] = 0) -> Response:
         file = folders.require_inside(folders.find(name) / "logs" / f"rank-{rank}.log")
         if not file.is_file():
             raise NotFoundError(f"{name}: there is no log of rank {rank}")
-        return _json({"lines": log_tail(file, None)[0]})
+        return json_response({"lines": log_tail(file, None)[0]})
 
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=20)]) -> Response:
-        return _json(compare(folders, run))
+        return json_response(compare(folders, run))
 
     @app.post("/api/run/stop")
     async def stop_run(request: Request) -> Response:
-        return _json(await run_in_threadpool(lambda name: stop(folders.summary(name)), await _run_of(request)))
+        return json_response(await run_in_threadpool(lambda name: stop(folders.summary(name)), await _run_of(request)))
 
     @app.post("/api/run/resume")
     async def resume_run(request: Request) -> Response:
-        return _json(await run_in_threadpool(lambda name: resume(folders.summary(name)), await _run_of(request)))
+        return json_response(
+            await run_in_threadpool(lambda name: resume(folders.summary(name)), await _run_of(request))
+        )
 
     @app.get("/api/live")
     async def live(
@@ -161,6 +177,9 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
             events = feeds.events((name, str(rank)), lambda: poll_run(folders, name, file, rank))
         return await _stream(events)
 
+    add_data_routes(app, folders)
+    add_model_routes(app, folders, *processes)
+
     @app.get("/")
     def page() -> Response:
         return _static("index.html")
@@ -170,27 +189,6 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         return _static(path)
 
     return app
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Errors as JSON, without secrets and without traces of the code."""
-
-    @app.exception_handler(WhetError)
-    def known(_: Request, error: WhetError) -> Response:
-        return _json({"error": mask_secrets(str(error))}, 404 if isinstance(error, NotFoundError) else 400)
-
-    @app.exception_handler(HTTPException)
-    def http(_: Request, error: HTTPException) -> Response:
-        return _json({"error": str(error.detail)}, error.status_code)
-
-    @app.exception_handler(RequestValidationError)
-    def invalid(_: Request, error: RequestValidationError) -> Response:
-        named = "; ".join(f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()[:3])
-        return _json({"error": mask_secrets(named)}, 422)
-
-    @app.exception_handler(Exception)
-    def unexpected(_: Request, error: Exception) -> Response:
-        return _json({"error": f"{type(error).__name__}: a fault in whet dash; its terminal has the details"}, 500)
 
 
 async def _run_of(request: Request) -> str:
@@ -209,18 +207,14 @@ async def _stream(events: AsyncIterator[bytes]) -> Response:
     try:
         first = await anext(events)
     except TooManyClientsError:
-        return _json({"error": "too many pages are open"}, 503)
+        return json_response({"error": "too many pages are open"}, 503)
 
     async def body() -> AsyncIterator[bytes]:
         yield first
         async for event in events:
             yield event
 
-    return StreamingResponse(body(), headers=_HEADERS, media_type="text/event-stream")
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(to_json(value), status, _HEADERS, "application/json")
+    return stream_response(body(), "text/event-stream")
 
 
 @lru_cache
@@ -237,5 +231,5 @@ def _assets() -> dict[str, tuple[bytes, str]]:
 def _static(path: str) -> Response:
     asset = _assets().get(path)
     if asset is None:
-        return _json({"error": "no such file"}, 404)
-    return Response(asset[0], 200, _HEADERS, asset[1])
+        return json_response({"error": "no such file"}, 404)
+    return file_response(*asset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,14 @@ from whet.dash.runs_folder import NotFoundError, RunsFolder
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import MANIFEST, Store
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
+from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern, losses_of_step, read_training_losses
+from whet.report.charts import downsample
+from whet.report.formatting import finite_number
+from whet.run.loss_lists import ConversationLoss, ConversationLosses
 
-_MAX_TOKENS = 4000
+MAX_TOKENS = 4000
 """Of a conversation that are shown."""
-_MAX_CONVERSATIONS = 256
+MAX_CONVERSATIONS = 256
 
 
 class RunData:
@@ -53,7 +56,7 @@ def open_store(folders: RunsFolder, place: Path) -> Store:
 
 def describe_document(data: RunData, document: int) -> dict[str, Any]:
     """The text of a document in segments with and without loss."""
-    ids, loss = data.store.ids(document)[:_MAX_TOKENS].tolist(), data.store.loss(document)[:_MAX_TOKENS]
+    ids, loss = data.store.ids(document)[:MAX_TOKENS].tolist(), data.store.loss(document)[:MAX_TOKENS]
     length = int(data.store.lengths[document])
     origin = data.store.origin(document)
     return {
@@ -64,7 +67,7 @@ def describe_document(data: RunData, document: int) -> dict[str, Any]:
 
 
 def conversations_of_step(folders: RunsFolder, run: Path, step: int) -> dict[str, Any]:
-    """The conversations of a step, counted from 1, in the order of the plan."""
+    """The conversations of a step, counted from 1, the highest loss first, where losses are recorded."""
     plan = Plan.load(folders.require_inside(run / "plan"))
     if not 1 <= step <= len(plan):
         raise NotFoundError(f"{run.name}: there is no step {step}; the plan has {len(plan)}")
@@ -72,9 +75,58 @@ def conversations_of_step(folders: RunsFolder, run: Path, step: int) -> dict[str
     data = RunData(folders, run)
     if any(document >= len(data.store) for document in documents):
         raise WhetError(f"{run.name}: its plan and its data do not belong together. Was the store prepared again?")
-    return {"step": step, "of": len(documents), "conversations": describe_documents(data, documents)}
+    recorded = losses_of_step(read_training_losses(run), step)
+    losses = dict(zip(recorded["document"].tolist(), recorded["loss"].tolist(), strict=True))
+    worst_first = np.argsort([-_rank(losses.get(document)) for document in documents], kind="stable").tolist()
+    found = [
+        describe_document(data, document) | {"loss": finite_number(losses.get(document))}
+        for document in (documents[place] for place in worst_first[:MAX_CONVERSATIONS])
+    ]
+    return {"step": step, "of": len(documents), "recorded": bool(losses), "conversations": found}
 
 
-def describe_documents(data: RunData, documents: Iterable[int]) -> list[dict[str, Any]]:
-    """The first of many."""
-    return [describe_document(data, document) for document in list(documents)[:_MAX_CONVERSATIONS]]
+def _rank(loss: float | None) -> float:
+    """A loss that is not finite is the worst; one that was not recorded comes last."""
+    return -1.0 if loss is None else 1e300 if loss != loss else loss
+
+
+# Losses over the run.
+
+_SORTS = ("last", "first", "lowest", "score", "visits", "tokens")
+_MAX_VISITS = 60
+
+
+def loss_histories(
+    folders: RunsFolder, run: Path, pattern: LossPattern | None, by: str, ascending: bool, start: int, limit: int
+) -> dict[str, Any]:
+    """The conversations of a run, with their losses whenever they were seen; a page of those that show a pattern."""
+    RunData(folders, run)  # the store is one that the page may read
+    found = ConversationLosses.read(run)
+    histories = found.histories
+    rows = np.arange(len(histories)) if pattern is None else histories.rows(pattern)
+    if by not in _SORTS:
+        raise WhetError(f"sort: {by!r} is none of {', '.join(_SORTS)}")
+    keys = getattr(histories, by)[rows]
+    if by != "score" or pattern is None:  # those of a pattern come with the worst first
+        rows = rows[np.argsort(keys if ascending else -keys, kind="stable")]
+    counts = {each: len(histories.rows(each)) for each in LOSS_PATTERNS}
+    shown = [_history_json(found.conversation(int(row))) for row in rows[start : start + limit]]
+    return {"total": found.total, "seen": len(histories), "patterns": counts, "matching": len(rows), "rows": shown}
+
+
+def _history_json(each: ConversationLoss) -> dict[str, Any]:
+    kept = downsample(np.array(each.losses), _MAX_VISITS)
+    return {
+        "document": each.document, "source": mask_secrets(each.source), "line": each.line, "tokens": each.tokens,
+        "visits": len(each.steps), "score": round(each.score, 2), "first": finite_number(each.losses[0]),
+        "last": finite_number(each.losses[-1]), "steps": [each.steps[i] for i in kept],
+        "losses": [finite_number(each.losses[i]) for i in kept],
+    }  # fmt: skip
+
+
+def one_document(folders: RunsFolder, run: Path, use: str, document: int) -> dict[str, Any]:
+    """A conversation by its number in a store."""
+    data = RunData(folders, run, use)
+    if not 0 <= document < len(data.store):
+        raise NotFoundError(f"{run.name}: there is no conversation {document}; the store has {len(data.store):,}")
+    return describe_document(data, document)

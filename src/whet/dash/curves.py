@@ -5,7 +5,6 @@ Points are chosen so that every spike stays (`whet.report.charts.downsample`); a
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,8 +132,3 @@ def new_lines(file: MetricsFile, since: int) -> tuple[list[dict[str, float | Non
     columns = {key: _json_values(file.steps.column(key)[since:], 9) for key in keys}
     count = file.steps.rows - since
     return [{key: columns[key][row] for key in keys} for row in range(count)], file.steps.rows
-
-
-def to_json(value: Any) -> bytes:
-    """Compact JSON; lone surrogates, which JSON can name and UTF-8 cannot encode, become question marks."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")

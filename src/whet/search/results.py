@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
@@ -15,7 +17,7 @@ from whet.core.files import atomic_write, write_json
 from whet.report.formatting import DASH, format_count, format_number
 from whet.search.search import SearchPlan
 from whet.search.space import Assignment, Value
-from whet.search.study import BRACKET, ERROR, FOLDER, counts, parameter_importance
+from whet.search.study import BRACKET, ERROR, FOLDER, JOURNAL, counts, parameter_importance
 from whet.search.trials import best_recipe, read_progress, trial_name
 
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped", TrialState.RUNNING: "running"}
@@ -61,7 +63,7 @@ class SearchResult:
 def collect_results(study: Study, plan: SearchPlan) -> SearchResult:
     """Read the trials from the study and their run folders. Raises a WhetError if none has a value."""
     every = study.get_trials(deepcopy=False)
-    trials = [_read_trial(frozen, plan.folder) for frozen in every if counts(frozen)]
+    trials = [read_trial(frozen, plan.folder) for frozen in every if counts(frozen)]
     sign = 1.0 if plan.minimizes else -1.0
 
     def rank(trial: TrialResult) -> tuple[int, float, float]:
@@ -84,7 +86,16 @@ def collect_results(study: Study, plan: SearchPlan) -> SearchResult:
     return SearchResult(trials, parameter_importance(study), len(every) - len(trials))
 
 
-def _read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:
+def read_trials(folder: Path) -> list[TrialResult]:
+    """The trials of a search that may still run, from its journal, which is not changed."""
+    storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+    studies = storage.get_all_studies()
+    frozen = storage.get_all_trials(studies[0]._study_id, deepcopy=False) if studies else []
+    return [read_trial(each, folder) for each in frozen if counts(each)]
+
+
+def read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:
+    """A trial, with what its run folder tells."""
     folder = Path(frozen.user_attrs.get(FOLDER) or search / trial_name(frozen.number))
     step, tokens = read_progress(folder)
     rungs = {rung: value for rung, value in sorted(frozen.intermediate_values.items()) if math.isfinite(value)}

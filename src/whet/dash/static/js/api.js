@@ -87,3 +87,18 @@ export function say(text, kind = "bad") {
   document.querySelector("#messages").append(box);
   if (kind !== "bad") setTimeout(() => box.remove(), 8000);
 }
+
+// The objects of a stream with one a line, as they come.
+export async function* postLines(path, body, signal) {
+  const response = await post(path, body, signal);
+  if (!response.ok) await read(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line) yield JSON.parse(line);
+  }
+}

@@ -7,6 +7,9 @@ const TABS = {
   runs: { title: "Runs", load: () => import("./runs.js") },
   run: { load: () => import("./run.js"), of: "runs" },
   compare: { title: "Compare", load: () => import("./compare.js") },
+  data: { title: "Data", load: () => import("./data.js") },
+  search: { title: "Search", load: () => import("./search.js") },
+  chat: { title: "Chat", load: () => import("./chat.js") },
 };
 
 const main = document.querySelector("#main");

@@ -1,7 +1,7 @@
 // One run: what it is doing, its curves, and what its files prove.
 
 import { getJson, listen, postJson, say } from "./api.js";
-import { conversations } from "./conversations.js";
+import { conversations, histories } from "./conversations.js";
 import { Curves } from "./curves.js";
 import { certificates, configuration, coverage, effect, events, planFacts, promises, scores } from "./details.js";
 import { h, replace, section, tile } from "./dom.js";
@@ -18,8 +18,9 @@ export async function show(main, place) {
   const chosen = conversations(name);
   const curves = new Curves(name, details, (step) => { curves.mark(step); chosen.open(step); });
   const log = logView(name, details.ranks);
+  const losses = h("div", {});
   const parts = [
-    curves.element, chosen.element, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
+    curves.element, chosen.element, losses, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
     scores(details), ledger(name, details.sources), promises(details.promises), coverage(details.plan), effect(details.effect),
     certificates(details.certificates), planFacts(details), log.element, configuration(details.config),
   ].filter(Boolean);
@@ -29,6 +30,7 @@ export async function show(main, place) {
   replace(main, header, jump,
     details.damage?.length ? h("ul", { class: "problems" }, details.damage.map((text) => h("li", {}, text))) : null, parts);
   await curves.load();
+  histories(name).then((found) => { if (found) losses.replaceWith(found); });
   const step = Number(place.query.get("step"));
   if (step) { curves.mark(step); chosen.open(step); }
 
@@ -63,6 +65,7 @@ function drawHeader(header, name, summary, details) {
   const resume = h("button", { type: "button", title: "Continues from the newest checkpoint" }, "Resume");
   stop.addEventListener("click", act("stop", stop));
   resume.addEventListener("click", act("resume", resume));
+  const link = name.split("/").map(encodeURIComponent).join("/");
   const left = summary.state === "running" && summary.steps && summary.tokens && summary.tokens_per_s
     ? ((summary.steps - summary.step) / summary.step) * (summary.tokens / summary.tokens_per_s) : null;
   replace(header,
@@ -70,7 +73,8 @@ function drawHeader(header, name, summary, details) {
       h("div", { class: "actions" },
         ["running", "starting", "queued", "requeued", "stalled"].includes(summary.state) ? stop : null,
         ["stopped", "failed", "killed"].includes(summary.state) ? resume : null,
-        h("a", { class: "button", href: `#/compare?run=${encodeURIComponent(name)}` }, "Compare"))),
+        h("a", { class: "button", href: `#/compare?run=${encodeURIComponent(name)}` }, "Compare"),
+        h("a", { class: "button", href: `#/data/${link}` }, "Data"), h("a", { class: "button", href: `#/chat/${link}` }, "Chat"))),
     h("p", { class: "summary" }, details.sentence ?? ""),
     summary.note ? h("p", { class: ["failed", "killed", "stalled"].includes(summary.state) ? "bad" : "note" }, summary.note) : null,
     h("div", { class: "tiles" },
