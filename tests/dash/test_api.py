@@ -20,6 +20,7 @@ from whet.dash.curves import axis_values, read_curves
 from whet.dash.metrics_file import MetricsFile
 from whet.dash.run_details import log_tail, shown_state
 from whet.dash.runs_folder import RunsFolder
+from whet.evaluation.training_losses import losses_of_step, read_training_losses
 from whet.runs.summary import summarize_run_folder
 
 
@@ -165,14 +166,14 @@ def test_damaged_lines_are_counted_and_never_an_error(tmp_path_factory, lines):
 
 
 def test_a_long_file_is_read_in_parts_so_that_the_page_does_not_wait(tmp_path):
-    text = "".join(f'{{"step": {i}, "loss": {i % 7}, "padding": "{"x" * 400}"}}\n' for i in range(30_000))
+    text = "".join(f'{{"step": {i}, "loss": {i % 7}, "padding": "{"x" * 400}"}}\n' for i in range(12_000))
     (tmp_path / "metrics.jsonl").write_text(text)
     file = MetricsFile(tmp_path / "metrics.jsonl")
     assert not file.refresh(0.0)
-    assert 0 < file.steps.rows < 30_000
+    assert 0 < file.steps.rows < 12_000
     while not file.refresh(0.0):
         pass
-    assert file.steps.rows == 30_000
+    assert file.steps.rows == 12_000
 
 
 # A run.
@@ -204,7 +205,13 @@ def test_the_conversations_of_a_step_are_those_of_the_plan_with_their_masks(dash
 
     answer = dash(tiny_run.parent).get("/api/run/step", run=tiny_run.name, step=2).json
     documents = Plan.load(tiny_run / "plan").documents_of(1).tolist()
-    assert [each["document"] for each in answer["conversations"]] == documents
+    recorded = losses_of_step(read_training_losses(tiny_run), 2)
+    losses = dict(zip(recorded["document"].tolist(), recorded["loss"].tolist(), strict=True))
+    assert sorted(losses) == sorted(documents)
+    worst_first = sorted(documents, key=losses.__getitem__, reverse=True)
+    assert [(each["document"], each["loss"]) for each in answer["conversations"]] == [
+        (document, pytest.approx(losses[document])) for document in worst_first
+    ]
     store = Store(Path(json.loads((tiny_run / "ledger.json").read_text())["stores"]["train"]))
     decoder = open_decoder(store.folder)
     for each in answer["conversations"]:
@@ -213,6 +220,55 @@ def test_the_conversations_of_a_step_are_those_of_the_plan_with_their_masks(dash
         assert each["supervised"] == int(loss[1:].sum())
         trained = "".join(text for text, supervised in each["segments"] if supervised)
         assert trained == decoder.text([token for token, learned in zip(ids, loss, strict=True) if learned])
+
+
+def test_the_losses_of_tokens_are_those_of_the_step_and_the_model_answers(dash, tiny_run):
+    """By the processes that load models: a replay, then a chat."""
+    server = dash(tiny_run.parent)
+    events = [
+        json.loads(line) for line in server.post("/api/run/replay", {"run": tiny_run.name, "step": 5}).body.splitlines()
+    ]
+    (found,) = events
+    assert found["exact"]
+    recorded = losses_of_step(read_training_losses(tiny_run), 5)
+    expected = dict(zip(recorded["document"].tolist(), recorded["loss"].tolist(), strict=True))
+    for each in found["conversations"]:
+        losses = [loss for _, loss in each["losses"] if loss is not None]
+        assert np.mean(losses) == pytest.approx(expected[each["document"]], rel=1e-5)
+    body = {"run": tiny_run.name, "with_base": False, "messages": [[{"role": "user", "content": "Hi"}]],
+            "sampling": {"max_new_tokens": 4}}  # fmt: skip
+    *streamed, answer = [json.loads(line) for line in server.post("/api/chat", body).body.splitlines()]
+    assert "".join(event.get("text", "") for event in streamed) == answer["answer"]
+    assert len(answer["explain"]) == answer["tokens"] == 4
+    assert all(0 <= token["probability"] <= 1 for token in answer["explain"])
+    failed = server.post("/api/run/replay", {"run": tiny_run.name, "step": 5000}).body
+    assert "step 5000" in json.loads(failed)["error"]
+
+
+def test_what_cannot_be_chatted_with_is_refused_at_once(dash, tiny_run, tmp_path):
+    make_run(tmp_path / "new")
+    server = dash(tmp_path)
+    body = {"run": "new", "messages": [[{"role": "user", "content": "Hi"}]]}
+    assert server.post("/api/chat", body).status == 404
+    for change in ({"step": 3}, {"messages": []}, {"sampling": {"temperature": -1}}, {"run": "/etc"}, {"model": "/etc"},
+                   {"messages": [[{"role": "user", "content": "x", "path": "/etc"}]]}):  # fmt: skip
+        assert dash(tiny_run.parent).post("/api/chat", body | {"run": tiny_run.name} | change).status in (400, 404, 422)
+
+
+def test_conversations_by_loss_are_those_of_whet_inspect(dash, tiny_run):
+    from whet.run.loss_lists import ConversationLosses
+
+    expected = ConversationLosses.read(tiny_run)
+    server = dash(tiny_run.parent)
+    answer = server.get("/api/run/losses", run=tiny_run.name, limit=200).json
+    assert (answer["seen"], answer["total"]) == (len(expected.histories), expected.total)
+    lasts = [row["last"] for row in answer["rows"]]
+    assert lasts == sorted(expected.histories.last.tolist(), reverse=True)[: len(lasts)]
+    row = answer["rows"][0]
+    text = server.get("/api/run/conversation", run=tiny_run.name, document=row["document"]).json
+    assert (text["source"], text["line"]) == (row["source"], row["line"])
+    for wrong in ({"sort": "x"}, {"pattern": "x"}, {"limit": 10**6}):
+        assert server.get("/api/run/losses", run=tiny_run.name, **wrong).status in (400, 422)
 
 
 @pytest.mark.parametrize("step", [0, 99999])

@@ -56,6 +56,14 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     assert messages == []
 
 
+def until(page: Any, expression: str, seconds: float = 60) -> None:
+    """Wait until an expression holds. The page's policy forbids Playwright's own way, which evaluates text in it."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(100)
+
+
 def click_step(page: Any, step: int, steps: int) -> None:
     """Click the loss chart where a step is."""
     plot = page.locator("[data-chart=loss] .u-over")
@@ -180,7 +188,7 @@ def test_what_a_run_shows_is_what_its_files_say(dash, planted, open_page):
     assert page.locator(".promise.proven").count() >= 5
     assert "✓ verified" in page.locator("#exports").inner_text()
     log = (run / "logs" / "rank-0.log").read_text().splitlines()[-1]
-    page.wait_for_function("text => document.querySelector('.log').textContent.includes(text)", arg=log[:60])
+    until(page, f"document.querySelector('.log').textContent.includes({json.dumps(log[:60])})")
 
 
 @pytest.mark.slow
@@ -197,9 +205,9 @@ def test_two_runs_are_compared(dash, planted, open_page):
 @pytest.mark.slow
 def test_both_models_answer_and_a_thumb_writes_a_line(dash, planted, open_page):
     page = open_page(f"{dash(planted).url}/#/chat/planted")
-    page.get_by_label("Message").fill("Please send two green mugs to Sofia in Madrid by Wed.")
+    page.get_by_label("Message", exact=True).fill("Please send two green mugs to Sofia in Madrid by Wed.")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelectorAll('.turn .thumb').length == 4", timeout=240_000)
+    until(page, "document.querySelectorAll('.turn .thumb').length == 4", 240)
     tuned = page.locator(".chat section").first
     assert "item" in tuned.inner_text()
     assert "%" in tuned.locator(".token").first.get_attribute("title")
@@ -245,7 +253,7 @@ def test_an_empty_folder_a_damaged_run_and_a_long_one(dash, tmp_path, open_page)
     page.wait_for_selector("[data-chart=loss] canvas")
     plot = page.locator("[data-chart=loss] .u-over").bounding_box()
     page.mouse.move(plot["x"] + plot["width"] * (332 / 499), plot["y"] + 20)
-    page.wait_for_function("document.querySelector('[data-chart=loss] output').textContent.includes('50.0')")
+    until(page, "document.querySelector('[data-chart=loss] output').textContent.includes('50.0')")
     assert page.title() != "owned"
 
 

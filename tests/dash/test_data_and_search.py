@@ -169,10 +169,11 @@ def test_feedback_does_not_follow_a_link(tmp_path):
 def make_search(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "search.yaml").write_text("search:\n  method: asha\n  metric: val_loss\n")
+    lr = "train.optimizer.lr"
     trials = [
-        {"number": 0, "state": "complete", "value": 1.5, "step": 10, "tokens": 5, "values": {"train.optimizer.lr": 1e-3},
+        {"number": 0, "state": "complete", "value": 1.5, "step": 10, "tokens": 5, "values": {lr: 1e-3},
          "bracket": 0, "rungs": {"5": 2.0, "10": 1.5}, "folder": str(folder / "trial-000"), "error": None},
-        {"number": 1, "state": "stopped", "value": 3.0, "step": 5, "tokens": 2, "values": {"train.optimizer.lr": 1e-1},
+        {"number": 1, "state": "stopped", "value": 3.0, "step": 5, "tokens": 2, "values": {lr: 1e-1},
          "bracket": 0, "rungs": {"5": 3.0}, "folder": "/elsewhere/trial-001", "error": "hf_abcdefghijklmnopqrstuv"},
     ]  # fmt: skip
     found = {"search": str(folder), "method": "asha", "metric": "val_loss", "unit": "steps", "best": {"trial": 0},

@@ -91,9 +91,8 @@ def test_two_hundred_runs_and_a_million_lines_paint_within_two_seconds(tmp_path:
         run = make_run(tmp_path / f"run-{number:03}")
         lines = (line.replace('"step": 0', f'"step": {step}') for step in range(1, 5001))
         (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with subprocess.Popen(
-        [sys.executable, "-m", "whet", "dash", str(tmp_path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as server:  # fmt: skip
+    command = [sys.executable, "-m", "whet", "dash", str(tmp_path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         try:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]

@@ -6,7 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from whet.checkpoint.directory import list_steps
+from whet.core.costs import Costs, counted_costs, predicted_costs
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.core.files import parse_json_line
@@ -14,7 +17,10 @@ from whet.dash.metrics_file import MetricsFile
 from whet.dash.promises import check_promises
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.statistics import bootstrap_interval
-from whet.report.run_view import LoggedSample, RunView, as_dict, as_list
+from whet.report.blocks import AnswersOverTime, Cell, Facts, Section, Styled, Table
+from whet.report.formatting import format_share
+from whet.report.run_view import FIXED_PROMPTS, LoggedSample, RunView, as_list
+from whet.report.sections import effect_section, exports_section, plan_section, prompts_section
 from whet.report.summary import summarize_run
 from whet.runs.summary import RunSummary
 
@@ -65,8 +71,10 @@ def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str,
         "scores": _scores(view),
         "flipped": _flipped(view),
         "validation": {key: list(values) for key, values in view.validation.items()},
-        "certificates": [_without(each, "files", "hash") for each in view.certificates],
-        "effect": view.effect,
+        "reported": [_section_json(each) for each in _reported_sections(view, file) if each is not None],
+        "prompts": _prompts(view),
+        "costs": {"counted": _costs_json(counted_costs(view.folder)),
+                  "predicted": _costs_json(predicted_costs(view.folder))},
         "promises": check_promises(view, checkpoints),
         "config": mask_secrets(view.config_text),
     }  # fmt: skip
@@ -83,9 +91,45 @@ def _event_json(event: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
-    effect = {key: value for key, value in as_dict(record.get("effect")).items() if key != "modules"}
-    return {key: value for key, value in record.items() if key not in keys} | ({"effect": effect} if effect else {})
+def _reported_sections(view: RunView, file: MetricsFile) -> list[Section | None]:
+    """Sections of the report that the page shows as they are. `view` has the first and the last step alone: numbers
+    over all steps come from `file`."""
+    plan = plan_section(view)
+    (facts,) = (block for block in plan.blocks if isinstance(block, Facts))
+    mfu, peak = (values[np.isfinite(values)] for values in map(file.steps.column, ("mfu", "peak_gib")))
+    facts.values["mean MFU"] = format_share(float(mfu.mean())) if len(mfu) else None
+    facts.values["peak memory"] = f"{peak.max():.2f} GiB" if len(peak) else None
+    return [effect_section(view), exports_section(view), plan]
+
+
+def _section_json(section: Section) -> dict[str, Any]:
+    blocks = []
+    for block in section.blocks:
+        if isinstance(block, Table):
+            blocks.append({"head": list(block.head), "rows": [list(map(_cell_json, row)) for row in block.rows]})
+        elif isinstance(block, Facts):
+            blocks.append({"facts": {name: _cell_json(cell) for name, cell in block.values.items()}})
+    return {"title": section.title, "note": _cell_json(section.note), "blocks": blocks}
+
+
+def _cell_json(cell: Cell) -> Any:
+    return {"text": cell.text, "style": cell.style} if isinstance(cell, Styled) else cell
+
+
+def _prompts(view: RunView) -> list[dict[str, Any]]:
+    """The answers to eval.prompts at every evaluation."""
+    section = prompts_section(view)
+    blocks = [] if section is None else section.blocks
+    return [
+        {"prompt": block.prompt[:_MAX_TEXT],
+         "answers": [{"step": each.step, "answer": each.answer[:_MAX_TEXT]} for each in block.answers]}
+        for block in blocks
+        if isinstance(block, AnswersOverTime)
+    ]  # fmt: skip
+
+
+def _costs_json(costs: Costs | None) -> dict[str, Any] | None:
+    return None if costs is None else costs.as_dict() | {"text": str(costs)}
 
 
 def _best_checkpoint(folder: Path) -> str | None:
@@ -98,7 +142,7 @@ def _best_checkpoint(folder: Path) -> str | None:
 def _scores(view: RunView) -> list[dict[str, Any]]:
     """Each task before and after, with 95 % intervals where every answer's score is known."""
     found = []
-    for score in view.task_scores:
+    for score in (each for each in view.task_scores if each.task != FIXED_PROMPTS):
         both = {"before": (view.start_step, score.before), "after": (score.after_step, score.after)}
         entry: dict[str, Any] = {"task": score.task, "after_step": score.after_step}
         for name, (step, value) in both.items():

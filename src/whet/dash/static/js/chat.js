@@ -102,13 +102,12 @@ export async function show(main, place) {
     replace(answer.status, `${format.count(event.tokens)} tokens${event.stopped === "length" ? ", cut at the limit" : ""} `,
       event.answer ? thumbs(run.run, request.step, sides[i].name, messages) : null);
   }
-  const thumb = (good) => (good ? "👍" : "👎");
   function thumbs(name, at, model, messages) {
     const buttons = [true, false].map((good) => h("button", { type: "button", class: "thumb", "aria-label": good ? "Good answer" : "Bad answer", onclick: async () => {
       const { file } = await postJson("/api/feedback", { run: name, step: at, model, good, messages });
       buttons.forEach((each) => { each.disabled = true; });
       say(`Written to ${file}. Train on it: data.sources: [{path: ${file}}]`, "good");
-    } }, thumb(good)));
+    } }, good ? "good" : "bad"));
     return buttons;
   }
 

@@ -92,7 +92,7 @@ const NOTES = {
   forgotten: "The last loss is above 1.5 times the lowest.",
   suspicious: "The last loss is four standard deviations above those of others at that time, as with wrong labels.",
 };
-const PAGE = 25;
+const PAGE = 10;
 
 export async function histories(run) {
   const view = { pattern: "", sort: "last", ascending: false, start: 0 };

@@ -65,48 +65,42 @@ export function coverage(plan) {
       each.reached_names.join(", ") || "–", each.missed_names.join(", ") || "–"])));
 }
 
-export function effect(found) {
-  const modules = found?.modules ?? [];
-  if (!modules.length) return null;
-  const kinds = new Map();
-  for (const each of modules) {
-    const kind = String(each.module).replaceAll(/\.\d+(?=\.|$)/g, ".*");
-    kinds.set(kind, [...(kinds.get(kind) ?? []), each]);
-  }
-  const all = (list, key) => {
-    const n = list.filter((each) => each[key] === true).length;
-    return h("span", { class: n === list.length ? "good" : "bad" }, n === list.length ? "all" : `${n} of ${list.length}`);
-  };
-  return section("Effect", `What training changed, at step ${format.count(found.step)}.`,
-    table(["weight", "number", "got a gradient", "moved", "‖ΔW‖ ÷ ‖W‖"], [...kinds].map(([kind, list]) => {
-      const changes = list.map(({ change }) => change).filter((change) => typeof change === "number");
-      return [h("code", {}, kind), list.length, all(list, "gradient"), all(list, "moved"),
-        changes.length ? `${format.number(Math.min(...changes), 2)} to ${format.number(Math.max(...changes), 2)}` : "–"];
-    })));
+const STYLES = { good: ["span", "good"], bad: ["span", "bad"], code: ["code", null], strong: ["b", null] };
+const cell = (each) => {
+  if (each === null || typeof each === "string") return each;
+  const [name, kind] = STYLES[each.style];
+  return h(name, { class: kind }, each.text);
+};
+
+// Sections of the report, as the server wrote them.
+export function reported(sections) {
+  return (sections ?? []).map(({ title, note, blocks }) => section(title, cell(note), blocks.map((block) => (block.head
+    ? table(block.head, block.rows.map((row) => row.map(cell)))
+    : facts(Object.fromEntries(Object.entries(block.facts).map(([name, each]) => [name, cell(each)])))))));
 }
 
-export function certificates(found) {
+export function prompts(found) {
   if (!found?.length) return null;
-  return section("Exports", "Every export is loaded again and compared with the trained model.",
-    table(["export", "verified", "dtype", "largest logit difference", "same next token", "conversations", "trained weights in it"], found.map((each) => [
-      h("b", {}, each.kind), h("span", { class: each.verified === true ? "good" : "bad" }, each.verified === true ? "✓ verified" : `✗ ${(each.reasons ?? []).join("; ") || "not verified"}`),
-      each.dtype ?? "–", format.number(each.max_logit_difference), format.share(each.same_next_token), format.count(each.conversations),
-      each.effect ? `${each.effect.exported ?? "–"} of ${each.effect.weights ?? "–"}` : "–"])));
+  return section("Prompts over time", "The most likely answer at every evaluation.", found.map(({ prompt, answers }) => {
+    const slider = h("input", { type: "range", min: 0, max: answers.length - 1, value: answers.length - 1, "aria-label": "Evaluation", oninput: () => draw() });
+    const shown = h("pre", { class: "over-time" });
+    const at = h("output", {});
+    const draw = () => { const { step, answer } = answers[Number(slider.value)]; at.textContent = `step ${format.count(step)}`; shown.textContent = answer || "(empty)"; };
+    draw();
+    return h("article", {}, h("pre", { class: "prompt" }, prompt), h("div", { class: "controls inside" }, slider, at), shown);
+  }));
 }
 
-export function planFacts({ plan, status, model, summary, checkpoints, best_checkpoint: best }) {
-  if (!plan) return null;
-  const part = plan.trainable_parameters && plan.parameters ? ` of ${format.count(plan.parameters)} (${format.share(plan.trainable_parameters / plan.parameters)})` : "";
-  const start = status?.first_step;
-  return section("Plan and machine", null, facts({
-    model, "trainable parameters": plan.trainable_parameters ? `${format.count(plan.trainable_parameters)}${part}` : null,
-    device: plan.device_name ?? plan.device, processes: format.count(plan.world), precision: plan.precision, attention: plan.attention,
-    packing: plan.packing, "packing efficiency": format.share(plan.efficiency), "row length": format.count(plan.row_length),
-    "rows per micro-batch": format.count(plan.micro_rows), batch: plan.batch ? Object.entries(plan.batch).map(([unit, n]) => `${format.count(n)} ${unit}`).join(", ") : null,
-    epochs: format.number(plan.epochs), "conversations planned": format.count(plan.conversations), "tokens planned": format.count(plan.tokens),
-    host: summary.host, "Slurm job": summary.job === null ? null : String(summary.job), phase: status?.phase,
-    "first step after": start ? format.seconds(start.first_step_s) : null, folder: h("code", {}, summary.folder),
-  }), checkpoints?.length ? h("p", { class: "note" }, "Checkpoints: ", checkpoints.map((step) => chip(`${format.count(step)}${best === `step-${String(step).padStart(6, "0")}` ? " best" : ""}`))) : null);
+export function costs({ costs: found, checkpoints, best_checkpoint: best }) {
+  const { counted, predicted } = found ?? {};
+  if (!counted && !predicted && !checkpoints?.length) return null;
+  const row = (name, key, show) => (counted?.[key] === null || counted?.[key] === undefined) && (predicted?.[key] === null || predicted?.[key] === undefined) ? null
+    : [name, predicted ? show(predicted[key]) : "–", counted ? show(counted[key]) : "–"];
+  const rows = [row("time", "seconds", format.seconds), row("device hours", "device_hours", format.hours), row("energy", "kwh", (value) => (value === null ? "–" : `${format.number(value)} kWh`)),
+    row("price", "money", (value) => (value === null ? "–" : format.number(value)))].filter(Boolean);
+  return section("Predicted and counted", rows.length ? "Of the whole run, all starts together; predicted after the first steps." : null,
+    rows.length ? table(["", "predicted", "counted"], rows) : null,
+    checkpoints?.length ? h("p", { class: "note checkpoints" }, "Checkpoints: ", checkpoints.map((step) => chip(`${format.count(step)}${best === `step-${String(step).padStart(6, "0")}` ? " best" : ""}`))) : null);
 }
 
 export function configuration(text) {

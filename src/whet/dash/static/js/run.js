@@ -3,7 +3,7 @@
 import { getJson, listen, postJson, say } from "./api.js";
 import { conversations, histories } from "./conversations.js";
 import { Curves } from "./curves.js";
-import { certificates, configuration, coverage, effect, events, planFacts, promises, scores } from "./details.js";
+import { configuration, costs, coverage, events, promises, prompts, reported, scores } from "./details.js";
 import { h, replace, section, tile } from "./dom.js";
 import * as format from "./format.js";
 import { ledger } from "./ledger.js";
@@ -21,9 +21,9 @@ export async function show(main, place) {
   const losses = h("div", {});
   const parts = [
     curves.element, chosen.element, losses, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
-    scores(details), ledger(name, details.sources), promises(details.promises), coverage(details.plan), effect(details.effect),
-    certificates(details.certificates), planFacts(details), log.element, configuration(details.config),
-  ].filter(Boolean);
+    scores(details), prompts(details.prompts), ledger(name, details.sources), promises(details.promises), costs(details),
+    coverage(details.plan), reported(details.reported), log.element, configuration(details.config),
+  ].flat().filter(Boolean);
   const jump = h("nav", { class: "jump", "aria-label": "Sections" }, parts.filter(({ id }) => id)
     .map((part) => h("a", { href: `#${part.id}`, onclick: (event) => { event.preventDefault(); part.scrollIntoView(); part.querySelector("h2").setAttribute("tabindex", "-1"); part.querySelector("h2").focus(); } }, part.querySelector("h2").textContent)));
   drawHeader(header, name, details.summary, details);

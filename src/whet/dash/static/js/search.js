@@ -18,7 +18,7 @@ export async function show(main, place) {
   const name = searches.includes(place.name) ? place.name : searches[0];
   const select = h("select", { "aria-label": "Search", onchange: () => { location.hash = `#/search/${select.value.split("/").map(encodeURIComponent).join("/")}`; } }, searches.map((each) => h("option", { value: each }, each)));
   select.value = name;
-  const body = h("div", {});
+  const body = h("div", {}, h("p", { class: "note" }, "Reading the trials …"));
   replace(main, h("h1", {}, "Search"), h("div", { class: "controls" }, select), body);
 
   async function load() {
