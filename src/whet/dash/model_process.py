@@ -44,9 +44,9 @@ class ModelProcess:
                     if is_done:
                         return
                     yield event
-                yield {"error": f"the process with the model ended: {self._last_words()}"}
+                yield {"error": f"the process with the model ended: {self._error_report()}"}
             except (BrokenPipeError, ConnectionResetError):
-                yield {"error": f"the process with the model ended: {self._last_words()}"}
+                yield {"error": f"the process with the model ended: {self._error_report()}"}
             finally:
                 if not is_done:
                     await asyncio.shield(self._interrupt(process))
@@ -84,7 +84,7 @@ class ModelProcess:
                 self._process.kill()
         self._process = None
 
-    def _last_words(self) -> str:
+    def _error_report(self) -> str:
         if self._errors is None:
             return "no message"
         self._errors.seek(0)

@@ -127,8 +127,8 @@ class Endpoint:
     async def events(self, generation: Generation) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
         for choice in self.choices:
-            if opening := self.opening_delta():
-                yield self._chunk([self.delta(choice, opening)])
+            if first := self.first_delta():
+                yield self._chunk([self.delta(choice, first)])
         async for number, token in generation:
             choice = self.choices[number]
             if token is None:
@@ -176,7 +176,7 @@ class Endpoint:
     def answer(self, decode: Any) -> AnswerText | ToolAnswerText:
         return AnswerText(decode, self.request.stop_strings)
 
-    def opening_delta(self) -> Any:
+    def first_delta(self) -> Any:
         return None
 
     def delta(self, choice: Choice, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class ChatCompletion(Endpoint):
         parallel = self.request.parallel_tool_calls is not False
         return ToolAnswerText(self.served.model, self.request.stop_strings, self._format, self._tools, parallel)
 
-    def opening_delta(self) -> dict[str, Any]:
+    def first_delta(self) -> dict[str, Any]:
         return {"role": "assistant", "content": ""}
 
     def delta(self, choice: Choice, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
