@@ -10,7 +10,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree.ElementTree import ParseError
 
 from whet.core.errors import WhetError
 from whet.data.read.container import Container, RawRecord, UnreadableRecord
@@ -81,7 +80,9 @@ class ExcelFile(Container):
                     if not visible:
                         raise WhetError(f"data.sources: {self.name}: the workbook has no visible sheet with cells")
                     yield visible[0], [sheet.title for sheet in visible[1:]]
-        except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, ParseError, EOFError) as error:
+        except (WhetError, OSError):
+            raise
+        except Exception as error:  # whatever the parsers of a damaged file raise
             raise WhetError(
                 f"data.sources: {self.name}: the workbook cannot be read ({type(error).__name__}: {error}). Save it "
                 "again, or as CSV UTF-8"
