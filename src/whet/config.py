@@ -24,7 +24,7 @@ from whet.search.config import SearchConfig
 from whet.tokenizer.named_templates import NAMED_TEMPLATES
 from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
-_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 class RunConfig(Section):
@@ -334,13 +334,15 @@ def _as_absolute(text: Template, before: Any, now: Any) -> Template:
     return template
 
 
+def is_data_file(path: Path) -> bool:
+    """Whether a file that stands where a recipe should is a data file."""
+    return path.suffix.lower() in _DATA_SUFFIXES
+
+
 def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all") -> Config:
     """Read a recipe and set run.name."""
-    if path.suffix in _DATA_SUFFIXES:
-        raise WhetError(
-            f"{path}: this is a data file, not a recipe. Write a recipe, a YAML file that lists it in data.sources; "
-            "README.md has one of ten lines"
-        )
+    if is_data_file(path):
+        raise WhetError(f"{path}: this is a data file, not a recipe. Make a recipe for it: whet init {path}")
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)
     config = load_config(Config, path, overrides, expand)

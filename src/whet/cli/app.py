@@ -20,6 +20,7 @@ from whet.cli import (
     export,
     fit,
     import_,
+    init,
     inspect,
     launch,
     merge,
@@ -65,6 +66,7 @@ def whet(
 
 for name, function in (
     ("demo", demo.demo),
+    ("init", init.init),
     ("prepare", prepare.prepare),
     ("inspect", inspect.inspect),
     ("check", check.check),

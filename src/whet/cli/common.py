@@ -22,6 +22,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as on
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print errors only; combine with --json for the result.")
 ]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Move an earlier run in this folder aside: RUN.1, RUN.2, …")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 _RECIPE = typer.Argument(metavar="CONFIG", help="A recipe: a YAML file such as recipes/tiny.yaml.", show_default=False)
 RecipeArgument = Annotated[Path, _RECIPE]

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, QuietOption, cli_command, import_without_gc
+from whet.cli.common import FreshOption, JsonOption, QuietOption, cli_command, import_without_gc
 
 
 @cli_command
 def demo(
     folder: Annotated[Path, typer.Option("--dir", help="The run folder of the demo.")] = Path("runs/demo"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier demo and run it again.")] = False,
+    fresh: FreshOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -25,8 +25,7 @@ def demo(
     """
     from whet.config import read_config
     from whet.core.console import info
-    from whet.core.files import delete_atomically
-    from whet.core.run_folder import RunFolder, read_status
+    from whet.core.run_folder import move_run_aside, read_status
     from whet.report.run_reports import write_report
     from whet.report.run_view import RunView
     from whet.report.summary import result_json
@@ -34,9 +33,8 @@ def demo(
 
     recipe = Path(str(importlib.resources.files("whet") / "recipes" / "demo.yaml"))
     config = read_config(recipe).with_folder(folder)
-    if fresh and (folder / "config.yaml").exists():
-        RunFolder(folder).close()  # raises if another process uses it
-        delete_atomically(folder)
+    if fresh:
+        move_run_aside(folder)
     if read_status(folder).get("state") != "finished":
         with import_without_gc():
             from whet.run.lifecycle import run_training

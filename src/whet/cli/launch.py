@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from whet.cli.common import (
+    FreshOption,
     JsonOption,
     OptionalRecipeArgument,
     OverridesArgument,
@@ -54,6 +55,7 @@ def launch(
     ctx: typer.Context,
     recipe: OptionalRecipeArgument = None,
     overrides: OverridesArgument = None,
+    fresh: FreshOption = False,
     on: Annotated[
         LaunchTarget | None, typer.Option(help="Where to run: here (local), as a Slurm job, or on Kubernetes.")
     ] = None,
@@ -97,6 +99,7 @@ def launch(
     from whet.config import read_config
     from whet.core.console import info, print_error, print_result
     from whet.core.errors import ExitCode
+    from whet.core.run_folder import move_run_aside
     from whet.launch.local import format_command, make_launch_job, train_command
     from whet.launch.supervise import supervise
     from whet.run.step_rows import require_rows
@@ -114,14 +117,18 @@ def launch(
             raise UsageError("--notebook starts Jupyter, not a verb: remove what follows --")
         on_slurm = True
     if words is not None or notebook:
-        if resume or until or chain > 1 or then:
-            raise UsageError("--resume, --until, --chain and --then are for runs: whet launch CONFIG")
+        if fresh or resume or until or chain > 1 or then:
+            raise UsageError("--fresh, --resume, --until, --chain and --then are for runs: whet launch CONFIG")
         before = [*([] if recipe is None else [str(recipe)]), *(overrides or [])]
         options = LaunchOptions(before, on_slurm, interactive, dry_run, wait, as_json)
         return launch_notebook(options) if words is None else launch_verb_or_program(ctx.find_root(), words, options)
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, or a verb or a program after --")
+    if fresh and resume:
+        raise UsageError("--fresh starts anew and --resume continues: give one of them")
     config = read_config(recipe, overrides or [])
+    if fresh and not dry_run:
+        move_run_aside(config.folder)
     is_new = not (resume and (config.folder / "config.yaml").exists())
     if on_slurm:
         if is_new:

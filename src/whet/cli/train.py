@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whet.cli.common import (
+    FreshOption,
     JsonOption,
-    OptionalRecipeArgument,
     OverridesArgument,
     QuietOption,
     ResumeOption,
@@ -21,11 +22,23 @@ from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError
 from whet.core.signals import StopRequested, raise_on_stop_signals
 
+if TYPE_CHECKING:
+    from whet.config import Config
+
 
 @cli_command
 def train(
-    recipe: OptionalRecipeArgument = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A recipe: a YAML file such as recipes/tiny.yaml. Or a data file, for which whet proposes the "
+            "settings.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: OverridesArgument = None,
+    fresh: FreshOption = False,
     resume: ResumeOption = False,
     until: UntilOption = None,
     smoke: Annotated[
@@ -50,17 +63,20 @@ def train(
         return _replay(replay, alone=recipe is None and not (resume or smoke or dry_run or until))
     if recipe is None:
         raise UsageError("CONFIG is missing: give a recipe, such as `whet train recipes/tiny.yaml`")
+    if fresh and resume:
+        raise UsageError("--fresh starts anew and --resume continues: give one of them")
     if (resume or until) and (smoke or dry_run):
         raise UsageError("--smoke and --dry-run always run from start to end: remove --resume and --until")
     if smoke and dry_run:
         raise UsageError("--smoke and --dry-run are alternatives: give one of them")
     try:
         with raise_on_stop_signals():  # from here on: imports take seconds, too
-            from whet.config import read_config
-            from whet.core.run_folder import read_status
+            from whet.config import is_data_file, read_config
+            from whet.core.run_folder import move_run_aside, read_status
             from whet.model.load.weight_files import prefetch_weights
 
-            config = read_config(recipe, overrides or [])
+            read = _read_data_file if is_data_file(recipe) else read_config
+            config = read(recipe, overrides or [])
             prefetch_weights(config.model.path, config.model.revision)
             with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
                 from whet.run import trial
@@ -75,11 +91,32 @@ def train(
             is_main = launch_env.rank() == 0
             if is_main and (smoke or dry_run):
                 trial.delete_previous_trial(config.folder)
+            if fresh:
+                move_run_aside(config.folder)
             was_finished = resume and read_status(config.folder).get("state") == "finished"
             run_training(config, resume=resume, until=until, save=not dry_run)
             return _report(config.folder, smoke, dry_run, was_finished) if is_main else {}
     except StopRequested:
         raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
+
+
+def _read_data_file(file: Path, overrides: list[str]) -> Config:
+    """The configuration that `whet init` would write for a data file."""
+    from whet.cli.init import DEFAULT_MODEL, recipe_name
+    from whet.config import read_config
+    from whet.core.console import info
+    from whet.preflight.recipe_proposal import propose_recipe, render_recipe
+
+    given = dict(text.partition("=")[::2] for text in overrides)
+    text = render_recipe(
+        propose_recipe(str(file), given.get("model.path", DEFAULT_MODEL), guess=False),
+        f"Proposed for {file}; `whet init {file}` writes it to a file that you can edit.",
+    )
+    info(text)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / f"{recipe_name(str(file))}.yaml"
+        recipe.write_text(text)
+        return read_config(recipe, overrides)
 
 
 def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:
@@ -106,7 +143,10 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
             predicted = predicted_costs(folder)
             info(f"used {costs}" + (f"; predicted {predicted}" if predicted is not None else ""))
         page = view.folder / "report.html" if was_finished else write_report(folder)
-        info(f"{'done' if view.status.state == 'finished' else 'so far'}: {view.folder} · report {page}")
+        is_finished = view.status.state == "finished"
+        info(f"{'done' if is_finished else 'so far'}: {view.folder} · report {page}")
+        if is_finished:
+            info(f"next:\n  whet chat {folder}\n  whet eval {folder}\n  whet export {folder} --to gguf")
     return result
 
 

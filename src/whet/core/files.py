@@ -8,6 +8,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -181,6 +182,17 @@ def delete_atomically(path: Path) -> None:
     delete_path(temporary)
     path.rename(temporary)
     delete_path(temporary)
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a file or folder to the first free NAME.1, NAME.2, …; a file keeps its suffix. Return its new path."""
+    for number in itertools.count(1):
+        suffix = path.suffix if path.is_file() else ""
+        other = path.with_name(f"{path.name.removesuffix(suffix)}.{number}{suffix}")
+        if not os.path.lexists(other):
+            path.rename(other)
+            return other
+    raise AssertionError("numbers do not end")
 
 
 @contextlib.contextmanager

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import whet
+from whet.core import launch_env
 from whet.core.checksums import read_hashed_json, write_hashed_json
-from whet.core.console import warn
+from whet.core.console import info, warn
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
-from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json
+from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json, move_aside
 from whet.core.heartbeat import PHASE, format_age
 from whet.core.processes import holds_open, identify_process, machine_id
 
@@ -174,6 +175,16 @@ class RunFolder:
         """Give the folder up without changing anything in it."""
         os.close(self._handle)
         self._lock.release()
+
+
+def move_run_aside(path: Path) -> None:
+    """Rename the folder of an earlier run, if there is one; raises a WhetError if a process uses it."""
+    if not (path / "config.yaml").exists():
+        return
+    if launch_env.world_size() > 1:
+        raise WhetError("--fresh is for one process. For several: whet launch CONFIG --fresh")
+    RunFolder(path).close()
+    info(f"the earlier run is now in {move_aside(path)}")
 
 
 def _is_of_killed_start(entry: Path) -> bool:

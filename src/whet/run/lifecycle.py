@@ -31,7 +31,7 @@ from whet.run.memory_choice import choose_memory_settings
 from whet.run.model_builder import BackgroundModelLoader, require_parallel_layers, set_deterministic
 from whet.run.monitor import monitor_run
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
-from whet.run.resume import open_run_folder, recorded_data, write_run_inputs
+from whet.run.resume import open_run_folder, recorded_data, train_longer, write_run_inputs
 from whet.run.step_rows import require_rows
 from whet.run.summary import describe_run, print_summary
 from whet.training.run_state import Run
@@ -74,7 +74,7 @@ def run_training(
         monitor_run(config, folder is not None and measure is None and not is_finished),
     ):
         if is_finished:
-            info(f"{config.folder}: this run is finished; nothing to do")
+            info(f"{config.folder}: this run is finished; nothing to do. {train_longer(config.folder)}")
             return
         is_new = folder is not None and not folder.holds_run()
         log = config.folder / "logs" / f"rank-{rank}.log"

@@ -63,20 +63,27 @@ def _require_usable_folder(folder: RunFolder, config: Config, resume: bool) -> N
         return
     if not resume:
         raise WhetError(
-            f"{folder.path}: this folder holds a run already. Continue it with --resume, or give the new run another "
-            "folder: run.dir=FOLDER"
+            f"{folder.path}: this folder holds a run already. Continue it with --resume, move it aside with --fresh, "
+            "or give the new run another folder: run.dir=FOLDER"
         )
     changed = changed_settings(folder.path, config)
     if changed:
         shown = "; ".join(_describe_change(*each) for each in changed[:5])
+        is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
+        longer = f". {train_longer(folder.path)}" if is_length else ""
         raise WhetError(
             f"{folder.path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). "
-            "Set these back, or give the new run another folder: run.dir=FOLDER"
+            f"Set these back, move it aside with --fresh, or give the new run another folder: run.dir=FOLDER{longer}"
         )
     hashes = VariableHashes(folder.path)
     for key, value in config.variables().items():
         if hashes.has(key) and not hashes.matches(key, value):
             info(f"{key}: its environment variable has another value than when the run began; training does not change")
+
+
+def train_longer(run: Path) -> str:
+    """How to train a run for longer than it was planned: its learning rate has decayed for the planned length."""
+    return f"To train on from its weights, start a new run: whet train CONFIG model.path={run} run.dir={run}-2"
 
 
 def _describe_change(key: str, old: Any, new: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
+from whet.core.yaml import dump_yaml_inline
 from whet.data.config import Source
 from whet.data.conversation import Origin
 from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
@@ -48,7 +48,6 @@ _FIELD_WORDS = {
     ("prompt-completion", "completion"): ANSWER_WORDS.split(),
 }
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
-_YAML_WORDS = {"yes", "no", "true", "false", "on", "off", "null", "y", "n"}
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])")
 """Not a question or a number, as the first row has them if no row names the columns."""
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
@@ -233,8 +232,14 @@ class SuggestedFields(NamedTuple):
 
     def line(self, path: str) -> str:
         """The source with these fields, in YAML."""
-        fields = ", ".join(f"{field}: {_yaml_scalar(key)}" for field, key in self.fields.items())
-        return f"sources: [{{path: {_yaml_scalar(path)}, format: {self.format}, fields: {{{fields}}}}}]"
+        return f"sources: {dump_yaml_inline([{'path': path, 'format': self.format, 'fields': self.fields}])}"
+
+
+def guess_fields(containers: Sequence[Container]) -> SuggestedFields | None:
+    """Format and fields of records that no format recognises by itself, from the names and texts of their columns."""
+    records = itertools.chain.from_iterable(each.records() for each in containers)
+    sample = [record for record, _ in _sample_records(records, _SAMPLED_RECORDS)]
+    return suggest_fields(sample, {}) or suggest_two_columns(sample)
 
 
 def suggest_fields(sample: Sequence[Any], fields: Mapping[str, str]) -> SuggestedFields | None:
@@ -272,12 +277,6 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
         return None
     return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
-
-
-def _yaml_scalar(text: str) -> str:
-    """Text as YAML writes it inside braces."""
-    is_plain = re.fullmatch(r"[^\W\d_]\w*( \w+)*|[\w./~][\w./-]*[^\W\d]", text) and text.lower() not in _YAML_WORDS
-    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _describe_match(match: FormatMatch) -> str:

@@ -23,7 +23,7 @@ from whet.data.conversation import (
 )
 from whet.data.read.arrow_tables import TableRow
 from whet.data.read.container import Container, DecodedRecord, RawRecord
-from whet.data.read.detection import detect_source_format
+from whet.data.read.detection import detect_source_format, guess_fields
 from whet.data.read.formats import parser_of
 from whet.data.read.locate import locate_containers
 from whet.data.read.record_filter import RecordFilter
@@ -92,6 +92,20 @@ def read_source(source: Source) -> Iterator[ParsedRecord]:
     """Every record of a source, parsed, in order; nothing is skipped silently."""
     reader = SourceReader(source)
     return map(reader.parse, reader.records())
+
+
+def propose_source(path: str, guess: bool = True) -> tuple[Source, bool]:
+    """A source for a file, and whether its format and fields are guessed from names that mean a question and an answer;
+    raises a WhetError if nothing is recognised. `guess`: False makes a guess that error, which has the line to add."""
+    source = Source(path=path)
+    try:
+        SourceReader(source)
+        return source, False
+    except WhetError:
+        near = guess_fields(_open_containers(source)) if guess and not source.is_builtin else None
+        if near is None:
+            raise
+    return Source.model_validate({"path": path, "format": near.format, "fields": near.fields}), True
 
 
 def source_fingerprint(source: Source) -> dict[str, object]:
