@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, QuietOption, cli_command
+from whet.cli.common import JsonOption, LoadOption, QuietOption, cli_command
 
 if TYPE_CHECKING:
     from whet.inference.chat import ChatModels
@@ -59,10 +59,7 @@ def chat(
     calculator: Annotated[
         bool, typer.Option("--calculator", help="Answer the model's calls of a calculator tool.")
     ] = False,
-    load: Annotated[
-        Literal["auto", "4bit", "spread"],
-        typer.Option("--load", help="For large models: 4-bit weights, or spread over all GPUs."),
-    ] = "auto",
+    load: LoadOption = "auto",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any] | None:

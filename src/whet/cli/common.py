@@ -8,7 +8,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 
@@ -33,6 +33,10 @@ UntilOption = Annotated[
     typer.Option(
         min=1, metavar="STEP", help="Stop after this step; the learning-rate schedule is still that of the whole run."
     ),
+]
+LoadOption = Annotated[
+    Literal["auto", "4bit", "spread"],
+    typer.Option("--load", help="For large models: 4-bit weights, or spread over all GPUs."),
 ]
 OverridesArgument = Annotated[
     list[str] | None,

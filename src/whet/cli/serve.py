@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import QuietOption, cli_command
+from whet.cli.common import LoadOption, QuietOption, cli_command
 
 
 @cli_command
@@ -27,10 +27,7 @@ def serve(
         int,
         typer.Option("--max-requests", min=1, help="Answers in progress or waiting; further requests get status 429."),
     ] = 256,
-    load: Annotated[
-        Literal["auto", "4bit", "spread"],
-        typer.Option("--load", help="For large models: 4-bit weights, or spread over all GPUs."),
-    ] = "auto",
+    load: LoadOption = "auto",
     quiet: QuietOption = False,
 ) -> dict[str, Any] | None:
     """Serve a model to colleagues: an OpenAI-compatible API and a chat page.

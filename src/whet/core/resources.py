@@ -34,6 +34,13 @@ def available_memory(system: Path = Path("/")) -> int | None:
     return max(0, min(known)) if known else None
 
 
+def device_count() -> int:
+    """Accelerators of this machine; the CPU counts as one where there is none."""
+    import torch
+
+    return max(1, torch.accelerator.device_count())
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether whet's Triton kernels can be compiled. Only torch for CUDA depends on Triton."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
-from whet.core.resources import available_cores
+from whet.core.resources import available_cores, device_count
 from whet.core.yaml import parse_yaml
 from whet.launch.config import LaunchConfig, LogPolicy
 
@@ -85,7 +85,7 @@ def make_launch_job(
             "the same value on all of them, such as launch.rendezvous=node1:29400"
         )
     rendezvous = _resolve_rendezvous(launch.rendezvous) if nodes > 1 and launch.rendezvous else None
-    processes = launch.gpus or launch.processes or _device_count()
+    processes = launch.gpus or launch.processes or device_count()
     env = launch.required_variables()
     if "OMP_NUM_THREADS" not in os.environ:
         env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
@@ -101,12 +101,6 @@ def make_launch_job(
         named=tuple(launch.env), max_restarts=launch.max_restarts, wait_s=launch.wait,
         log_policies=launch.log_policies, resume=resume, notify=notify,
     )  # fmt: skip
-
-
-def _device_count() -> int:
-    import torch
-
-    return max(1, torch.accelerator.device_count())
 
 
 def _resolve_rendezvous(endpoint: str) -> Rendezvous:

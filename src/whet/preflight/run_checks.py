@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from whet.config import Config
 from whet.core.errors import ExitCode, WhetError, describe_error
+from whet.core.resources import device_count
 from whet.data.prepare.tokenize import BadLineError
 from whet.preflight.data_checks import (
     Finding,
@@ -142,7 +143,7 @@ def check_batch(config: Config, data: RunData | None, unpacked: bool) -> Iterato
     given, nodes = launch.gpus or launch.processes, launch.node_range()[1]
     level, text = _batch_finding(config, data, nodes, given or 1, unpacked)
     if level == "ok" and given is None and nodes == 1:  # `whet launch` would use all of this machine's
-        level, text = _batch_finding(config, data, 1, _device_count(), unpacked)
+        level, text = _batch_finding(config, data, 1, device_count(), unpacked)
         level, text = ("warning", f"{text}. `whet train` uses one device") if level == "fault" else (level, text)
     if text:
         yield Finding("batch", level, text)
@@ -166,12 +167,6 @@ def _batch_finding(config: Config, data: RunData | None, nodes: int, devices: in
         return "fault", shortage
     rows = typical_rows(plan)
     return "ok", f"a step has {rows:,} rows for {layout.ranks:,} data-parallel ranks, {rows / layout.ranks:.3g} each"
-
-
-def _device_count() -> int:
-    import torch
-
-    return max(1, torch.accelerator.device_count())
 
 
 def _vocabulary_finding(tokens: int, rows: int) -> Finding:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,16 +176,9 @@ def rename_run(run: RunSummary, name: str) -> Path:
     target = run.folder.absolute().with_name(name)
     if os.path.lexists(target):
         raise WhetError(f"{target}: exists already. Give another name, or delete it first")
-    lock = FolderLock(run.folder)
-    try:
+    with _locked(run.folder, "renaming"):
         _rename_in_config(run.folder, name, target)
         run.folder.absolute().rename(target)
-    except OSError as error:
-        raise os_error(error, "renaming the run", run.folder) or WhetError(
-            f"{run.folder}: cannot be renamed ({error.strerror})"
-        ) from None
-    finally:
-        lock.release()
     return target
 
 
@@ -208,12 +202,19 @@ def delete_run(run: RunSummary) -> None:
     require_idle(run, "deleting")
     if run.folder.is_symlink():
         raise WhetError(f"{run.folder}: this is a link. Delete the folder that it leads to: {run.folder.resolve()}")
-    lock = FolderLock(run.folder)
-    try:
+    with _locked(run.folder, "deleting"):
         delete_atomically(run.folder.absolute())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a run's folder. An error of the operating system names the folder and what was done."""
+    lock = FolderLock(folder)
+    try:
+        yield
     except OSError as error:
-        raise os_error(error, "deleting the run", run.folder) or WhetError(
-            f"{run.folder}: cannot be deleted ({error.strerror})"
+        raise os_error(error, f"{doing} the run", folder) or WhetError(
+            f"{folder}: {doing} the run failed ({error.strerror})"
         ) from None
     finally:
         lock.release()
