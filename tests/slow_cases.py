@@ -38,6 +38,8 @@ SLOW_CASES = {
         "run/test_quantized_runs.py::test_two_processes_give_the_first_losses_of_one[False]",
     "launch/test_launch_command.py::test_a_run_saves_and_stops_when_whet_launch_is_killed":
         "core/test_signals.py::test_a_process_gets_sigterm_when_its_parent_is_killed",
+    "run/test_watching.py::test_a_resumed_run_ends_early_where_an_uninterrupted_one_does":
+        "run/test_watching.py::test_patience_counts_evaluations_since_the_best",
     # Whole runs: the same with other weights, or a shorter way to the same state.
     "run/test_resume.py::test_a_killed_run_continues_bit_for_bit[lora with dropout]":
         "run/test_kill_everywhere.py::test_a_run_killed_at_a_bad_moment_ends_like_an_uninterrupted_one",

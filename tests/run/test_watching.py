@@ -8,10 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from whet.core.costs import Costs, counted_costs, predicted_costs, write_usage
 from whet.core.heartbeat import PHASE
@@ -20,6 +23,7 @@ from whet.evaluation.training_losses import losses_of_step, read_training_losses
 from whet.run.loss_lists import ConversationLosses
 from whet.run.monitor import RunMonitor
 from whet.run.step_losses import choose_start, step_conversations
+from whet.training.run_state import Run
 
 
 def lines(run: Path, name: str = "metrics") -> list[dict[str, Any]]:
@@ -176,25 +180,56 @@ def test_damaged_usage_costs_nothing_but_itself(tmp_path: Path) -> None:
 
 
 EARLY = ("eval.every=2", "eval.patience=2", "train.optimizer.lr=0.5", 'eval.prompts=["Hello", "3 chairs"]')
+"""The rate is far too high, so that every evaluation is worse than the first."""
 
 
-def test_patience_ends_a_run_with_its_best_kept_also_after_a_stop(
+def assert_ended_early(run: Path) -> None:
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["steps"]) == ("finished", 4, 12)
+    assert (run / "checkpoints" / "best").read_text().startswith("step-000002")
+    assert [event["kind"] for event in lines(run, "events")] == ["early-stop"]
+    asked = [(line["step"], line["prompt"]) for line in lines(run, "samples")]
+    assert asked == [(step, text) for step in (0, 2, 4) for text in ("Hello", "3 chairs")]
+
+
+def test_patience_ends_a_run_with_its_best_kept_and_exported(
     whet: Callable[..., Any], tmp_path: Path, recipe: str
 ) -> None:
-    """The rate is far too high, so that every evaluation is worse than the first."""
-    whet("train", recipe, f"run.dir={tmp_path / 'whole'}", *EARLY, "export.at_end=merged")
+    whet("train", recipe, f"run.dir={tmp_path / 'run'}", *EARLY, "export.at_end=merged")
+    assert_ended_early(tmp_path / "run")
+    certificate = json.loads((tmp_path / "run/exports/merged/certificate.json").read_text())
+    assert (certificate["verified"], certificate["step"]) == (True, 2)
+
+
+def test_a_resumed_run_ends_early_where_an_uninterrupted_one_does(
+    whet: Callable[..., Any], tmp_path: Path, recipe: str
+) -> None:
+    """Paused where no evaluation is due: the additional one there does not count."""
+    whet("train", recipe, f"run.dir={tmp_path / 'whole'}", *EARLY)
     whet("train", recipe, f"run.dir={tmp_path / 'parts'}", *EARLY, "--until", "3")
     whet("train", recipe, f"run.dir={tmp_path / 'parts'}", *EARLY, "--resume")
-    assert json.loads((tmp_path / "whole/exports/merged/certificate.json").read_text())["verified"] is True
-    for run in (tmp_path / "whole", tmp_path / "parts"):
-        status = json.loads((run / "status.json").read_text())
-        assert (status["state"], status["step"], status["steps"]) == ("finished", 4, 12)
-        assert (run / "checkpoints" / "best").read_text().startswith("step-000002")
-        assert [event["kind"] for event in lines(run, "events")] == ["early-stop"]
-        asked = [(line["step"], line["prompt"]) for line in lines(run, "samples")]
-        assert asked == [(step, text) for step in (0, 2, 4) for text in ("Hello", "3 chairs")]
+    assert_ended_early(tmp_path / "whole")
+    assert_ended_early(tmp_path / "parts")
     whole, parts = (read_training_losses(tmp_path / name) for name in ("whole", "parts"))
     assert whole.tobytes() == parts.tobytes()
+
+
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 12))
+def test_patience_counts_evaluations_since_the_best(losses: list[float], patience: int, resumed: int) -> None:
+    """Of a run that evaluates every two steps, and was paused at an odd one."""
+    for count in range(1, len(losses) + 1):
+        done = {2 * i: {"val_loss": loss} for i, loss in enumerate(losses[:count])}
+        done[2 * resumed + 1] = {"val_loss": 99.0}
+        run: Any = SimpleNamespace(
+            config=SimpleNamespace(eval=SimpleNamespace(best="val_loss", every=2, patience=patience)),
+            intervals=SimpleNamespace(first=0, steps=99), evaluations=done, step=2 * count,
+        )  # fmt: skip
+        run._scheduled_scores = lambda run=run: Run._scheduled_scores(run)
+        run.best_evaluation = lambda run=run: Run.best_evaluation(run)
+        best = losses.index(min(losses[:count]))
+        assert Run.ends_early(run) == (count - 1 - best >= patience)
+        run.step = 99
+        assert not Run.ends_early(run), "it has ended anyway"
 
 
 def test_without_tasks_a_run_answers_held_out_prompts_before_and_after(

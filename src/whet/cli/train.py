@@ -139,8 +139,9 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
         result["export"] = None
         info(f"smoke test passed: prepared, trained, evaluated, saved, exported ({view.folder}, its weights deleted)")
     else:
-        if (costs := counted_costs(folder)) is not None:
-            predicted = predicted_costs(folder)
+        costs, predicted = counted_costs(folder), predicted_costs(folder)
+        result |= {"used": costs and costs.as_dict(), "predicted": predicted and predicted.as_dict()}
+        if costs is not None:
             info(f"used {costs}" + (f"; predicted {predicted}" if predicted is not None else ""))
         page = view.folder / "report.html" if was_finished else write_report(folder)
         is_finished = view.status.state == "finished"

@@ -84,7 +84,7 @@ def _curve(line: ChartLine) -> str:
 
 def _small_curve(line: ChartLine) -> tuple[Cell, Cell, Cell]:
     values: list[float | None] = [value for _, value in line.known]
-    return Styled(sparkline(values, _SPARKLINE), "code"), *(format_number(values[at]) for at in (0, -1))
+    return Styled(sparkline(values, _SPARKLINE), "code"), format_number(values[0]), format_number(values[-1])
 
 
 def _sample(pair: SamplePair) -> str:

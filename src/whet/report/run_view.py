@@ -384,15 +384,18 @@ class RunView:
         return f"{min(seen, total):,.0f} of {total:,.0f}"
 
     def _seen(self) -> float | None:
-        """Different conversations in losses.bin. Earlier versions have no such file: there, as many as were trained on,
-        unless an epoch repeats some."""
+        """Different conversations in losses.bin. A run that an earlier version began has none of its first steps: as
+        many as were trained on, unless an epoch repeats some."""
         import numpy as np
 
         try:
             content = (self.folder / "losses.bin").read_bytes()
         except OSError:
-            return self.conversations if (finite_number(self.plan.get("epochs")) or 0) <= 1 else None
-        return len(np.unique(np.frombuffer(content, dtype="<u4", count=len(content) // 16 * 4)[1::4]))
+            content = b""
+        records = np.frombuffer(content, dtype="<u4", count=len(content) // 16 * 4).reshape(-1, 4)
+        if len(records) and records[0, 0] == self.start_step + 1:
+            return len(np.unique(records[:, 1]))
+        return self.conversations if (finite_number(self.plan.get("epochs")) or 0) <= 1 else None
 
     @property
     def flops(self) -> float | None:

@@ -144,7 +144,8 @@ def _finish(run: Run, data: RunData, folder: RunFolder) -> None:
     if run.saver is not None and kind != "none":
         best = directory.resolve_step(folder.path / "checkpoints", "best") if ends_early else run.step
         _export(run, data, kind, best)
-    folder.set_status("finished", run.step, steps, exit_code=0, reason="eval.patience" if ends_early else None)
+    reason = "eval.patience: ended early" if ends_early else None
+    folder.set_status("finished", run.step, steps, exit_code=0, reason=reason)
 
 
 def _export(run: Run, data: RunData, kind: str, step: int) -> None:

@@ -26,6 +26,7 @@ from whet.core.heartbeat import PHASE, describe_phase
 from whet.core.notify import Notifier
 from whet.core.run_folder import SUPERVISOR_VARIABLE, read_status
 from whet.core.signals import StopRequested
+from whet.data.prepare.workers import fork_lock
 
 _PERIOD_S = 10.0
 _STEPS_TO_PREDICT = 5
@@ -63,8 +64,9 @@ class RunMonitor:
         while is_open:
             is_open = not self._closed.wait(self._period_s)
             try:
-                self._count()
-                self._check_progress()
+                with fork_lock:
+                    self._count()
+                    self._check_progress()
             except Exception as error:  # whatever it is, the run goes on
                 warn(f"{self._run / 'usage.json'}: {type(error).__name__}: {error}. Costs are no longer counted")
                 return

@@ -97,7 +97,7 @@ class Run:
         """Whether eval.patience ends the run now. It depends on evaluations alone, which checkpoints have and every
         rank knows: a resumed run decides as an uninterrupted one."""
         best, patience = self.best_evaluation(), self.config.eval.patience
-        if patience is None or best is None:
+        if patience is None or best is None or self.step >= self.intervals.steps:
             return False
         return sum(step > best for step in self._scheduled_scores()) >= patience
 
