@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from whet.inference.inference_model import InferenceModel
 from whet.serve.requests import ChatRequest, CompletionRequest, parse_request
+from whet.web import server as server_module
 from whet.web.guard import Rejection
 
 GOOD: dict[str, Any] = {
@@ -58,6 +59,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         ({"top_p": 1.1}, 400, "top_p"),
         ({"stop": ""}, 400, "stop"),
         ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"stop": "\ud800"}, 400, "stop"),
         ({"stream": "yes"}, 400, "stream"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty"),
         ({"frequency_penalty": -1}, 400, "frequency_penalty"),
@@ -125,8 +127,11 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "logit_bias", "x"}))
 
 
+TEXT = st.text(st.characters(), max_size=8)  # with lone surrogates
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(FIELDS, JSON, max_size=4), st.sampled_from([ChatRequest, CompletionRequest]))
+@given(st.dictionaries(FIELDS, JSON | TEXT, max_size=4), st.sampled_from([ChatRequest, CompletionRequest]))
 def test_any_json_is_a_request_or_refused_with_a_reason(
     changes: dict[str, Any], kind: type[ChatRequest | CompletionRequest]
 ) -> None:
@@ -140,7 +145,7 @@ def test_any_json_is_a_request_or_refused_with_a_reason(
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.dictionaries(FIELDS.filter(lambda name: name != "n"), JSON, max_size=3))
+@given(st.dictionaries(FIELDS.filter(lambda name: name != "n"), JSON | TEXT, max_size=3))
 def test_any_json_gets_an_answer_from_a_server(server: str, changes: dict[str, Any]) -> None:
     with httpx.Client(base_url=server, timeout=60) as http:
         answer = http.post(CHAT, content=json.dumps({**GOOD, **changes, "max_tokens": 1}))
@@ -153,9 +158,14 @@ def test_any_json_gets_an_answer_from_a_server(server: str, changes: dict[str, A
 
 @pytest.fixture
 def gate(tiny: InferenceModel) -> Iterator[threading.Event]:
-    """While it is not set, the engine does not finish a step."""
+    """While it is cleared, the engine does not finish a step."""
     found = threading.Event()
-    hook = tiny.model.register_forward_pre_hook(lambda *_: found.wait(60) and None)
+    found.set()
+
+    def wait(*_: Any) -> None:
+        assert found.wait(60)
+
+    hook = tiny.model.register_forward_pre_hook(wait)
     yield found
     found.set()
     hook.remove()
@@ -165,6 +175,7 @@ def test_requests_over_the_limit_get_429_and_a_disconnect_frees_the_slot(
     serve_tiny: Callable[..., contextlib.AbstractContextManager[str]], gate: threading.Event
 ) -> None:
     with serve_tiny(max_requests=1) as url, httpx.Client(base_url=url, timeout=60) as http:
+        gate.clear()
         with http.stream("POST", CHAT, json={**GOOD, "max_tokens": 4000, "stream": True}) as stream:
             next(stream.iter_lines())
             full = http.post(CHAT, json=GOOD)
@@ -184,10 +195,12 @@ def test_a_client_that_leaves_while_it_waits_for_a_whole_answer_frees_the_slot(
     with serve_tiny(max_requests=1) as url, httpx.Client(base_url=url, timeout=60) as http:
         body = json.dumps({**GOOD, "max_tokens": 4000}).encode()
         address = httpx.URL(url)
+        gate.clear()
         with socket.create_connection((address.host, address.port)) as raw:
             raw.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % CHAT.encode())
             raw.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-            wait_until(lambda: http.post(CHAT, json=GOOD).status_code == 429)
+            wait_until(lambda: metric(http, "prompt_tokens_total") > 0)
+            assert http.post(CHAT, json=GOOD).status_code == 429
         gate.set()
         wait_until(lambda: http.post(CHAT, json=GOOD).status_code == 200)
 
@@ -200,6 +213,18 @@ def test_clients_that_hang_do_not_disturb_others(http: httpx.Client, server: str
             raw.sendall(sent)
         assert http.post(CHAT, json=GOOD).status_code == 200
         assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_a_connection_without_a_request_is_closed(
+    serve_tiny: Callable[..., contextlib.AbstractContextManager[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_MAX_IDLE_S", 0.4)
+    with serve_tiny() as url:
+        address = httpx.URL(url)
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"):
+            with socket.create_connection((address.host, address.port), timeout=60) as raw:
+                raw.sendall(sent)
+                assert raw.recv(1) == b""
 
 
 def test_a_failure_of_the_engine_ends_its_requests_and_not_the_server(

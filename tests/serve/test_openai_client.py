@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -160,3 +161,19 @@ def test_names_for_requests_are_short_where_they_are_unique(tmp_path: Path) -> N
         "one", "two", "builtin:tiny", "Qwen/Qwen3-0.6B",
     ]  # fmt: skip
     assert model_names([f"{tmp_path}/a/one", f"{tmp_path}/b/one"]) == [f"{tmp_path}/a/one", f"{tmp_path}/b/one"]
+
+
+@pytest.mark.slow
+def test_runs_are_served_as_adapters_of_their_base(lora_run: Path, tmp_path: Path) -> None:
+    """Their adapters are exported once. `test_adapters_mixed_in_a_batch_answer_as_each_alone` is the faster one."""
+    run = Path(shutil.copytree(lora_run, tmp_path / "mine"))
+    loaded = load_models_to_serve(["builtin:tiny", str(run)])
+    (folder,) = (run / "exports").glob("adapter*")
+    written = folder.stat().st_mtime_ns
+    assert load_models_to_serve(["builtin:tiny", f"{run}@latest"]).adapters.mixed
+    assert folder.stat().st_mtime_ns == written
+    sampling = Sampling(max_new_tokens=6)
+    expected = chat_reply(load_inference_model(str(folder)), sampling).text
+    with running(make_serving_app(loaded, 8)) as url, openai.OpenAI(base_url=f"{url}v1", api_key="any") as client:
+        got = client.chat.completions.create(model="mine", messages=HELLO, temperature=0, max_tokens=6)
+    assert got.choices[0].message.content == expected

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.core.errors import first_line
 from whet.inference.decode_runner import DecodeRunner
 from whet.inference.engine import (
     CPU_BATCHING,
@@ -29,6 +30,7 @@ from whet.inference.engine import (
     max_cached_tokens,
     prefill_logits,
 )
+from whet.inference.generate import context_length
 from whet.inference.kv_cache import KVCache, use_kv_cache
 from whet.inference.sampling import Sampling, sample_next_tokens
 from whet.model.attention.requirements import LayerAttention
@@ -58,6 +60,8 @@ class OnlineSequence(GenerationSequence):
     """How many likely tokens to report beside each token; None: no log probabilities."""
     logprobs: list[TokenLogprob] | None = None
     """Of each token of the completion, and of the stop token."""
+    failure: str | None = None
+    """Why it could not be continued; the other sequences go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class OnlineEngine:
         self._policy = CPU_BATCHING if self._device.type == "cpu" else GPU_BATCHING
         self._prefill_backend = choose_prefill_backend(model, layers)
         self._max_tokens = max_tokens or max_cached_tokens(model)
+        self._max_length = (context_length(model) or 1 << 30) + 2
         self._waiting: deque[OnlineSequence] = deque()
         self._rows: list[OnlineSequence | None] = []
         self._cache = KVCache(1, 0)
@@ -123,6 +128,10 @@ class OnlineEngine:
 
     # Slots: as long as needed, as many as fit.
 
+    def _slot_length(self, needed: int) -> int:
+        """A power of two, so that slots are lengthened seldom, but not more than the context."""
+        return max(_MIN_SLOT_LENGTH, min(1 << (needed - 1).bit_length(), self._max_length))
+
     def _slots(self, slot_length: int) -> int:
         return min(self._max_sequences, max(1, self._max_tokens // slot_length))
 
@@ -132,10 +141,12 @@ class OnlineEngine:
         if needed <= self._cache.slot_length:
             return
         newest = sorted(self.running, key=lambda row: row.index)
-        for row in newest[self._slots(_round_up(needed)) :][::-1]:
+        for row in newest[self._slots(self._slot_length(needed)) :][::-1]:
             self._rows[self._rows.index(row)] = None
             self._waiting.appendleft(row)
-        self._resize(_round_up(max(_needed_length(row) for row in self.running)))
+        needed = max(_needed_length(row) for row in self.running)
+        if needed > self._cache.slot_length:
+            self._resize(self._slot_length(needed))
 
     def _resize(self, slot_length: int) -> None:
         for _ in compact_rows(self._rows, self._cache):  # type: ignore[arg-type]
@@ -165,9 +176,9 @@ class OnlineEngine:
             first = self._waiting[0]
             needed = max(_needed_length(row) for row in (first, *self.running))
             if needed > self._cache.slot_length:
-                if admitted or len(self.running) >= self._slots(_round_up(needed)):
+                if admitted or len(self.running) >= self._slots(self._slot_length(needed)):
                     break
-                self._resize(_round_up(needed))
+                self._resize(self._slot_length(needed))
             tokens += len(first.tokens)
             alike = not admitted or first.adapter == admitted[0][1].adapter
             if len(self.running) >= self._cache.num_slots or not alike:
@@ -213,7 +224,10 @@ class OnlineEngine:
                 continue
             if row.logprobs is not None and not row.forced:
                 row.logprobs.append(_token_logprob(logits[index], token, row.top_logprobs or 0))
-            append_token(row, token)
+            try:
+                append_token(row, token)
+            except Exception as error:  # such as a tokenizer that cannot decode it
+                row.failure, row.done = first_line(error), True
 
 
 def sample_each(logits: Tensor, rows: Sequence[OnlineSequence]) -> list[int]:
@@ -248,8 +262,3 @@ def _token_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
 def _needed_length(row: GenerationSequence) -> int:
     """The slot length that the next token needs, with one position that no sequence reaches."""
     return len(row.prompt) + len(row.completion.ids) + 2
-
-
-def _round_up(length: int) -> int:
-    """A power of two, so that slots are lengthened seldom."""
-    return max(_MIN_SLOT_LENGTH, 1 << (length - 1).bit_length())

@@ -39,7 +39,7 @@ def make_app(
         yield
         await asyncio.to_thread(service.stop)
 
-    app = FastAPI(lifespan=run_engine, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=run_engine, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.exception_handler(Rejection)
     async def rejected(_: Request, error: Rejection) -> Response:
@@ -56,7 +56,8 @@ def make_app(
         served = by_id.get(parsed.model)
         if served is None:
             raise _unknown_model(parsed.model, by_id)
-        endpoint = handler(served, parsed, service)  # type: ignore[arg-type]
+        service.require_room(parsed.n or 1)  # before any work
+        endpoint = handler(served, parsed, service)
         await endpoint.prepare()
         return _GeneratedResponse(endpoint, service, metrics, bool(parsed.stream))
 

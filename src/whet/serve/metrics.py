@@ -64,7 +64,7 @@ class Metrics:
             ("sequences_waiting", "gauge", "Sequences that wait for a slot.", self.waiting),
             ("rejected_total", "counter", "Requests over the limit of the queue (429).", self.rejected),
             ("disconnected_total", "counter", "Clients that left before their answer ended.", self.disconnected),
-            ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
+            ("prompt_tokens_total", "counter", "Tokens of prompts, for each answer.", self.prompt_tokens),
             ("generated_tokens_total", "counter", "Tokens generated.", self.generated_tokens),
             ("resident_bytes", "gauge", "Memory of the server.", resident_bytes()),
         ):

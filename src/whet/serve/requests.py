@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from whet.core.display import is_valid_text
 from whet.inference.sampling import Sampling
 from whet.web.guard import Rejection
 
@@ -56,7 +57,7 @@ class GenerationRequest(BaseModel):
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -126,8 +127,8 @@ def parse_request(kind: type[R], body: bytes) -> R:
         raise _as_rejection(error) from None
     except RecursionError:
         raise Rejection(400, "the body is nested too deeply") from None
-    if "" in request.stop_strings or len(request.stop_strings) > 16:
-        raise Rejection(400, "stop: give at most 16 strings that are not empty", "stop")
+    if len(request.stop_strings) > 16 or not all(text and is_valid_text(text) for text in request.stop_strings):
+        raise Rejection(400, "stop: give at most 16 strings, none of them empty or with NUL or lone surrogates", "stop")
     return request
 
 

@@ -87,21 +87,14 @@ class GenerationService:
     @contextlib.contextmanager
     def generate(self, sequences: Sequence[OnlineSequence]) -> Iterator[Generation]:
         """Run sequences; when the block ends, for whatever reason, what still runs is cancelled and its slot freed."""
-        if len(self._owners) + len(sequences) > self.max_requests:
-            self._metrics.rejected += 1
-            full = Rejection(
-                429, f"the server has {len(self._owners)} of at most {self.max_requests} requests; try again later",
-                code="server_busy",
-            )  # fmt: skip
-            full.headers["retry-after"] = str(_RETRY_AFTER_S)
-            raise full
+        self.require_room(len(sequences))
         generation = Generation(list(sequences))
         for number, sequence in enumerate(sequences):
             self._next_index += 1
             sequence.index = self._next_index
             self._owners[sequence] = generation, number
             self._inbox.put(sequence)
-        self._metrics.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences[:1])
+        self._metrics.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
         try:
             yield generation
         finally:
@@ -109,6 +102,17 @@ class GenerationService:
                 sequence.done = True
                 self._owners.pop(sequence, None)
             self._metrics.request_seconds.add(time.monotonic() - generation.began)
+
+    def require_room(self, count: int) -> None:
+        """A Rejection if the queue has no room for so many sequences."""
+        if self._owners and len(self._owners) + count > self.max_requests:
+            self._metrics.rejected += 1
+            full = Rejection(
+                429, f"the server has {len(self._owners)} of at most {self.max_requests} requests; try again later",
+                code="server_busy",
+            )  # fmt: skip
+            full.headers["retry-after"] = str(_RETRY_AFTER_S)
+            raise full
 
     def on_token(self, sequence: OnlineSequence, token: int) -> None:
         """Called by the engine."""
@@ -163,6 +167,7 @@ class GenerationService:
                     self._metrics.first_token_seconds.add(generation.first_token - generation.began)
             else:
                 self._owners.pop(sequence)
+                generation.failure = generation.failure or sequence.failure
             generation.events.put_nowait((number, token))
 
     def _fail(self, sequences: Sequence[OnlineSequence], reason: str) -> None:

@@ -19,14 +19,13 @@ from whet.web.guard import App
 from whet.web.server import WebServer
 
 GRACE_SECONDS = 30
-_MAX_BATCH = {"cpu": 64}
-_MAX_BATCH_GPU = 256
+_MAX_BATCH_CPU, _MAX_BATCH_GPU = 64, 256
 
 
 def make_serving_app(loaded: LoadedModels, max_requests: int, token: str | None = None) -> App:
     """The web application for some models."""
     first, _ = next(iter(loaded.models.values()))
-    device = next(first.model.parameters()).device.type
+    is_cpu = next(first.model.parameters()).device.type == "cpu"
     metrics = Metrics()
     with first.context():
         layers = probe_kv_cache(first.model.eval(), context_length(first.model) or 1)
@@ -35,7 +34,7 @@ def make_serving_app(loaded: LoadedModels, max_requests: int, token: str | None 
         warn(f"{first.name}: the KV cache does not support this model, so it answers one request at a time")
         engine = SerialEngine(first.model, loaded.adapters)
     else:
-        batch = min(max_requests, _MAX_BATCH.get(device, _MAX_BATCH_GPU))
+        batch = min(max_requests, _MAX_BATCH_CPU if is_cpu else _MAX_BATCH_GPU)
         engine = OnlineEngine(first.model, layers, batch, loaded.adapters)
     service = GenerationService(engine, max_requests, metrics)
     models = [

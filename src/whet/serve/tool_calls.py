@@ -246,7 +246,7 @@ def _flexible(literal: str) -> str:
 
 def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
     """The declared arguments of a tool."""
-    function = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    function: dict[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return properties if isinstance(properties, dict) else {}

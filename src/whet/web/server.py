@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from whet.core.errors import WhetError
 from whet.web.guard import App
@@ -21,6 +23,7 @@ TOKEN_VARIABLE = "WHET_TOKEN"
 """Messages and logs mask its value, as that of every variable whose name ends so."""
 _MIN_TOKEN = 16
 _MAX_CONNECTIONS = 1000
+_MAX_IDLE_S = 30.0
 
 
 def require_token(host: str) -> str | None:
@@ -70,6 +73,33 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
+class _TimedProtocol(H11Protocol):
+    """Closes a connection on which no request begins for a while: uvicorn would wait for its headers forever, and a
+    client that opens many would leave none to others."""
+
+    _idle_since: float | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._close_if_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = self.loop.time()
+        elif self.loop.time() - self._idle_since >= _MAX_IDLE_S:
+            self.transport.close()
+            return
+        self._timer = self.loop.call_later(_MAX_IDLE_S / 4, self._close_if_idle)
+
+
 class WebServer(uvicorn.Server):
     """A server for one application. SIGTERM and Ctrl-C let running requests finish, for at most `grace_seconds`; a
     second signal ends them at once. `on_stop` is called with the first, to end streams that never end by themselves."""
@@ -79,9 +109,9 @@ class WebServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, server_header=False, date_header=False, ws="none",
-                lifespan="on", limit_concurrency=_MAX_CONNECTIONS, timeout_graceful_shutdown=int(grace_seconds),
-                h11_max_incomplete_event_size=32 << 10,
+                app, http=_TimedProtocol, ws="none", lifespan="on", log_config=None, access_log=False,
+                server_header=False, date_header=False, limit_concurrency=_MAX_CONNECTIONS,
+                timeout_graceful_shutdown=int(grace_seconds), h11_max_incomplete_event_size=32 << 10,
             )
         )  # fmt: skip
         self._on_start, self._on_stop = on_start, on_stop
