@@ -130,10 +130,51 @@ def test_a_choice_of_few_combinations_is_not_repeated(make_plan):
     assert sorted(trial.values["train.optimizer.name"] for trial in result.trials) == ["adamw", "adamw8bit"]
 
 
+@pytest.mark.parametrize("method", ["asha", "random", "tpe"])
+def test_all_combinations_of_choices_are_tried_and_the_plan_counts_them(make_plan, method):
+    """One of the twelve is invalid, the last one is as likely to be drawn as the others."""
+    plan = make_plan(
+        f"search.method={method}", "train.optimizer.lr=1e-3", "search.max_trials=40", "search.concurrent=1",
+        "train.batch.conversations={search: int, low: 2, high: 7}", "train.optimizer.momentum=0.95",
+        "train.optimizer.name={search: choice, values: [adamw, adamw8bit]}",
+    )  # fmt: skip
+    assert plan.trials == 12
+    place = CurvePlace(
+        lambda trial: (
+            TrialEnd(trial.number, ExitCode.INPUT, "invalid")
+            if (trial.config.train.batch.conversations, trial.config.train.optimizer.name) == (3, "adamw")
+            else planted_loss(trial)
+        )
+    )
+    result = run(plan, place)
+    tried = [tuple(trial.values.values()) for trial in result.trials]
+    assert len(tried) == len(set(tried)) == 11
+    assert result.is_tied
+
+
 def test_combinations_that_are_all_invalid_end_the_search_with_the_reason(make_plan):
     place = CurvePlace(lambda trial: TrialEnd(trial.number, ExitCode.INPUT, "data.sources: nothing left"))
     with pytest.raises(WhetError, match=r"20 combinations in a row .* data.sources: nothing left"):
         run(make_plan(), place)
+
+
+def test_a_metric_that_is_never_measured_ends_the_search_with_its_first_trial(make_plan):
+    """Bits per byte of a tokenizer whose bytes are unknown. A value that is not finite is a crash of one trial."""
+    measured = []
+
+    def loss(trial):
+        measured.append(trial.number)
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        name = "val_loss" if len(measured) > 1 else "val_bpb"
+        (trial.folder / "metrics.jsonl").write_text(
+            f'{{"step": {trial.until}, "loss": 1.0}}\n{{"step": {trial.until}, "{name}": null}}\n'
+        )
+        return TrialEnd(trial.number, ExitCode.DONE)
+
+    settings = ("search.method=random", "search.max_trials=3", "search.metric=val_bpb")
+    with pytest.raises(WhetError, match=r"search.metric: val_bpb is not among what trial 1 .* \(val_loss\)"):
+        run(make_plan(*settings), CurvePlace(loss))
+    assert measured == [0, 1]
 
 
 def test_trials_that_all_crash_are_an_error_that_names_one(make_plan):
@@ -183,6 +224,8 @@ def test_rungs_in_tokens_are_steps_of_each_trial(make_plan):
         (["train.start_step=3"], "train.start_step: 3: trials begin at step 0"),
         (["run.dir={search: choice, values: [a, b]}"], "run.dir: does not change what is trained"),
         (["search.method=grid", "train.optimizer.lr={search: log, low: 1e-5, high: 1e-3}"], "lr: count is missing"),
+        (["train.clip_norm={low: 0.5, high: 2}"], "train.clip_norm.search: missing. Write the range as {search: log"),
+        (["train.schedule.name={values: [wsd, cosine]}"], "name.search: missing. Write the range as {search: choice"),
         (["search.divisor=1"], "search.divisor: 1 is not valid (input should be greater than or equal to 2)"),
         (["train.optimizer.name=adamw", "train.optimizer.lr=1e-3", "train.optimizer.momentum=0.95"], "has no range"),
     ],

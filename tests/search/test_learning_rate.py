@@ -23,14 +23,14 @@ def made_curve(
     best: float, *, start: float, depth: float = 2.0, diverges_above: float = math.inf, noise: float = 0.02,
     conversations: int = CONVERSATIONS, limits: tuple[float, float] = (1e-9, 10.0),
 ) -> tuple[Finding, list[Probe]]:  # fmt: skip
-    """Probes of a run whose best rate for all its steps is `best`; shorter ones want a higher one, as power −0.38."""
+    """Probes of a run whose best rate for all its steps is `best`; shorter ones want a higher one, as power −0.32."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(5, 60, conversations)
     hard = generator.uniform(3, 5, conversations)
     measured: list[Probe] = []
 
     def measure(lr: float, steps: int) -> Probe:
-        away = math.log10(lr / (best * (STEPS / steps) ** 0.38))
+        away = math.log10(lr / (best * (STEPS / steps) ** 0.32))
         learned = depth * math.exp(-(away**2)) * steps**0.3 / horizons(STEPS)[1] ** 0.3
         losses = hard - learned + min(1, 5 * learned) * generator.normal(0, noise, conversations)
         measured.append(Probe(lr, steps, steps, None if lr > diverges_above else losses * tokens))
@@ -46,7 +46,7 @@ def test_planted_rate_is_found(best: float, off: float, headroom: float) -> None
     finding, measured = made_curve(planted, start=10 ** (best + off), diverges_above=planted * 10**headroom)
     assert finding.lr is not None
     assert 1 / 2.5 < finding.lr / planted < 2.5, finding.reason
-    assert sum(probe.tokens for probe in measured) < 0.8 * STEPS
+    assert sum(probe.tokens for probe in measured) < 0.4 * STEPS
     assert len({(probe.lr, probe.steps) for probe in measured}) == len(measured)
 
 
@@ -112,7 +112,7 @@ def test_schedule_of_a_probe_is_that_of_the_run_in_fewer_steps(schedule: Schedul
 
 
 OPTIONS = (
-    "train.steps=20",
+    "train.steps=28",
     "train.batch.conversations=2",
     "data.validation.sources.0.max_samples=12",
     "train.micro_rows=8",
@@ -179,7 +179,7 @@ def test_only_the_learning_rate_may_be_a_range(whet: Any, recipe: str, tmp_path:
 
 
 GRID = [10 ** (exponent / 2) for exponent in range(-6, -2)]
-"""Four rates of a full grid that spans the best; a tenth of its tokens is less than half a run."""
+"""Four rates of a full grid that spans the best."""
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ GRID = [10 ** (exponent / 2) for exponent in range(-6, -2)]
 def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
     whet: Any, shipped_recipe: str, tmp_path: Path, task: str
 ) -> None:
-    """Validation loss within 5 %, rate within a factor 3, tokens under a tenth of a grid with five rates."""
+    """Validation loss within 5 %, rate within a factor 3, tokens under a tenth of the grid's."""
     common = (
         f"data.sources=[{{path: builtin:{task}, max_samples: 8000}}]", "train.steps=320", "eval.at_start=false",
         f"data.validation.sources=[{{path: builtin:{task}, split: held-out, max_samples: 100}}]", "export.at_end=none",
@@ -209,4 +209,4 @@ def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
     best = min(grid, key=lambda lr: grid[lr])
     assert 1 / 3 < found["lr"] / best < 3, (found["reason"], grid)
     assert loss(found["lr"]) < 1.05 * grid[best], (found["reason"], grid)
-    assert found["tokens"] < 0.1 * 5 * found["run_tokens"]
+    assert found["tokens"] < 0.1 * len(GRID) * found["run_tokens"]

@@ -90,7 +90,7 @@ def _propose_learning_rate(recipe: Path, overrides: list[str]) -> dict[str, Any]
 def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[str, Any]:
     import contextlib
 
-    from whet.core.console import info
+    from whet.core.console import info, warn
     from whet.search.page import write_page
     from whet.search.results import collect_results, write_results
     from whet.search.search import make_place, open_search_folder, run_search
@@ -102,6 +102,11 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
         found = write_results(result, plan)
         page = write_page(result, plan)
     _print_result(result, plan, to_stdout=not as_json)
+    if result.is_tied:
+        warn(
+            f"{plan.metric} is {result.best.value:.4g} in every trial, so the first one is called the best. Train "
+            "longer, or choose another search.metric"
+        )
     info(f"the best recipe: whet train {found['best']['config']} · its run: {found['best']['run']} · picture: {page}")
     return found
 

@@ -276,11 +276,11 @@ def paper_precision(config: Config, card: Card) -> PrecisionPolicy:
 def _proposals(config: Config, hardware: Hardware, facts: DataFacts) -> Iterator[tuple[dict[str, Any], Candidate]]:
     """Settings with which the run would fit; these change its numbers, so a person has to choose."""
     for settings in _smaller_settings(config):
-        search = _LayoutSearch(_with_settings(config, settings), hardware, facts)
-        fitting = [each for each in search.candidates() if each.memory.total <= hardware.usable_bytes]
-        fastest = _fastest(fitting)
+        changed = _with_settings(config, settings)
+        candidates = _LayoutSearch(changed, hardware, facts).candidates()
+        fastest = _fastest([each for each in candidates if each.memory.total <= hardware.usable_bytes])
         if fastest is not None:
-            yield settings, fastest
+            yield settings | fastest.settings(changed), fastest
 
 
 def _smaller_settings(config: Config) -> Iterator[dict[str, Any]]:

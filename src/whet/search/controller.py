@@ -7,6 +7,7 @@ continues each from its checkpoint; what a trial has measured before the kill is
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from whet.config import Config
 from whet.core.console import ProgressBar, info, progress, warn
 from whet.core.errors import ExitCode, StoppedError, WhetError
+from whet.core.files import hash_json
 from whet.core.signals import collect_stop_signals
 from whet.search.brackets import Bracket, choose_bracket
 from whet.search.config import SearchConfig
@@ -38,6 +40,7 @@ from whet.search.study import (
 from whet.search.trials import (
     LengthTable,
     Trial,
+    measured_names,
     read_progress,
     read_value,
     steps_at_rungs,
@@ -47,6 +50,8 @@ from whet.search.trials import (
 
 _MAX_REJECTED = 20
 """Combinations in a row that are invalid, or were tried before, until the search gives up finding another."""
+_MAX_LISTED = 1000
+"""Combinations of choices and integers, up to which none is drawn twice. Beyond, twice is rare."""
 _POLL_S = 0.5
 
 
@@ -63,6 +68,7 @@ class Controller:
         self._folder, self._name = config.folder, config.run.name or ""
         self._seed = config.run.seed
         self._brackets, self._study, self._lengths = brackets, study, lengths
+        self._combinations = space.combinations(_MAX_LISTED)
         self._running: dict[int, Trial] = {}
         self._owner = owner
         self._rejected = 0  # in a row
@@ -120,9 +126,21 @@ class Controller:
             self._advance(trial, place, bar, starts=not is_stopping)
         elif end.exit_code == ExitCode.INPUT and read_progress(trial.config.folder)[0] == 0:
             self._reject(trial.number, f"invalid: {end.reason}")
+        elif end.exit_code == ExitCode.DONE:
+            self._require_measured(trial)
+            self._take_crash(trial, f"its {self._metric} is not finite", bar)
         elif not (end.exit_code == ExitCode.STOPPED and is_stopping):
-            missing = f"its evaluation has no {self._metric}"
-            self._take_crash(trial, end.reason or (missing if end.exit_code == ExitCode.DONE else "no message"), bar)
+            self._take_crash(trial, end.reason or "no message", bar)
+
+    def _require_measured(self, trial: Trial) -> None:
+        """End the search if trials do not measure its metric at all: no other one would."""
+        found = measured_names(trial.config.folder, trial.steps[trial.reached])
+        if self._metric not in found:
+            raise WhetError(
+                f"search.metric: {self._metric} is not among what trial {trial.number} has measured after step "
+                f"{trial.steps[trial.reached]} ({', '.join(found) or 'nothing'}); {self._folder / 'logs'} has what it "
+                "printed. Choose another one in a new folder: search.metric=NAME run.dir=FOLDER"
+            )
 
     def _take_value(self, trial: Trial, value: float, bar: ProgressBar) -> bool:
         """Report the value of a rung; returns whether that ends the trial."""
@@ -182,20 +200,18 @@ class Controller:
             for frozen in filter(counts, self._trials()):
                 started[min(int(frozen.user_attrs.get(BRACKET, 0)), len(started) - 1)] += 1
             bracket = choose_bracket(self._brackets, started)
-            is_grid, number = self._settings.method == "grid", len(self._trials())
-            if bracket is None or (is_grid and self._grid_point(number) is None):
+            if bracket is None or not self._has_points(len(self._trials())):
                 return None
             handle = self._study.ask()
             handle.set_user_attr(OWNER, self._owner)
             handle.set_user_attr(BRACKET, bracket)
             total, number = sum(each.trials for each in self._brackets), handle.number
-            point = self._grid_point(number) if is_grid else None
             earlier = sum(counts(frozen) for frozen in self._trials() if frozen.number < number)
-            if earlier >= total or (is_grid and point is None):  # another search has asked at the same time
+            if earlier >= total or not self._has_points(number):  # another search has asked at the same time
                 handle.set_user_attr(UNCOUNTED, "there were enough trials")
                 self._study.tell(number, state=TrialState.FAIL)
                 return None
-            sampler = make_sampler(self._settings.method, self._seed, number, total, point)
+            sampler = make_sampler(self._settings.method, self._seed, number, total, self._fixed_point(number))
             values = suggest_values(self._study, handle, self._space, sampler)
             twin = find_duplicate(self._study, handle.number, values)
             if twin is not None:
@@ -210,8 +226,30 @@ class Controller:
             return trial
         return None
 
+    def _has_points(self, number: int) -> bool:
+        """Whether a trial with this number would have values of its own."""
+        if self._settings.method == "grid":
+            return self._grid_point(number) is not None
+        return self._untried() != []
+
+    def _fixed_point(self, number: int) -> Assignment | None:
+        """The values of this trial; None: the sampler draws them."""
+        if self._settings.method == "grid":
+            return self._grid_point(number)
+        if self._settings.method == "tpe" and not self._rejected:
+            return None
+        untried = self._untried()
+        return untried and random.Random(hash_json([self._seed, number])).choice(untried)
+
     def _grid_point(self, number: int) -> Assignment | None:
         return next(itertools.islice(self._space.grid(), number, None), None)
+
+    def _untried(self) -> list[Assignment] | None:
+        """The combinations that no trial has had; None if there are too many to list."""
+        if self._combinations is None:
+            return None
+        tried = [trial.params for trial in self._trials()]
+        return [values for values in self._combinations if values not in tried]
 
     def _make_trial(self, number: int, values: Assignment, bracket: int) -> Trial:
         recipe, config = write_trial_recipe(self._space, values, self._folder, number, self._name)

@@ -103,7 +103,7 @@ def _probe(run: Run, limits: tuple[float, float] | None) -> None:
     steps = len(run.plan) - run.step
     if steps < MIN_STEPS:
         raise WhetError(
-            f"train.steps: the run has {steps} steps, too few for --lr: a probe takes a tenth of them. Make it at "
+            f"train.steps: the run has {steps} steps, too few for --lr: a probe takes 1/14 of them. Make it at "
             f"least {MIN_STEPS} steps long, or search with whole runs (search.method: grid)"
         )
     choose_memory_settings(run, run.config)

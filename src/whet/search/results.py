@@ -56,6 +56,12 @@ class SearchResult:
         return self.trials[0]
 
     @property
+    def is_tied(self) -> bool:
+        """Whether all trials that came as far as the best have its value."""
+        alike = [trial.value for trial in self.trials if max(trial.rungs, default=0) == max(self.best.rungs)]
+        return len(alike) > 1 and set(alike) == {self.best.value}
+
+    @property
     def tokens(self) -> int:
         return sum(trial.tokens for trial in self.trials)
 

@@ -99,7 +99,9 @@ def _trial_count(space: Space, settings: SearchConfig) -> int:
     if settings.method == "single":
         return 1
     if settings.method != "grid":
-        return settings.max_trials or _DEFAULT_TRIALS
+        wanted = settings.max_trials or _DEFAULT_TRIALS
+        every = space.combinations(wanted)
+        return wanted if every is None else len(every)
     most = settings.max_trials or 10**5
     count = sum(1 for _, _ in zip(space.grid(), range(most), strict=False))
     if settings.max_trials is None and count == most:

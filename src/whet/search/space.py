@@ -13,9 +13,10 @@ absent. `count` is the number of points that method grid takes from low to high.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,10 @@ class Parameter:
             numbers = [self.low + (self.high - self.low) * share for share in shares]
         return [round(number) for number in numbers] if self.kind == "int" else [float(number) for number in numbers]
 
+    def integers_or_choices(self) -> Sequence[Value]:
+        """All values of a choice or a range of integers."""
+        return self.values if self.kind == "choice" else range(int(self.low), int(self.high) + 1)
+
     def ends(self) -> list[Value]:
         """The values that must all be possible: those of a choice, or both ends of a range."""
         if self.kind == "choice":
@@ -130,18 +135,28 @@ class Space:
 
     def grid(self) -> Iterator[Assignment]:
         """Every combination of the points of all parameters, the first parameter slowest."""
-        return self._combinations(0, {})
+        return self._combine(lambda parameter: parameter.points())
 
-    def _combinations(self, index: int, chosen: Assignment) -> Iterator[Assignment]:
+    def combinations(self, most: int) -> list[Assignment] | None:
+        """Every combination, where there are at most so many; None: there are more, or a range is continuous."""
+        if any(parameter.kind in ("log", "float") for parameter in self.parameters):
+            return None
+        found = list(itertools.islice(self._combine(lambda parameter: parameter.integers_or_choices()), most + 1))
+        return found if len(found) <= most else None
+
+    def _combine(
+        self, values: Callable[[Parameter], Sequence[Value]], index: int = 0, chosen: Assignment | None = None
+    ) -> Iterator[Assignment]:
+        chosen = chosen or {}
         if index == len(self.parameters):
             yield chosen
             return
         parameter = self.parameters[index]
         if not self._applies(parameter, chosen):
-            yield from self._combinations(index + 1, chosen)
+            yield from self._combine(values, index + 1, chosen)
             return
-        for value in parameter.points():
-            yield from self._combinations(index + 1, {**chosen, parameter.name: value})
+        for value in values(parameter):
+            yield from self._combine(values, index + 1, {**chosen, parameter.name: value})
 
     def _applies(self, parameter: Parameter, chosen: Mapping[str, Value]) -> bool:
         for key, allowed in parameter.when:
@@ -202,9 +217,18 @@ def _find_ranges(node: Node, path: ConfigPath) -> Iterator[tuple[ConfigPath, Nod
             )
         yield path, node
     elif isinstance(node.value, dict | list):
+        if _lacks_kind(node):
+            name, kind = ".".join(map(str, path)), "choice" if "values" in node.value else "log"
+            raise WhetError(f"{node.place}: {name}.search: missing. Write the range as {_EXAMPLES[kind]}")
         inside = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
         for key, inner in inside:
             yield from _find_ranges(inner, (*path, key))
+
+
+def _lacks_kind(node: Node) -> bool:
+    """Whether this would be a range if it said which."""
+    keys = node.value.keys() if isinstance(node.value, dict) else set()
+    return keys <= {"low", "high", "count", "values", "when"} and ("values" in keys or {"low", "high"} <= keys)
 
 
 def _parse_range(node: Node, path: ConfigPath) -> Parameter:

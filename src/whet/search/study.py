@@ -152,9 +152,9 @@ def suggest_values(study: Study, trial: optuna.trial.Trial, space: Space, sample
 
 def make_sampler(method: str, seed: int, number: int, max_trials: int, point: Assignment | None = None) -> BaseSampler:
     """A sampler for one trial, with a seed of its own: a resumed search goes on as if it had not been interrupted.
-    `point`: of the grid."""
+    `point`: the values, where they are chosen already."""
     own_seed = int(hash_json([seed, number])[:8], 16)
-    if method == "tpe":
+    if method == "tpe" and point is None:
         return TPESampler(seed=own_seed, n_startup_trials=max(4, min(10, max_trials // 4)))
     drawn = RandomSampler(seed=own_seed)
     return drawn if point is None else PartialFixedSampler(point, drawn)

@@ -160,6 +160,12 @@ def read_value(folder: Path, step: int, metric: str) -> float | None:
     return None
 
 
+def measured_names(folder: Path, step: int) -> list[str]:
+    """What a run's evaluation after a step has measured, finite or not."""
+    lines = [line for line in read_json_lines(folder / "metrics.jsonl")[0] if line.get("step") == step]
+    return [name for line in lines if "loss" not in line for name in line if name.startswith(("val_", "task/"))]
+
+
 def read_progress(folder: Path) -> tuple[int, int]:
     """The steps and the tokens that a run has been trained for."""
     for line in reversed(read_json_lines(folder / "metrics.jsonl")[0]):
