@@ -213,3 +213,24 @@ def test_any_strides_dtypes_and_offsets_are_read_as_torch_reads_them(tmp_path: P
     dcp.load(found, storage_reader=SafeStorageReader(tmp_path), no_dist=True)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_adapters_of_other_layers_are_refused_not_dropped(tmp_path: Path) -> None:
+    """As of a mixture that an earlier version adapted: routers had adapters, and not all experts."""
+
+    def adapted(*layers: str) -> nn.Module:
+        found = nn.ModuleDict({name: nn.ModuleDict({"lora_A": nn.Linear(2, 2, bias=False)}) for name in layers})
+        return nn.ModuleDict({"language_model": found})
+
+    model = adapted("q_proj", "gate", "experts")
+    path = save(tmp_path, 1, model, torch.optim.AdamW(model.parameters()))
+    for other, reason in (
+        (adapted("q_proj", "experts"), r"1 are only in the checkpoint \(.*gate\)\. An earlier version"),
+        (adapted("q_proj", "gate", "experts", "shared"), r"1 only in the model \(.*shared\)\. An earlier version"),
+    ):
+        with pytest.raises(WhetError, match=f"adapters are on other layers than adapter.targets reaches now: {reason}"):
+            load_checkpoint(path, other, None, ALONE)
+        weights = {name.removeprefix("language_model."): weight for name, weight in other.named_parameters()}
+        with pytest.raises(WhetError, match=r"run\.dir=FOLDER"):
+            CheckpointWeights(path).require_fit(weights)
+    load_checkpoint(path, adapted("q_proj", "gate", "experts"), None, ALONE)

@@ -13,6 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tiny_architectures import save_tiny_model
+from whet.compat.peft_private import param_wrapper_type
+from whet.core.errors import RunFailedError
+from whet.exporting.merge_adapters import merge_adapter_folders
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
@@ -167,3 +171,42 @@ def test_stop_tokens_of_the_adapter_are_merged(make_adapter: Make, whet: Any, tm
     ended = whet("merge", base, "--adapter", adapter, "--out", tmp_path / "m")
     assert ended.code == 0, ended.err
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config.eos_token_id == [0, 2]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(base, adapter of its experts)"""
+    base, adapter = tmp_path_factory.mktemp("mixture"), tmp_path_factory.mktemp("experts")
+    save_tiny_model("qwen3_moe", base)
+    model: Any = add_adapter(load_model(ModelConfig(path=str(base)), torch.float32), AdapterConfig(rank=2), seed=0)
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data = 1e-4 * torch.randn(weight.shape)
+    model.save_pretrained(adapter)
+    return base, adapter
+
+
+def test_the_certificate_of_a_merge_has_the_effect_on_every_weight(mixture: Any, tmp_path: Path) -> None:
+    base, adapter = mixture
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    effect = merge_adapter_folders(str(base), [str(adapter)], "cat", tmp_path / "out")["certificate"]["effect"]
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert effect["exported"] == effect["moved"] == effect["weights"] == len(effect["modules"])
+    moved = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert moved == {each["module"] for each in effect["modules"]}
+    assert sum("experts" in name for name in moved) == 4
+    for each in effect["modules"]:
+        old, new = before[each["module"]], after[each["module"]]
+        assert each["change"] == pytest.approx(((new - old).norm() / old.norm()).item(), rel=1e-3)
+
+
+def test_a_merge_that_misses_the_experts_is_refused(
+    mixture: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their updates are too small to show in the logits."""
+    base, adapter = mixture
+    monkeypatch.setattr(param_wrapper_type(), "merge", lambda *_, **__: None)
+    with pytest.raises(RunFailedError, match=r"those of the base: .*experts.*4 of 4 experts.*Nothing was written"):
+        merge_adapter_folders(str(base), [str(adapter)], "cat", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from whet.core.checksums import find_damage
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.core.files import UnreadableError
+from whet.model.effect import listed
 from whet.parallel.fsdp import reshard
 
 _MODEL_PREFIX = "model.language_model."
@@ -37,8 +39,11 @@ def load_checkpoint(
         init_optimizer_state(optimizer)
         tensors["optimizer"] = optimizer_tensors(model, optimizer)
     for part in parts:
+        reader = SafeStorageReader(path / part)
+        if part == "model":
+            _require_same_adapters(path, reader.read_metadata().state_dict_metadata, tensors[part])
         try:
-            load_tensors(tensors[part], SafeStorageReader(path / part), no_dist=ranks.world_size == 1)
+            load_tensors(tensors[part], reader, no_dist=ranks.world_size == 1)
         except CheckpointReadError as error:
             raise _mismatch_error(path, f" ({error})") from error
     return manifest
@@ -77,6 +82,7 @@ class CheckpointWeights:
         self._checkpoint = checkpoint
         self._reader = SafeStorageReader(checkpoint / "model")
         entries = self._reader.read_metadata().state_dict_metadata
+        self._names = set(entries)
         self._shapes = {
             key.removeprefix(_MODEL_PREFIX): entry.size
             for key, entry in entries.items()
@@ -88,6 +94,7 @@ class CheckpointWeights:
 
     def require_fit(self, weights: dict[str, Tensor]) -> None:
         """Raise if the checkpoint belongs to another model, before anything is written."""
+        _require_same_adapters(self._checkpoint, self._names, {_MODEL_PREFIX + name for name in weights})
         for name, weight in weights.items():
             if name not in self._shapes:
                 raise _mismatch_error(self._checkpoint, f": {name} is not in it")
@@ -108,6 +115,27 @@ class CheckpointWeights:
             raise WhetError(
                 f"{self._checkpoint}: cannot read {next(iter(tensors))} ({error}). Export another checkpoint: RUN@STEP"
             ) from error
+
+
+def _require_same_adapters(path: Path, then: Collection[str], now: Collection[str]) -> None:
+    """Raise if the checkpoint has adapters of layers that have none now, which would get lost unnoticed, or the other
+    way round. Earlier versions of whet adapted other layers of mixtures of experts: routers, and not all others."""
+    there, here = (
+        {name.partition(".lora_")[0].removeprefix(_MODEL_PREFIX) for name in names if ".lora_" in name}
+        for names in (then, now)
+    )
+    if there == here or not there or not here:
+        return
+    parts = [
+        f"{len(names):,} {where} ({listed(sorted(names))})"
+        for names, where in ((there - here, "are only in the checkpoint"), (here - there, "only in the model"))
+        if names
+    ]
+    raise WhetError(
+        f"{path}: its adapters are on other layers than adapter.targets reaches now: {' and '.join(parts)}. An earlier "
+        "version of whet wrote it, which adapted other layers of this model. Continue or export it with that version, "
+        "or start a new run: run.dir=FOLDER"
+    )
 
 
 def _mismatch_error(path: Path, reason: str) -> WhetError:

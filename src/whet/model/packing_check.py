@@ -22,6 +22,7 @@ from whet.core.distributed import is_peer_failure
 from whet.core.errors import WhetError, describe_error
 from whet.model.attention import PackingError, native_attention, unsupported_attention, use_native_attention
 from whet.model.attention.recurrent import find_recurrent_layers, reset_state_between_documents, undo_reset
+from whet.model.experts.routing import Routing
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import OutputHead, read_output_head
 from whet.model.modules import eval_mode
@@ -116,12 +117,18 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
     if reason is not None:  # the documents below are too short to show windows
         raise PackingError(reason)
     tokens = torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary
+    routing = Routing(model)
     with eval_mode(root):
         head = read_output_head(model)  # raises for heads that are not linear
         hidden = hidden_of_documents(root, [tokens[:8], tokens[8:]])
         other = hidden_of_documents(root, [tokens[:8].flip(0), tokens[8:]])
         largest = _largest_logit(head, hidden)
-        own = {scale: _reference_logits(model, tokens, scale) for scale in (1.0, _LARGE_LOGIT / largest)}
+        own = {_LARGE_LOGIT / largest: _reference_logits(model, tokens, _LARGE_LOGIT / largest)}
+        with routing.recorded():
+            own[1.0] = _reference_logits(model, tokens, 1.0)
+        if routing.modules:
+            with routing.replayed():
+                routed = hidden_of_documents(root, [tokens[:8], tokens[8:]])
     leak = (
         (head.logits(hidden[8:]) - head.logits(other[8:])).abs().max().item()
     )  # same shapes, so no rounding differences
@@ -130,7 +137,7 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
             f"packed conversations influence each other (logits change by {leak:.3g} when another conversation "
             "changes): it has recurrent layers or custom attention"
         )
-    difference = _logit_difference(head, hidden, own, largest)
+    difference = _logit_difference(head, routed if routing.modules else hidden, own, largest)
     if difference:
         raise PackingError(f"packed conversations have other logits than each alone (by {difference:.3g})")
 
@@ -213,12 +220,14 @@ def _resets_state(root: LossModel, vocabulary: int, longest: int) -> bool:
 def _packs_exactly(root: LossModel, documents: list[Tensor]) -> bool:
     """Whether packed documents have the hidden states, and embeddings the gradients, that they have alone, and whether
     the gradient of a document is zero for the others."""
+    routing = Routing(root.language_model)
     with eval_mode(root):
-        hidden, gradients = _with_gradients(root, lambda: hidden_of_documents(root, documents))
-        with native_attention(root.language_model):
+        with native_attention(root.language_model), routing.recorded():
             alone = [
                 _with_gradients(root, functools.partial(root.hidden_unpacked, [document])) for document in documents
             ]
+        with routing.replayed():
+            hidden, gradients = _with_gradients(root, lambda: hidden_of_documents(root, documents))
         _, of_last = _with_gradients(root, lambda: hidden_of_documents(root, documents)[-len(documents[-1]) :])
     return (
         _is_close(hidden, torch.cat([states for states, _ in alone]))

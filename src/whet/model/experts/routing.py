@@ -1,0 +1,83 @@
+"""The routers' choices of one pass, for another pass over the same tokens.
+
+Where two experts are almost equally good for a token, rounding decides which one it gets, and its hidden state changes
+by far more than rounding does. So whoever compares two passes in low precision gives them the same choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.compat.transformers_private import is_experts_module
+
+_Choice = tuple[Tensor, Tensor]
+"""The experts of each token, and their weights, both [T, K]."""
+
+
+class Routing:
+    """Records what the experts of a model are called with, and replays it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: list[nn.Module] = []
+        """Experts, in peft's wrappers where they have adapters."""
+        self._recorded: dict[nn.Module, list[_Choice]] = {}
+        inside = "\0"
+        for name, module in model.named_modules():
+            if not f"{name}.".startswith(inside) and is_experts_module(_unwrapped(module)):
+                self.modules.append(module)
+                inside = f"{name}."
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the passes inside, one after the other."""
+        self._recorded = {module: [] for module in self.modules}
+
+        def record(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+            choices = index.shape[-1]
+            self._recorded[module].append((index.reshape(-1, choices), weights.detach().reshape(-1, choices)))
+
+        with self._called(record):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """The passes inside take the recorded choices, if they have as many tokens; gradients flow to the weights that
+        the routers computed."""
+
+        def replay(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...] | None:
+            then_index, then_weights = (torch.cat(parts) for parts in zip(*self._recorded[module], strict=True))
+            if then_index.shape != (index.numel() // index.shape[-1], index.shape[-1]):
+                return None
+            own_index, own = index.reshape(then_index.shape).long(), weights.reshape(then_index.shape)
+            experts = 1 + int(torch.maximum(own_index, then_index.long()).max())
+            own = own.new_zeros(len(own), experts).scatter(1, own_index, own).gather(1, then_index.long())
+            found = then_weights + own - own.detach()
+            return hidden, then_index.view_as(index), found.view_as(weights)
+
+        with self._called(replay):
+            yield
+
+    @contextmanager
+    def _called(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Call `function` before each of the modules."""
+
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+            return function(module, *inputs) if len(inputs) == 3 else None
+
+        with ExitStack() as stack:
+            for module in self.modules:
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+            yield
+
+
+def _unwrapped(module: Any) -> nn.Module:
+    """A module without peft's wrappers of its parameters."""
+    while hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
+        module = module.base_layer
+    found: nn.Module = module
+    return found
